@@ -221,10 +221,10 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> object:
-    home = _HOME_OF.get(name)
-    if home is None:
+    module_name = _HOME_OF.get(name)
+    if module_name is None:
         raise AttributeError(f"module 'accel' has no attribute {name!r}")
-    value: object = getattr(_imported(home), name)
+    value: object = getattr(_imported(module_name), name)
     globals()[name] = value
     return value
 

@@ -60,9 +60,9 @@ def nearest(value: str, known: Iterable[str]) -> str:
     return f"; did you mean {match[0]!r}?" if match else ""
 
 
-def one_of(value: object, known: Iterable[str], *, what: str) -> str:
-    """Return ``value`` if it is in ``known``; else raise `ArgumentError` with ``what``, the choices, the nearest."""
+def one_of(value: object, known: Iterable[str], *, source: str) -> str:
+    """Return ``value`` if it is in ``known``; else raise `ArgumentError` with ``source``, the choices, the nearest."""
     choices = list(known)
     if isinstance(value, str) and value in choices:
         return value
-    raise ArgumentError(f"{what}: {value!r} is none of {', '.join(choices)}{nearest(str(value), choices)}")
+    raise ArgumentError(f"{source}: {value!r} is none of {', '.join(choices)}{nearest(str(value), choices)}")

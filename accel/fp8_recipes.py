@@ -90,9 +90,9 @@ class TERecipeKwargs(KwargsHandler):
         self.use_autocast_during_eval = _flag("USE_AUTOCAST_DURING_EVAL", self.use_autocast_during_eval, False)
         self.margin = _number("MARGIN", self.margin, 0)
         self.interval = _number("INTERVAL", self.interval, 1)
-        self.fp8_format = _word("FORMAT", self.fp8_format, "HYBRID", ("HYBRID", "E4M3", "E5M2"), upper=True)
+        self.fp8_format = _choice("FORMAT", self.fp8_format, "HYBRID", ("HYBRID", "E4M3", "E5M2"), upper=True)
         self.amax_history_len = _number("AMAX_HISTORY_LEN", self.amax_history_len, 1024)
-        self.amax_compute_algo = _word(
+        self.amax_compute_algo = _choice(
             "AMAX_COMPUTE_ALGO", self.amax_compute_algo, "most_recent", ("max", "most_recent"), upper=False
         )
         if self.override_linear_precision is None:
@@ -112,7 +112,7 @@ class MSAMPRecipeKwargs(KwargsHandler):
     opt_level: str | None = None
 
     def __post_init__(self) -> None:
-        self.opt_level = _word("OPT_LEVEL", self.opt_level, "O2", ("O1", "O2"), upper=True)
+        self.opt_level = _choice("OPT_LEVEL", self.opt_level, "O2", ("O1", "O2"), upper=True)
 
     def default_values(self) -> dict[str, Any]:
         """Return every field's default, in the form of `to_dict`."""
@@ -133,7 +133,7 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
         warnings.warn(
             "FP8RecipeKwargs is deprecated: use TERecipeKwargs or MSAMPRecipeKwargs", FutureWarning, stacklevel=3
         )
-        self.backend = _word("BACKEND", self.backend, _fp8_backend(), ("MSAMP", "TE"), upper=True)
+        self.backend = _choice("BACKEND", self.backend, _fp8_backend(), ("MSAMP", "TE"), upper=True)
         MSAMPRecipeKwargs.__post_init__(self)
         TERecipeKwargs.__post_init__(self)
 
@@ -142,18 +142,18 @@ def _fp8_backend() -> str:
     return "MSAMP" if is_msamp_available() else "TE"
 
 
-def _flag(name: str, given: bool | None, default: bool) -> bool:
-    return read_flag(os.environ, _PREFIX + name, default) if given is None else given
+def _flag(name: str, explicit: bool | None, default: bool) -> bool:
+    return read_flag(os.environ, _PREFIX + name, default) if explicit is None else explicit
 
 
-def _number(name: str, given: int | None, default: int) -> int:
-    if given is not None:
-        return given
-    named = read_int(os.environ, _PREFIX + name, minimum=0)
-    return default if named is None else named
+def _number(name: str, explicit: int | None, default: int) -> int:
+    if explicit is not None:
+        return explicit
+    from_env = read_int(os.environ, _PREFIX + name, minimum=0)
+    return default if from_env is None else from_env
 
 
-def _word(name: str, given: str | None, default: str, known: tuple[str, ...], *, upper: bool) -> str:
-    what = name.lower() if given is not None else f"environment variable {_PREFIX}{name}"
-    word = os.environ.get(_PREFIX + name, default) if given is None else given
-    return one_of(word.upper() if upper else word.lower(), known, what=what)
+def _choice(name: str, explicit: str | None, default: str, known: tuple[str, ...], *, upper: bool) -> str:
+    source = name.lower() if explicit is not None else f"environment variable {_PREFIX}{name}"
+    word = os.environ.get(_PREFIX + name, default) if explicit is None else explicit
+    return one_of(word.upper() if upper else word.lower(), known, source=source)

@@ -39,21 +39,21 @@ class LocalSGD:
         self.local_sgd_steps = local_sgd_steps
         self.enabled = enabled and accelerator.use_distributed
         self.num_steps = 0
-        self._held: AbstractContextManager[Any] | None = None
+        self._no_sync: AbstractContextManager[Any] | None = None
 
     def __enter__(self) -> LocalSGD:
         if self.enabled:
-            self._held = self.accelerator.no_sync(self.model)
-            self._held.__enter__()
+            self._no_sync = self.accelerator.no_sync(self.model)
+            self._no_sync.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._held is None:
+        if self._no_sync is None:
             return
-        held, self._held = self._held, None
-        held.__exit__(kind, error, trace)
+        no_sync, self._no_sync = self._no_sync, None
+        no_sync.__exit__(kind, error, trace)
         # After an error this process does not know whether the others come here.
         if error is None:
             self._average()

@@ -10,7 +10,7 @@ from typing import Any
 from accel.errors import one_of
 from accel.state import PartialState
 
-_SAID: set[tuple[str, str, str]] = set()
+_LOGGED: set[tuple[str, str, str]] = set()
 _LEVELS = ("CRITICAL", "ERROR", "WARNING", "INFO", "DEBUG")
 
 
@@ -39,9 +39,9 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
 
         With ``in_order`` all processes must make the call equally often.
         """
-        said = (self.logger.name, repr(args), repr(kwargs))
-        if said not in _SAID:
-            _SAID.add(said)
+        key = (self.logger.name, repr(args), repr(kwargs))
+        if key not in _LOGGED:
+            _LOGGED.add(key)
             kwargs["stacklevel"] = kwargs.get("stacklevel", 2) + 1
             self.log(logging.WARNING, *args, **kwargs)
 
@@ -55,9 +55,9 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
             state.wait_for_everyone()
 
     def _emit(self, level: int, msg: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        message, more = self.process(msg, kwargs)
-        more["stacklevel"] += 1
-        self.logger.log(level, message, *args, **more)
+        message, options = self.process(msg, kwargs)
+        options["stacklevel"] += 1
+        self.logger.log(level, message, *args, **options)
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
         """Return message and keywords as they are."""
@@ -74,7 +74,7 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
         log_level, source = os.environ.get("ACCELERATE_LOG_LEVEL"), "environment variable ACCELERATE_LOG_LEVEL"
     logger = logging.getLogger(name)
     if log_level is not None:
-        level = one_of(log_level.upper(), _LEVELS, what=source)
+        level = one_of(log_level.upper(), _LEVELS, source=source)
         logger.setLevel(level)
         logger.root.setLevel(level)
     return MultiProcessAdapter(logger, {})

@@ -43,14 +43,14 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
 
 def _kinds_in_use() -> list[str]:
     device = PartialState._shared_state.get("device")
-    named = {"cuda", "xpu"} | ({device.type} if device is not None else set())
-    found = []
-    for kind in sorted(named):
+    candidates = {"cuda", "xpu"} | ({device.type} if device is not None else set())
+    kinds = []
+    for kind in sorted(candidates):
         module = getattr(torch, kind, None)
         started = getattr(module, "is_initialized", lambda: True)
         if hasattr(module, "empty_cache") and started():
-            found.append(kind)
-    return found
+            kinds.append(kind)
+    return kinds
 
 
 def release_memory(*objects: Any) -> list[Any]:
@@ -71,7 +71,7 @@ def should_reduce_batch_size(exception: BaseException) -> bool:
         return True
     if not isinstance(exception, RuntimeError) or len(exception.args) != 1:
         return False
-    return any(sign in str(exception.args[0]) for sign in _SIGNS)
+    return any(marker in str(exception.args[0]) for marker in _SIGNS)
 
 
 @overload
@@ -140,9 +140,9 @@ def _refuse_batch_size(function: Function, parameters: list[inspect.Parameter], 
     names = [parameter.name for parameter in parameters if parameter.kind in kinds]
     if len(names) >= len(args) + 1:
         return
-    without = ", ".join(names[1:])
+    params = ", ".join(names[1:])
     raise CallError(
-        f"{function.__name__} takes its batch size from find_executable_batch_size: call {function.__name__}({without})"
+        f"{function.__name__} takes its batch size from find_executable_batch_size: call {function.__name__}({params})"
     )
 
 
@@ -152,7 +152,7 @@ def _attempt(call: Callable[[], Any]) -> tuple[Any, bool]:
         return call(), False
     except Exception as error:
         if not should_reduce_batch_size(error):
-            _blame_who_ran_out(error)
+            _report_rank_out_of_memory(error)
             raise
     # Out of the except clause, so that the traceback, which holds the call's tensors, is gone.
     return None, True
@@ -170,19 +170,19 @@ def _any_process(ran_out: bool) -> bool:
         return ran_out
     store, size, rank = world
     _attempts += 1
-    keys = [_key(_attempts, other) for other in range(size)]
+    keys = [_key(_attempts, peer) for peer in range(size)]
     store.set(keys[rank], "1" if ran_out else "0")
     store.wait(keys)
-    found = any(store.get(key) == b"1" for key in keys)
+    exhausted = any(store.get(key) == b"1" for key in keys)
     # The store may be rank 0's, and gone with it: it stays until the others have read.
     if rank:
         store.set(f"{keys[rank]}/read", "")
     else:
         store.wait([f"{key}/read" for key in keys[1:]])
-    return found
+    return exhausted
 
 
-def _blame_who_ran_out(error: Exception) -> None:
+def _report_rank_out_of_memory(error: Exception) -> None:
     world = _store()
     if world is None:
         return

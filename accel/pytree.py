@@ -73,35 +73,35 @@ def leaves(data: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, data
 
 
-def collect(data: Any, found: list[Any]) -> None:
-    """Append every leaf of ``data`` to ``found``, in the order of `leaves`; faster, without paths."""
+def collect(data: Any, collected: list[Any]) -> None:
+    """Append every leaf of ``data`` to ``collected``, in the order of `leaves`; faster, without paths."""
     kind = type(data)
     if kind is dict or kind is list or kind is tuple:
         for item in data.values() if kind is dict else data:
             if type(item) is torch.Tensor:
-                found.append(item)
+                collected.append(item)
             else:
-                collect(item, found)
+                collect(item, collected)
     elif isinstance(data, torch.Tensor):
-        found.append(data)
+        collected.append(data)
     elif isinstance(data, (list, tuple)):
         for item in data:
-            collect(item, found)
+            collect(item, collected)
     elif isinstance(data, Mapping):
         for item in data.values():
-            collect(item, found)
+            collect(item, collected)
     elif is_record(data):
         for _, item in fields_of(data):
-            collect(item, found)
+            collect(item, collected)
     else:
-        found.append(data)
+        collected.append(data)
 
 
 def tensors(data: Any) -> list[torch.Tensor]:
     """Return every tensor in ``data``, in order."""
-    found: list[Any] = []
-    collect(data, found)
-    return [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
+    collected: list[Any] = []
+    collect(data, collected)
+    return [leaf for leaf in collected if isinstance(leaf, torch.Tensor)]
 
 
 def replace_tensors(data: Any, values: list[torch.Tensor]) -> Any:
@@ -109,15 +109,15 @@ def replace_tensors(data: Any, values: list[torch.Tensor]) -> Any:
     return _fill(data, iter(values))
 
 
-def _fill(data: Any, supply: Iterator[torch.Tensor]) -> Any:
+def _fill(data: Any, values: Iterator[torch.Tensor]) -> Any:
     kind = type(data)
     if kind is torch.Tensor:
-        return next(supply)
+        return next(values)
     if kind is dict:
-        return {key: _fill(item, supply) for key, item in data.items()}
+        return {key: _fill(item, values) for key, item in data.items()}
     if kind is list:
-        return [_fill(item, supply) for item in data]
-    return map_nested(lambda leaf: next(supply) if isinstance(leaf, torch.Tensor) else leaf, data)
+        return [_fill(item, values) for item in data]
+    return map_nested(lambda leaf: next(values) if isinstance(leaf, torch.Tensor) else leaf, data)
 
 
 def send_to_device(

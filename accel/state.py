@@ -88,7 +88,7 @@ class PartialState:
         if xla.is_asked(env, cpu=cpu):
             self._begin_on_xla(options)
             return
-        world = worlds.adopted_world() or read_world(env, needs_master=not options.get("init_method"))
+        world = worlds.world_from_torch() or read_world(env, needs_master=not options.get("init_method"))
         device = worlds.choose_device(world, env, cpu=cpu)
         worlds.use_device(device)
         if read_flag(env, "ACCELERATE_CPU_AFFINITY"):
@@ -101,20 +101,20 @@ class PartialState:
         self._cpu = device.type == "cpu"
         self.debug = read_flag(env, "ACCELERATE_DEBUG_MODE")
         self.fork_launched = read_flag(env, "FORK_LAUNCHED")
-        self._settle(world, device, backend)
+        self._set_world(world, device, backend)
 
     def _begin_on_xla(self, options: dict[str, Any]) -> None:
         world, device = xla.join(os.environ)
         if world.size > 1:
-            own = {"backend": xla.BACKEND, "init_method": xla.RENDEZVOUS, "timeout": options.get("timeout")}
-            worlds.form(world, device, own)
+            group_options = {"backend": xla.BACKEND, "init_method": xla.RENDEZVOUS, "timeout": options.get("timeout")}
+            worlds.form(world, device, group_options)
         self._cpu = False
         self.debug = read_flag(os.environ, "ACCELERATE_DEBUG_MODE")
         self.fork_launched = read_flag(os.environ, "FORK_LAUNCHED")
-        self._settle(world, device, xla.BACKEND)
+        self._set_world(world, device, xla.BACKEND)
         self.distributed_type = DistributedType.XLA
 
-    def _settle(self, world: World, device: torch.device, backend: str | None) -> None:
+    def _set_world(self, world: World, device: torch.device, backend: str | None) -> None:
         self.backend = backend
         self.num_processes = world.size
         self.process_index = world.rank
@@ -128,8 +128,8 @@ class PartialState:
 
     def __getstate__(self) -> dict[str, Any]:
         # `transformers.TrainingArguments` hold one and are saved beside every model, where plugins have no place.
-        left_out = AcceleratorState.__annotations__ if type(self) is PartialState else {}
-        return {name: value for name, value in vars(self).items() if name not in left_out}
+        excluded = AcceleratorState.__annotations__ if type(self) is PartialState else {}
+        return {name: value for name, value in vars(self).items() if name not in excluded}
 
     def __getattr__(self, name: str) -> Any:
         if name in type(self).__annotations__ or name in PartialState.__annotations__:
@@ -183,14 +183,14 @@ class PartialState:
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
         """Run the block on the main process first, then on the others."""
-        yield from self._goes_first(self.is_main_process)
+        yield from self._run_first(self.is_main_process)
 
     @contextmanager
     def local_main_process_first(self) -> Iterator[None]:
         """Run the block on the main process of each node first, then on the others."""
-        yield from self._goes_first(self.is_local_main_process)
+        yield from self._run_first(self.is_local_main_process)
 
-    def _goes_first(self, first: bool) -> Iterator[None]:
+    def _run_first(self, first: bool) -> Iterator[None]:
         if not first:
             self.wait_for_everyone()
         yield
@@ -228,15 +228,15 @@ class PartialState:
             lambda: local_process_index is None or self.local_process_index == local_process_index, function
         )
 
-    def _only(self, wanted: Callable[[], bool], function: Function | None) -> Function:
+    def _only(self, condition: Callable[[], bool], function: Function | None) -> Function:
         if function is None:
-            return cast(Function, partial(self._only, wanted))
+            return cast(Function, partial(self._only, condition))
 
         @wraps(function)
-        def run_where_wanted(*args: Any, **kwargs: Any) -> Any:
-            return function(*args, **kwargs) if wanted() else None
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs) if condition() else None
 
-        return cast(Function, run_where_wanted)
+        return cast(Function, wrapper)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print, on the main process of each node only."""
@@ -280,7 +280,7 @@ class AcceleratorState(PartialState):
         _from_accelerator: bool = False,
         **kwargs: Any,
     ) -> None:
-        refuse_unbuilt(
+        reject_unsupported(
             "AcceleratorState",
             deepspeed_plugin=deepspeed_plugin,
             torch_tp_plugin=torch_tp_plugin,
@@ -293,7 +293,7 @@ class AcceleratorState(PartialState):
             if parallelism_config is not None:
                 self.parallelism_config = parallelism_config
             if "_mixed_precision" not in self.__dict__:
-                self._mixed_precision = _asked_precision(mixed_precision)
+                self._mixed_precision = _requested_precision(mixed_precision)
                 if self._mixed_precision == PrecisionType.BF16 and self.backend == xla.BACKEND:
                     self.downcast_bfloat = xla.use_bf16(os.environ)
             elif mixed_precision is not None and str(mixed_precision).lower() != self._mixed_precision:
@@ -360,16 +360,16 @@ class AcceleratorState(PartialState):
         )
 
 
-def refuse_unbuilt(owner: str, **given: Any) -> None:
-    """Raise `ArgumentError` for the first argument of ``given`` that requests an unsupported strategy."""
-    for name, value in given.items():
+def reject_unsupported(owner: str, **kwargs: Any) -> None:
+    """Raise `ArgumentError` for the first argument of ``kwargs`` that requests an unsupported strategy."""
+    for name, value in kwargs.items():
         if value is not None:
             raise ArgumentError(f"{owner}({name}=…) is not in this version of accel: leave it out")
 
 
-def _asked_precision(given: str | None) -> str:
-    source = "mixed_precision" if given is not None else "environment variable ACCELERATE_MIXED_PRECISION"
-    word = os.environ.get("ACCELERATE_MIXED_PRECISION", "no") if given is None else str(given)
+def _requested_precision(explicit: str | None) -> str:
+    source = "mixed_precision" if explicit is not None else "environment variable ACCELERATE_MIXED_PRECISION"
+    word = os.environ.get("ACCELERATE_MIXED_PRECISION", "no") if explicit is None else str(explicit)
     if word.lower() == PrecisionType.FP8:
         raise PrecisionError(f"{source}: 'fp8' is not in this version of accel: use 'bf16' or 'fp16'")
-    return one_of(word.lower(), [name for name in PrecisionType.list() if name != "fp8"], what=source)
+    return one_of(word.lower(), [name for name in PrecisionType.list() if name != "fp8"], source=source)

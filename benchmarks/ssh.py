@@ -199,7 +199,7 @@ def ssh_fabric(rounds: int) -> bool:
         config = lab.project.parent / "config"
         config.write_text(f"Host nowhere\n ProxyCommand sleep 0.2; exit 1\n{Path(lab.config).read_text()}")
         with Pool(config=str(config)) as pool:
-            remote = pool.on("node1")
+            remote = pool.remote("node1")
             ssh = remote.connection().ssh
             sent, printed = "x" * 100, ["head", "-c", "5000000", "/dev/zero"]
 
@@ -212,7 +212,7 @@ def ssh_fabric(rounds: int) -> bool:
 
             def through_accel() -> None:
                 with contextlib.suppress(SchedulerError):
-                    pool.on("nowhere").run(["true"])
+                    pool.remote("nowhere").run(["true"])
 
             measures = {
                 "accel, 100 bytes sent": lambda: remote.run(["cat"], stdin=sent.encode()),

@@ -39,5 +39,5 @@ def for_sbatch(env: Mapping[str, str], script: str) -> dict[str, str]:
     outside = outside_any_job(env)
     if "SLURM_JOB_ID" in env:
         return outside
-    given = {f"SBATCH_{name.upper()}" for name in _DEFAULTS if f"\n#SBATCH --{name}=" not in script}
-    return {**outside, **{name: value for name, value in env.items() if name in given}}
+    allowed = {f"SBATCH_{name.upper()}" for name in _DEFAULTS if f"\n#SBATCH --{name}=" not in script}
+    return {**outside, **{name: value for name, value in env.items() if name in allowed}}

@@ -46,25 +46,25 @@ def parse_json(text: str | bytes) -> Any:
 def as_text(value: object, name: str) -> str:
     """Return `value`, or raise ValueError unless it is text."""
     if not isinstance(value, str):
-        raise ValueError(f"{name} is {_shown(value)}, not text")
+        raise ValueError(f"{name} is {_format_value(value)}, not text")
     return value
 
 
-def as_whole(value: object, name: str, least: int = 0) -> int:
+def as_integer(value: object, name: str, least: int = 0) -> int:
     """Return `value`, or raise ValueError unless it is an integer from `least` to 2**53."""
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= _LARGEST:
-        raise ValueError(f"{name} is {_shown(value)}, not a whole number from {least} on")
+        raise ValueError(f"{name} is {_format_value(value)}, not a whole number from {least} on")
     return value
 
 
-def as_moment(value: object, name: str) -> float:
+def as_timestamp(value: object, name: str) -> float:
     """Return `value` as a float, or raise ValueError unless it is in seconds since the epoch, before the year 10000."""
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= _LATEST:
-        raise ValueError(f"{name} is {_shown(value)}, not a time in seconds since 1970")
+        raise ValueError(f"{name} is {_format_value(value)}, not a time in seconds since 1970")
     return float(value)
 
 
-def _shown(value: object) -> str:
+def _format_value(value: object) -> str:
     return type(value).__name__ if isinstance(value, (dict, list)) else repr(value)[:40]
 
 

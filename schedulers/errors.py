@@ -69,5 +69,5 @@ def nearest(word: str, valid: Iterable[str]) -> str:
     """Return a hint for a message, `; did you mean 'x'?`, or an empty string if no valid word is close."""
     import difflib
 
-    near = difflib.get_close_matches(word, list(valid), n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    suggestions = difflib.get_close_matches(word, list(valid), n=1)
+    return f"; did you mean {suggestions[0]!r}?" if suggestions else ""

@@ -94,9 +94,9 @@ class JobSpec:
     def __post_init__(self) -> None:
         if not self.argv or not self.argv[0]:
             raise SpecError("nothing to run: give a script, -m MODULE, or --no-python COMMAND")
-        for word in self.argv:
-            if "\0" in word:
-                raise SpecError(f"an argument holds a NUL byte, which no process can be given: {word!r}")
+        for argument in self.argv:
+            if "\0" in argument:
+                raise SpecError(f"an argument holds a NUL byte, which no process can be given: {argument!r}")
         if not self.name or not self.name.isprintable():
             raise SpecError(f"name must be one printable line, not {self.name!r}")
         _at_least("nodes", self.nodes, 1)
@@ -164,16 +164,18 @@ class Cursor:
 
     def moved(self, positions: Mapping[str, str | None]) -> Cursor:
         """Return a copy with these positions replaced (None: the beginning)."""
-        return Cursor({key: at for key, at in {**self._positions, **positions}.items() if at is not None})
+        return Cursor(
+            {key: position for key, position in {**self._positions, **positions}.items() if position is not None}
+        )
 
     def below(self, prefix: str) -> Cursor:
         """Return the positions of the sources with this prefix, under their names without it."""
-        found = {name: at for name, at in self._positions.items() if name.startswith(prefix)}
-        return Cursor({name[len(prefix) :]: at for name, at in found.items()})
+        positions = {name: position for name, position in self._positions.items() if name.startswith(prefix)}
+        return Cursor({name[len(prefix) :]: position for name, position in positions.items()})
 
     def under(self, prefix: str) -> Cursor:
         """Return a copy with `prefix` before the names of all sources."""
-        return Cursor({prefix + name: at for name, at in self._positions.items()})
+        return Cursor({prefix + name: position for name, position in self._positions.items()})
 
     def __str__(self) -> str:
         return ",".join(f"{source}={position}" for source, position in sorted(self._positions.items()))

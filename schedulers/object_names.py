@@ -7,7 +7,7 @@ import re
 import unicodedata
 
 # Names of pods and Services are made of it: `NAME-worker-9999`, `NAME-node-0-9999-abcde`, and 63 is the end.
-MOST = 40
+MAX_LENGTH = 40
 HASH = 8
 # As the store makes them: no hyphen, so that the last one of a name is before the id.
 _PLAIN_ID = re.compile(r"[0-9a-z]{1,20}\Z")
@@ -16,10 +16,10 @@ _PLAIN_ID = re.compile(r"[0-9a-z]{1,20}\Z")
 def object_name(name: str, job_id: str) -> str:
     """Return the name of the job's object, as `train-2mxaaaaaaaa`: unique, from these two arguments only.
 
-    A DNS-1035 label of at most `MOST` characters; begins with a letter, since Services are named after it.
+    A DNS-1035 label of at most `MAX_LENGTH` characters; begins with a letter, since Services are named after it.
     """
     tail = job_id if _PLAIN_ID.match(job_id) else f"{slug(job_id)[:11].rstrip('-') or 'x'}-{short_hash(job_id)}"
-    head = slug(name).lstrip("0123456789-")[: MOST - len(tail) - 1].rstrip("-")
+    head = slug(name).lstrip("0123456789-")[: MAX_LENGTH - len(tail) - 1].rstrip("-")
     return f"{head or 'job'}-{tail}"
 
 

@@ -35,7 +35,7 @@ def space_of(boot: str, node: str, namespace: str) -> str:
     return f"{boot or node} {namespace}"
 
 
-def ended(pid: int, space: str) -> bool:
+def has_ended(pid: int, space: str) -> bool:
     """Return True if the process has certainly ended; False also for one that is not visible from here."""
     return space == pid_space() and not _exists(pid)
 
@@ -203,10 +203,10 @@ def die_with_parent(signum: int = signal.SIGKILL, parent: int | None = None) -> 
 
 def wake_pipe() -> tuple[int, int]:
     """Return a pipe for `signal.set_wakeup_fd` and `select`. Both ends are non-blocking and closed on exec."""
-    reading, writing = os.pipe()
-    os.set_blocking(reading, False)
-    os.set_blocking(writing, False)
-    return reading, writing
+    read_fd, write_fd = os.pipe()
+    os.set_blocking(read_fd, False)
+    os.set_blocking(write_fd, False)
+    return read_fd, write_fd
 
 
 def adopt_orphans() -> None:
@@ -227,20 +227,20 @@ def descendants(pid: int) -> list[int]:
     children: dict[int, list[_Row]] = {}
     for row in _table():
         children.setdefault(row.parent, []).append(row)
-    below: list[int] = []
-    ahead = [pid]
-    while ahead:
-        for row in children.get(ahead.pop(), ()):
-            ahead.append(row.pid)
+    descendant_pids: list[int] = []
+    pending = [pid]
+    while pending:
+        for row in children.get(pending.pop(), ()):
+            pending.append(row.pid)
             if row.alive:
-                below.append(row.pid)
-    return below
+                descendant_pids.append(row.pid)
+    return descendant_pids
 
 
 def in_sessions(sessions: Iterable[int]) -> list[int]:
     """Return every live process of these sessions. A session outlives its leader, and its id is not reused."""
-    wanted = set(sessions)
-    return [row.pid for row in _table() if row.alive and row.session in wanted] if wanted else []
+    session_ids = set(sessions)
+    return [row.pid for row in _table() if row.alive and row.session in session_ids] if session_ids else []
 
 
 def with_variable(name: str, value: str) -> list[int]:
@@ -267,18 +267,18 @@ def _open_files(pid: int) -> Iterator[str]:
             continue
 
 
-def end_all(find: Callable[[], Iterable[int]], *, grace_s: float) -> None:
-    """Send SIGTERM to all pids that `find` returns, wait `grace_s` seconds, then send SIGKILL until it returns none.
+def end_all(find_pids: Callable[[], Iterable[int]], *, grace_s: float) -> None:
+    """Send SIGTERM to all pids that `find_pids` returns, wait `grace_s` seconds, then send SIGKILL until none remains.
 
     Reaps this process's ended children, adopted ones included: read their exit codes before.
     """
     deadline = time.monotonic() + grace_s
-    told: set[int] = set()
-    while left := set(find()):
-        late = time.monotonic() >= deadline
-        for pid in left if late else left - told:
-            _kill(pid, signal.SIGKILL if late else signal.SIGTERM)
-        told |= left
+    signalled: set[int] = set()
+    while live_pids := set(find_pids()):
+        grace_over = time.monotonic() >= deadline
+        for pid in live_pids if grace_over else live_pids - signalled:
+            _kill(pid, signal.SIGKILL if grace_over else signal.SIGTERM)
+        signalled |= live_pids
         time.sleep(_POLL_S)
         _collect_children()
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .convert import as_moment, as_text, as_whole
+from .convert import as_integer, as_text, as_timestamp
 
 _LARGEST_CODE = 2**31
 
@@ -80,15 +80,15 @@ class Status:
         if not isinstance(data, dict) or "state" not in data:
             raise ValueError("a status is an object with a state")
         code, details = data.get("exit_code"), data.get("details", {})
-        if not isinstance(details, dict) or any(isinstance(one, dict | list) for one in details.values()):
+        if not isinstance(details, dict) or any(isinstance(detail, dict | list) for detail in details.values()):
             raise ValueError(f"details must be names and values, not {details!r}")
         return cls(
             state=State(data["state"]),
             reason=Reason(data.get("reason", "none")),
-            exit_code=None if code is None else as_whole(code, "exit_code", least=-_LARGEST_CODE),
-            attempt=as_whole(data.get("attempt", 0), "attempt"),
+            exit_code=None if code is None else as_integer(code, "exit_code", least=-_LARGEST_CODE),
+            attempt=as_integer(data.get("attempt", 0), "attempt"),
             message=as_text(data.get("message", ""), "message"),
             native_state=as_text(data.get("native_state", ""), "native_state"),
-            observed_at=as_moment(data.get("observed_at", 0.0), "observed_at"),
+            observed_at=as_timestamp(data.get("observed_at", 0.0), "observed_at"),
             details=details,
         )

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Point = Mapping[str, str]
 
-_MOST = 10_000
+_MAX_JOBS = 10_000
 _NAME_LENGTH = 80
 
 
@@ -61,7 +61,7 @@ def specs(base: JobSpec, points: Sequence[Point]) -> list[JobSpec]:
     `{name}` in an argument is replaced by the point's value; a name that no argument holds is appended as
     `--name value`.
     """
-    found = []
+    job_specs = []
     for point in points:
         for key in point:
             if not key or not key.isprintable() or key.startswith("-"):
@@ -69,9 +69,9 @@ def specs(base: JobSpec, points: Sequence[Point]) -> list[JobSpec]:
         label = ", ".join(f"{key}={value}" for key, value in point.items())
         name = f"{base.name} [{label}]"
         short = name if len(name) <= _NAME_LENGTH else f"{name[: _NAME_LENGTH - 2]}…]"
-        printable = "".join(letter if letter.isprintable() else "_" for letter in short)
-        found.append(dataclasses.replace(base, argv=_arguments(base.argv, point), name=printable))
-    return found
+        printable = "".join(char if char.isprintable() else "_" for char in short)
+        job_specs.append(dataclasses.replace(base, argv=_arguments(base.argv, point), name=printable))
+    return job_specs
 
 
 def submit_sweep(
@@ -98,16 +98,16 @@ def submit_sweep(
             except SchedulerError as error:
                 raise type(error)(f"{error} ({len(done)} of {len(jobs)} jobs were submitted before)") from None
         return done
-    ready = [dataclasses.replace(spec, code=first.code, after=first.after, nodes=first.nodes) for spec in jobs]
-    ids = [store.new_id() for _ in ready]
-    plans = resolved.plan_many(ready, ids)
-    admit(resolved.target, ready)
+    job_specs = [dataclasses.replace(spec, code=first.code, after=first.after, nodes=first.nodes) for spec in jobs]
+    ids = [store.new_id() for _ in job_specs]
+    plans = resolved.plan_many(job_specs, ids)
+    admit(resolved.target, job_specs)
 
     def create(job: tuple[str, JobSpec, Plan]) -> Record:
         job_id, spec, plan = job
         return store.create(job_id, spec, plan, target=resolved.name, kind=resolved.kind, options=resolved.options)
 
-    records = for_each(create, zip(ids, ready, plans, strict=True))
+    records = for_each(create, zip(ids, job_specs, plans, strict=True))
     send_many(records, resolved.target, plans)
     return [Job(record, target=resolved.target) for record in records]
 
@@ -128,24 +128,24 @@ def plans(
 
     store = store or Store.default()
     resolved, first = prepare(jobs[0], target_name, store, start)
-    ready = [dataclasses.replace(spec, code=first.code, after=first.after, nodes=first.nodes) for spec in jobs]
-    return resolved.plan_many(ready, ids)
+    job_specs = [dataclasses.replace(spec, code=first.code, after=first.after, nodes=first.nodes) for spec in jobs]
+    return resolved.plan_many(job_specs, ids)
 
 
 def _arguments(argv: Sequence[str], point: Point) -> tuple[str, ...]:
     # All names at once: a value that looks like a name is not replaced again.
     names = re.compile("|".join(re.escape(f"{{{key}}}") for key in point))
-    used = {found[1:-1] for word in argv for found in names.findall(word)}
-    words = [names.sub(lambda found: point[found[0][1:-1]], word) for word in argv]
+    used = {placeholder[1:-1] for argument in argv for placeholder in names.findall(argument)}
+    arguments = [names.sub(lambda placeholder: point[placeholder[0][1:-1]], argument) for argument in argv]
     for key, value in point.items():
         if key not in used:
-            words += [f"--{key}", value]
-    return tuple(words)
+            arguments += [f"--{key}", value]
+    return tuple(arguments)
 
 
 def _check_count(count: int) -> None:
-    if count > _MOST:
-        raise SpecError(f"sweep: {count:,} jobs; {_MOST:,} are the most that one sweep may have")
+    if count > _MAX_JOBS:
+        raise SpecError(f"sweep: {count:,} jobs; {_MAX_JOBS:,} are the most that one sweep may have")
 
 
 def _from_csv(text: str, name: str) -> list[Point]:
@@ -175,8 +175,8 @@ def _from_yaml(text: str, name: str) -> list[Point]:
         value = yaml.load(text, yaml.BaseLoader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        place = f"{name}:{mark.line + 1}" if mark is not None else name
-        raise SpecError(f"sweep {place}: {getattr(error, 'problem', None) or 'it is not YAML'}") from None
+        location = f"{name}:{mark.line + 1}" if mark is not None else name
+        raise SpecError(f"sweep {location}: {getattr(error, 'problem', None) or 'it is not YAML'}") from None
     if isinstance(value, dict):
         for key, values in value.items():
             if not isinstance(values, list):

@@ -74,13 +74,13 @@ class Plan:
 def parse_ids(parse: Callable[[str], T], native_ids: Sequence[str]) -> tuple[dict[str, T], dict[str, str]]:
     """Return the parsed native ids, and a message for each that `parse` rejects, which does not affect the others."""
     parsed: dict[str, T] = {}
-    refused: dict[str, str] = {}
+    errors: dict[str, str] = {}
     for native_id in native_ids:
         try:
             parsed[native_id] = parse(native_id)
         except SchedulerError as error:
-            refused[native_id] = str(error)
-    return parsed, refused
+            errors[native_id] = str(error)
+    return parsed, errors
 
 
 class Target(Protocol):
@@ -147,7 +147,7 @@ class Waits(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class DiscoveredJob:
     """A job that another machine submitted, with all that is needed to follow it from here.
 
     spec: as submitted, as far as the backend knows; its paths are the other machine's.
@@ -164,28 +164,28 @@ class Found:
 
     @classmethod
     def of(
-        cls, native_id: str, read: Callable[[], object], *, target: str, kind: str, job_id: str, **more: Any
-    ) -> Found:
+        cls, native_id: str, read: Callable[[], object], *, target: str, kind: str, job_id: str, **fields: Any
+    ) -> DiscoveredJob:
         """Build the job from the spec that the target stores as submitted.
 
         `read` returns that spec, or raises ValueError or the like. Raises SchedulerError for a spec that this version
         cannot read.
         """
         try:
-            kept = read()
-            spec = JobSpec.from_json(kept)
+            document = read()
+            spec = JobSpec.from_json(document)
         except (ValueError, KeyError, TypeError, RecursionError, SpecError) as error:
             raise SchedulerError(f"another version of accel submitted job {job_id}: {one_line(str(error))}") from None
         plan = Plan(
             target=target, kind=kind, job_id=job_id,
-            files={f"{kind}/spec.json": json.dumps(kept, indent=2) + "\n"}, settings={"spec": kept},
+            files={f"{kind}/spec.json": json.dumps(document, indent=2) + "\n"}, settings={"spec": document},
             warnings=("submitted by another machine: this is what it asked for",),
         )  # fmt: skip
-        return cls(native_id=native_id, spec=spec, plan=plan, **more)
+        return cls(native_id=native_id, spec=spec, plan=plan, **fields)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Listed:
+class JobSummary:
     """A job that a backend knows, as a list shows it, without its status."""
 
     job_id: str
@@ -208,7 +208,7 @@ class Gathers(Protocol):
 class Finds(Protocol):
     """A target whose backend finds jobs by their id, whichever machine submitted them."""
 
-    def find(self, job_id: str) -> Found | None:
+    def find(self, job_id: str) -> DiscoveredJob | None:
         """Return the job of that id, or None if the backend has none. Changes nothing there.
 
         Raises Unreachable if the job may be in a part of the backend that could not be reached.
@@ -219,7 +219,7 @@ class Finds(Protocol):
 class Lists(Protocol):
     """A target whose backend can list all of accel's jobs, whichever machine submitted them."""
 
-    def listed(self) -> list[Listed]:
+    def listed(self) -> list[JobSummary]:
         """Return the jobs, in any order. Changes nothing there. Raises what a poll raises."""
 
 
@@ -269,7 +269,7 @@ class Tails(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checked:
+class CheckReport:
     """The result of a check: a table, header first, and one line for each problem."""
 
     table: list[list[str]]
@@ -281,7 +281,7 @@ class Checked:
 class Checks(Protocol):
     """A target that can check, before any job, whether it could run one."""
 
-    def check(self, gpus: int = 0) -> Checked:
+    def check(self, gpus: int = 0) -> CheckReport:
         """Check that every machine could run a part of a job with `gpus` GPUs on each. Changes nothing there.
 
         Raises SchedulerError if there is nothing to check.
@@ -375,8 +375,8 @@ def kinds() -> dict[str, str]:
     """Return every kind of target: name -> `module:class`. Entry points add names but never replace a built-in one."""
     import importlib.metadata
 
-    found = {point.name: point.value for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)}
-    return found | dict(BUILT_IN)
+    plugins = {point.name: point.value for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)}
+    return plugins | dict(BUILT_IN)
 
 
 def refused_entry_points() -> list[str]:
@@ -390,22 +390,22 @@ def refused_entry_points() -> list[str]:
     ]
 
 
-def load_kind(kind: str, where: str = "--target") -> type[Any]:
+def load_kind(kind: str, location: str = "--target") -> type[Any]:
     """Return the class that implements `kind`. Raises UnknownTarget, or ConfigError if a plug-in cannot be imported."""
     import importlib
 
     path = BUILT_IN.get(kind) or kinds().get(kind)
     if path is None:
         raise UnknownTarget(
-            f"{where}: no kind of target {kind!r}{nearest(kind, kinds())} (kinds: {', '.join(kinds())})"
+            f"{location}: no kind of target {kind!r}{nearest(kind, kinds())} (kinds: {', '.join(kinds())})"
         )
     module, _, name = path.partition(":")
     try:
         loaded = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{where}: the target kind {kind!r} ({path}) cannot be loaded: {error}") from error
+        raise ConfigError(f"{location}: the target kind {kind!r} ({path}) cannot be loaded: {error}") from error
     if not isinstance(loaded, type):
-        raise ConfigError(f"{where}: the target kind {kind!r} ({path}) is not a class")
+        raise ConfigError(f"{location}: the target kind {kind!r} ({path}) is not a class")
     return loaded
 
 

@@ -53,13 +53,13 @@ class Topology:
         The first rule of `RULES` whose marker is in `env` and that returns a topology wins. Raises SpecError, naming
         the variable, if one that the rule needs is missing or is not a number: a wrong world is never guessed.
         """
-        return cls.placed(env) or cls(node_rank=0, nodes=1, master="127.0.0.1")
+        return cls.from_scheduler(env) or cls(node_rank=0, nodes=1, master="127.0.0.1")
 
     @classmethod
-    def placed(cls, env: Mapping[str, str]) -> Topology | None:
+    def from_scheduler(cls, env: Mapping[str, str]) -> Topology | None:
         """Return the topology if a scheduler has placed this process, else None. Raises SpecError."""
-        found = (_rule(rule)(env) for marker, rule in RULES.items() if marker in env)
-        return next((topology for topology in found if topology is not None), None)
+        candidates = (_rule(rule)(env) for marker, rule in RULES.items() if marker in env)
+        return next((topology for topology in candidates if topology is not None), None)
 
 
 def from_accel(env: Mapping[str, str]) -> Topology:

@@ -33,7 +33,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn, Protocol
 
-from accel.launch.worker import leave
+from accel.launch.worker import exit_without_teardown
 
 ROOT = Path(__file__).parents[1]
 MARK = "ACCEL_TEST_MARK"  # a variable of 32 characters by which /proc/PID/environ tells whose process it is
@@ -345,7 +345,7 @@ def _leave(code: object) -> NoReturn:
     if code is not None and not isinstance(code, int):
         print(code, file=sys.stderr)
         code = 1
-    leave(code or 0)
+    exit_without_teardown(code or 0)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from accel.accelerator.arguments import (
     accumulation,
-    by_type,
+    handlers_by_class,
     loading,
     parallelism,
     project,
@@ -48,7 +48,7 @@ from accel.plugins import (
     TorchDynamoPlugin,
 )
 from accel.precision import choose_precision
-from accel.state import AcceleratorState, GradientState, refuse_unbuilt
+from accel.state import AcceleratorState, GradientState, reject_unsupported
 from accel.training.accumulation import Window
 from accel.training.compile import compile_regions, compile_regions_in_place, compiles, dynamo
 from accel.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
@@ -112,10 +112,10 @@ class Accelerator(
         dynamo_plugin: TorchDynamoPlugin | None = None,
         deepspeed_plugins: Any = None,
         parallelism_config: Any = None,
-        **others: Any,
+        **unknown: Any,
     ) -> None:
-        refuse_unknown(others, Accelerator.__init__.__annotations__)
-        refuse_unbuilt(
+        refuse_unknown(unknown, Accelerator.__init__.__annotations__)
+        reject_unsupported(
             "Accelerator",
             deepspeed_plugin=deepspeed_plugin,
             deepspeed_plugins=deepspeed_plugins,
@@ -123,7 +123,7 @@ class Accelerator(
             torch_tp_plugin=torch_tp_plugin,
         )
         refuse_environment(os.environ)
-        handlers = by_type(kwargs_handlers or ())
+        handlers = handlers_by_class(kwargs_handlers or ())
         self.device_placement = device_placement
         self.rng_types = rng_types
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
@@ -167,22 +167,22 @@ class Accelerator(
         Other objects (``None`` too) and objects that are already prepared are returned unchanged.
         ``device_placement`` has a flag for each object: move it to `device`, or ``None`` for the default.
         """
-        places = list(device_placement) if device_placement is not None else [None] * len(args)
-        if len(places) != len(args):
-            raise ArgumentError(f"prepare(device_placement=…) has {len(places)} values for {len(args)} objects")
-        given = list(zip(args, places, strict=True))
+        placements = list(device_placement) if device_placement is not None else [None] * len(args)
+        if len(placements) != len(args):
+            raise ArgumentError(f"prepare(device_placement=…) has {len(placements)} values for {len(args)} objects")
+        pairs = list(zip(args, placements, strict=True))
         ready: dict[int, Any] = {}
-        for item, place in given:
+        for item, placement in pairs:
             if isinstance(item, DataLoader):
-                ready[id(item)] = self.prepare_data_loader(item, device_placement=place)
+                ready[id(item)] = self.prepare_data_loader(item, device_placement=placement)
         ready |= self._prepare_training(
-            [(item, place) for item, place in given if isinstance(item, torch.nn.Module)],
-            [(item, place) for item, place in given if isinstance(item, torch.optim.Optimizer)],
+            [(item, placement) for item, placement in pairs if isinstance(item, torch.nn.Module)],
+            [(item, placement) for item, placement in pairs if isinstance(item, torch.optim.Optimizer)],
         )
         # Schedulers come last: each is joined to the prepared optimizer that holds its own.
         ready |= {id(item): self.prepare_scheduler(item) for item in args if _is_scheduler(item)}
-        made = [ready.get(id(item), item) for item in args]
-        return made[0] if len(made) == 1 else tuple(made)
+        prepared = [ready.get(id(item), item) for item in args]
+        return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
     def prepare_model(
         self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -191,15 +191,15 @@ class Accelerator(
 
         For a model that is already prepared, return the result of the first call.
         """
-        made = self._prepare_training([(model, device_placement)], [], evaluation=evaluation_mode)
-        return cast(torch.nn.Module, made[id(model)])
+        prepared = self._prepare_training([(model, device_placement)], [], evaluation=evaluation_mode)
+        return cast(torch.nn.Module, prepared[id(model)])
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
         """Wrap ``optimizer`` so that it steps at the end of each accumulation window; see `AcceleratedOptimizer`."""
-        made = self._prepare_training([], [(optimizer, device_placement)])
-        return cast(AcceleratedOptimizer, made[id(optimizer)])
+        prepared = self._prepare_training([], [(optimizer, device_placement)])
+        return cast(AcceleratedOptimizer, prepared[id(optimizer)])
 
     def _prepare_training(
         self, models: Sequence[_Given], optimizers: Sequence[_Given], *, evaluation: bool = False
@@ -208,22 +208,28 @@ class Accelerator(
 
         A model and its optimizer may come in different calls, in either order.
         """
-        made: dict[int, Any] = {id(model): self._known_model(model, evaluation) for model, _ in models}
-        made |= {id(optimizer): self._known_optimizer(optimizer) for optimizer, _ in optimizers}
-        new = {id(model): (model, place) for model, place in models if made[id(model)] is None}
-        steps = {id(optimizer): (optimizer, place) for optimizer, place in optimizers if made[id(optimizer)] is None}
-        begun = [self._begin_model(model, place, evaluation) for model, place in new.values()]
-        spread, stepping = self.strategy.prepare([] if evaluation else begun, [item for item, _ in steps.values()])
-        for key, model in zip(new, begun if evaluation else spread, strict=True):
-            made[key] = self._end_model(model)
-            self._run.models.append(made[key])
+        prepared: dict[int, Any] = {id(model): self._known_model(model, evaluation) for model, _ in models}
+        prepared |= {id(optimizer): self._known_optimizer(optimizer) for optimizer, _ in optimizers}
+        new = {id(model): (model, placement) for model, placement in models if prepared[id(model)] is None}
+        steps = {
+            id(optimizer): (optimizer, placement)
+            for optimizer, placement in optimizers
+            if prepared[id(optimizer)] is None
+        }
+        moved = [self._begin_model(model, placement, evaluation) for model, placement in new.values()]
+        wrapped, wrapped_optimizers = self.strategy.prepare(
+            [] if evaluation else moved, [item for item, _ in steps.values()]
+        )
+        for key, model in zip(new, moved if evaluation else wrapped, strict=True):
+            prepared[key] = self._end_model(model)
+            self._run.models.append(prepared[key])
             if evaluation:
-                self._run.evaluated.add(made[key])
-        for (key, (_, place)), optimizer in zip(steps.items(), stepping, strict=True):
-            place = self.device_placement if place is None else place
-            made[key] = AcceleratedOptimizer(optimizer, place, precision=self.precision)
-            self._run.optimizers.append(made[key])
-        return made
+                self._run.evaluated.add(prepared[key])
+        for (key, (_, placement)), optimizer in zip(steps.items(), wrapped_optimizers, strict=True):
+            placement = self.device_placement if placement is None else placement
+            prepared[key] = AcceleratedOptimizer(optimizer, placement, precision=self.precision)
+            self._run.optimizers.append(prepared[key])
+        return prepared
 
     def _known_model(self, model: torch.nn.Module, evaluation: bool) -> torch.nn.Module | None:
         """Return what an earlier call made of ``model``, or None.
@@ -231,34 +237,34 @@ class Accelerator(
         A model that was prepared for evaluation only is prepared again for training.
         """
         run = self._run
-        for known in run.models:
-            if known is model or self.strategy.unwrap(known) is model:
+        for prepared in run.models:
+            if prepared is model or self.strategy.unwrap(prepared) is model:
                 if evaluation:
                     return model
-                if known not in run.evaluated:
-                    return known
-                run.models = [other for other in run.models if other is not known]
+                if prepared not in run.evaluated:
+                    return prepared
+                run.models = [other for other in run.models if other is not prepared]
         return None
 
     def _known_optimizer(self, optimizer: torch.optim.Optimizer) -> AcceleratedOptimizer | None:
         """Return what an earlier call made of ``optimizer``; register one that another `Accelerator` prepared."""
-        for known in self._run.optimizers:
-            if optimizer is known or optimizer is known.optimizer:
-                return known
+        for prepared in self._run.optimizers:
+            if optimizer is prepared or optimizer is prepared.optimizer:
+                return prepared
         if isinstance(optimizer, AcceleratedOptimizer):
             self._run.optimizers.append(optimizer)
             return optimizer
         return None
 
-    def _begin_model(self, model: torch.nn.Module, place: bool | None, evaluation: bool) -> torch.nn.Module:
-        spread = self.verify_device_map(model)
-        if spread and self.use_distributed and not evaluation:
+    def _begin_model(self, model: torch.nn.Module, placement: bool | None, evaluation: bool) -> torch.nn.Module:
+        dispatched = self.verify_device_map(model)
+        if dispatched and self.use_distributed and not evaluation:
             raise ArgumentError(
                 "prepare: a model that is dispatched over several devices cannot be trained by several processes: "
                 "load it without device_map, or start one process"
             )
-        placed = _is_quantised_in_place(model, self.device) or spread
-        if not placed and (self.device_placement if place is None else place):
+        is_placed = _is_quantised_in_place(model, self.device) or dispatched
+        if not is_placed and (self.device_placement if placement is None else placement):
             model = self.strategy.place(model, evaluation)
         self.precision.wrap_forward(model)
         if compiles(self.dynamo_plugin, model, regions=True):
@@ -275,18 +281,20 @@ class Accelerator(
         """Wrap ``scheduler`` so that it steps when its optimizer did; see `AcceleratedScheduler`."""
         if not isinstance(scheduler, AcceleratedScheduler):
             inner = getattr(scheduler, "optimizer", None)
-            mine = [known for known in self._run.optimizers if inner is known or inner is known.optimizer]
-            found = mine or self._run.optimizers
+            matching = [
+                candidate for candidate in self._run.optimizers if inner is candidate or inner is candidate.optimizer
+            ]
+            optimizers = matching or self._run.optimizers
             prepared = AcceleratedScheduler(
                 scheduler,
-                found,
+                optimizers,
                 self.step_scheduler_with_optimizer,
                 self.split_batches,
                 shares=self.strategy.data_place[0],
             )
         else:
             prepared = scheduler
-        if all(known is not prepared for known in self._run.schedulers):
+        if all(candidate is not prepared for candidate in self._run.schedulers):
             self._run.schedulers.append(prepared)
         return prepared
 
@@ -308,7 +316,7 @@ class Accelerator(
             )
         if not self.preempted or not self._can_be_saved:
             return
-        place = self.save_state(dir)
+        path = self.save_state(dir)
         try:
             self._finish_trackers()
         except Exception as error:
@@ -316,7 +324,7 @@ class Accelerator(
 
             # The state is safe: whoever starts the run again must still hear that it is to be started.
             logger.warning(f"a tracker could not be finished: {first_line(error)}", main_process_only=False)
-        logger.warning(f"preempted: saved {place}, ending with code {REQUEUE} to be started again")
+        logger.warning(f"preempted: saved {path}, ending with code {REQUEUE} to be started again")
         raise SystemExit(REQUEUE)
 
     def end_training(self) -> None:
@@ -365,15 +373,17 @@ def _is_scheduler(item: Any) -> bool:
 def _is_quantised_in_place(model: torch.nn.Module, device: torch.device) -> bool:
     """Return True for an 8-bit or 4-bit model with a device map. Raises `ArgumentError` where it cannot be trained."""
     quantised = getattr(model, "is_loaded_in_8bit", False) or getattr(model, "is_loaded_in_4bit", False)
-    places = {str(place) for place in getattr(model, "hf_device_map", {}).values()} if quantised else set()
-    if "disk" in places or ("cpu" in places and (is_xpu_available() or not is_bitsandbytes_multi_backend_available())):
+    targets = {str(target) for target in getattr(model, "hf_device_map", {}).values()} if quantised else set()
+    if "disk" in targets or (
+        "cpu" in targets and (is_xpu_available() or not is_bitsandbytes_multi_backend_available())
+    ):
         raise ArgumentError("prepare: a model in 8 or 4 bits cannot be trained with parts on the CPU or the disk")
-    if len(places) == 1:
-        (place,) = places
-        loaded = torch.device(device.type, int(place)) if place.isdigit() else torch.device(place)
+    if len(targets) == 1:
+        (target,) = targets
+        loaded = torch.device(device.type, int(target)) if target.isdigit() else torch.device(target)
         if (loaded.type, loaded.index or 0) != (device.type, device.index or 0):
             raise ArgumentError(
                 f"prepare: a model in 8 or 4 bits is on {loaded} and this process trains on {device}: "
                 'load it with device_map={"": PartialState().device}'
             )
-    return bool(places)
+    return bool(targets)

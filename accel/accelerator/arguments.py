@@ -26,7 +26,7 @@ from accel.world.environment import read_flag, read_int
 
 _HANDLERS = (AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs, InitProcessGroupKwargs, ProfileKwargs)
 _STEPS = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
-_WAYS_NOT_HERE = (
+_UNSUPPORTED_BACKENDS = (
     "ACCELERATE_USE_DEEPSPEED",
     "ACCELERATE_USE_MEGATRON_LM",
 )
@@ -42,9 +42,9 @@ _REMOVED = {
 }
 
 
-def refuse_unknown(others: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Raise `ArgumentError` for the first of ``others``, with its replacement or the nearest of ``known``."""
-    for name in others:
+def refuse_unknown(arguments: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Raise `ArgumentError` for the first of ``arguments``, with its replacement or the nearest of ``known``."""
+    for name in arguments:
         if name in _REMOVED:
             raise ArgumentError(f"Accelerator({name}=…) was removed: use {_REMOVED[name]}")
         raise ArgumentError(f"Accelerator({name}=…) is unknown{nearest(name, known)}")
@@ -55,9 +55,9 @@ def refuse_environment(env: Mapping[str, str]) -> None:
 
     Ignoring it would silently train in another way than requested.
     """
-    asked = [name for name in _WAYS_NOT_HERE if read_flag(env, name)]
-    if asked:
-        raise ArgumentError(f"environment variable {asked[0]}={env[asked[0]]}: not in this version of accel; unset it")
+    names = [name for name in _UNSUPPORTED_BACKENDS if read_flag(env, name)]
+    if names:
+        raise ArgumentError(f"environment variable {names[0]}={env[names[0]]}: not in this version of accel; unset it")
 
 
 def sharding(plugin: Any) -> FullyShardedDataParallelPlugin | None:
@@ -93,12 +93,12 @@ def parallelism(
     return config
 
 
-def by_type(handlers: Sequence[KwargsHandler]) -> dict[type, Any]:
+def handlers_by_class(handlers: Sequence[KwargsHandler]) -> dict[type, Any]:
     """Return handlers by class. Raises `ArgumentError` for an unknown class and for a class given twice."""
-    found: dict[type, Any] = {}
+    by_class: dict[type, Any] = {}
     for handler in handlers:
-        kind = next((known for known in _HANDLERS if isinstance(handler, known)), None)
-        names = ", ".join(known.__name__ for known in _HANDLERS)
+        kind = next((handler_class for handler_class in _HANDLERS if isinstance(handler, handler_class)), None)
+        names = ", ".join(handler_class.__name__ for handler_class in _HANDLERS)
         if kind is None and type(handler).__name__ in RECIPES:
             raise ArgumentError(
                 f"kwargs_handlers: {type(handler).__name__} is for mixed_precision='fp8', "
@@ -106,10 +106,10 @@ def by_type(handlers: Sequence[KwargsHandler]) -> dict[type, Any]:
             )
         if kind is None:
             raise ArgumentError(f"kwargs_handlers: {type(handler).__name__} is none of {names}")
-        if kind in found:
+        if kind in by_class:
             raise ArgumentError(f"kwargs_handlers: {kind.__name__} is given twice")
-        found[kind] = handler
-    return found
+        by_class[kind] = handler
+    return by_class
 
 
 def loading(config: DataLoaderConfiguration | None, split_batches: bool | None) -> DataLoaderConfiguration:
@@ -130,8 +130,8 @@ def accumulation(plugin: GradientAccumulationPlugin | None, steps: int) -> Gradi
     """Return the accumulation plug-in, from the arguments or ``ACCELERATE_GRADIENT_ACCUMULATION_STEPS``."""
     if plugin is None:
         auto = os.environ.get(_STEPS, "").lower() == "auto"  # for DeepSpeed: what the script says
-        named = read_int(os.environ, _STEPS, minimum=1) if steps == 1 and not auto else None
-        return GradientAccumulationPlugin(num_steps=named or steps)
+        from_env = read_int(os.environ, _STEPS, minimum=1) if steps == 1 and not auto else None
+        return GradientAccumulationPlugin(num_steps=from_env or steps)
     if steps != 1:
         raise ArgumentError("give gradient_accumulation_steps or gradient_accumulation_plugin, not both")
     return plugin

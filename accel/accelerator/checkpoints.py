@@ -12,10 +12,10 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from accel.accelerator.run import Part
-from accel.checkpoint.all_ranks import together
-from accel.checkpoint.contents import Contents, Piece
+from accel.checkpoint.all_ranks import run_on_all_ranks
+from accel.checkpoint.contents import CheckpointContents, Piece
 from accel.checkpoint.durable import reporting_full_disk
-from accel.checkpoint.weights import keeps, refuse_unsavable, save, save_spread_weights, save_weights
+from accel.checkpoint.weights import is_writer, refuse_unsavable, save, save_sharded_weights, save_weights
 from accel.checkpoint.writer import Checkpoints, logger
 from accel.errors import ArgumentError, CheckpointError, one_of
 
@@ -73,8 +73,8 @@ class CheckpointControl(Part):
         self._load_model_state_pre_hook[handle.id] = hook
         return handle
 
-    def _contents(self, **how: Any) -> Contents:
-        return Contents(
+    def _contents(self, **kwargs: Any) -> CheckpointContents:
+        return CheckpointContents(
             device=self.state.device,
             process_index=self.state.process_index,
             strategy=self.strategy,
@@ -83,7 +83,7 @@ class CheckpointControl(Part):
             schedulers=self._run.schedulers,
             loaders=self._run.loaders,
             custom=self._run.registered,
-            **how,
+            **kwargs,
         )
 
     @property
@@ -132,27 +132,27 @@ class CheckpointControl(Part):
         if save_model_func_kwargs:
             logger.warning(f"save_state: nothing in this run takes {', '.join(sorted(save_model_func_kwargs))}")
         self._checkpoints.wait()
-        place = self._checkpoints.next_place() if output_dir is None else Path(output_dir)
+        path = self._checkpoints.next_place() if output_dir is None else Path(output_dir)
         self._checkpoints.save(
-            place, lambda folder: self._collect(folder, safe_serialization), beside=async_save, prune=automatic
+            path, lambda folder: self._collect(folder, safe_serialization), background=async_save, prune=automatic
         )
         self.project_configuration.iteration += automatic
-        return str(place)
+        return str(path)
 
     def _collect(self, folder: Path, safe: bool) -> list[Piece]:
         contents = self._contents(models=self._run.models, safe=safe)
-        in_shards, keeper, window = self.strategy.keeps_shards, self._checkpoints.keeper, self._run.window
-        weights = [self.strategy.model_state(model, whole=not in_shards) for model in self._run.models]
+        in_shards, writes, window = self.strategy.keeps_shards, self._checkpoints.is_writer, self._run.window
+        weights = [self.strategy.model_state(model, full=not in_shards) for model in self._run.models]
         for hook in self._save_model_state_pre_hook.values():
             hook(self._run.models, weights, str(folder))
         pieces: list[Piece] = []
         if not in_shards:
             states = [self.strategy.optimizer_state(optimizer) for optimizer in self._run.optimizers]
-            pieces += contents.shared(weights, states) if keeper else ()
-        pieces += contents.spread(
-            weights if in_shards else None, window.is_open, keeper=keeper, every_copy=self._checkpoints.on_each_node
+            pieces += contents.shared(weights, states) if writes else ()
+        pieces += contents.sharded_state(
+            weights if in_shards else None, window.is_open, is_writer=writes, every_copy=self._checkpoints.on_each_node
         )
-        return [*pieces, *contents.own(window.step, window.is_open)]
+        return [*pieces, *contents.rank_state(window.step, window.is_open)]
 
     def wait_for_checkpoint(self) -> None:
         """Wait for the checkpoint being written in the background, if there is one.
@@ -220,45 +220,45 @@ class CheckpointControl(Part):
         """
         folder = Path(save_directory)
         streams = safe_serialization and self.strategy.spreads
-        state = self.strategy.model_state(model, whole=False) if streams else self._whole_state(model)
-        writes = keeps(self.state, self.project_configuration.save_on_each_node)
+        state = self.strategy.model_state(model, full=False) if streams else self._full_state_dict(model)
+        writes = is_writer(self.state, self.project_configuration.save_on_each_node)
 
         @reporting_full_disk(folder)
         def write() -> None:
             if streams:
-                save_spread_weights(state, folder, max_shard_size, writes)
+                save_sharded_weights(state, folder, max_shard_size, writes)
                 return
             refuse_unsavable(state, folder, max_shard_size, safe_serialization)
             if writes:
                 save_weights(state, folder, max_shard_size, safe_serialization)
 
         try:
-            together(f"saving {folder}", write)
+            run_on_all_ranks(f"saving {folder}", write)
         except CheckpointError as error:
             if isinstance(error.__cause__, ArgumentError):  # of this process
                 raise error.__cause__ from None
             raise
 
-    def _whole_state(self, model: torch.nn.Module) -> dict[str, Any]:
-        inside = self.strategy.unwrap(model)
-        if any(hasattr(part, "_hf_hook") for part in inside.modules()):
+    def _full_state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
+        unwrapped = self.strategy.unwrap(model)
+        if any(hasattr(part, "_hf_hook") for part in unwrapped.modules()):
             from accel.big_models.load import get_state_dict_offloaded_model
 
-            state: dict[str, Any] = get_state_dict_offloaded_model(inside)
+            state: dict[str, Any] = get_state_dict_offloaded_model(unwrapped)
             return state
-        if any(parameter.is_meta for parameter in inside.parameters()):
+        if any(parameter.is_meta for parameter in unwrapped.parameters()):
             raise ArgumentError("save_model: some weights are on the meta device, where they have no values")
         return self.get_state_dict(model)
 
 
-def _load_options(given: dict[str, Any]) -> dict[str, Any]:
-    for name in given:
-        one_of(name, _LOAD_OPTIONS, what="load_state(load_kwargs=…)")
-    if given.get("weights_only") is False:
+def _load_options(load_kwargs: dict[str, Any]) -> dict[str, Any]:
+    for name in load_kwargs:
+        one_of(name, _LOAD_OPTIONS, source="load_state(load_kwargs=…)")
+    if load_kwargs.get("weights_only") is False:
         raise ArgumentError("load_state(load_kwargs=…): weights_only=False would run code that a file holds")
-    return {name: value for name, value in given.items() if name == "encoding"}
+    return {name: value for name, value in load_kwargs.items() if name == "encoding"}
 
 
 def _check_location(location: Any) -> None:
     if location is not None:
-        one_of(location, ("cpu", "on_device"), what="load_state(map_location=…)")
+        one_of(location, ("cpu", "on_device"), source="load_state(map_location=…)")

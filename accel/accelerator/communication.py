@@ -133,11 +133,11 @@ class ProcessControl(Part):
         one object per sample, and are returned as one list in rank order.
         """
         counts = last_counts(self.gradient_state)
-        found: list[Any] = []
-        collect(input_data, found)
-        if use_gather_object or not all(isinstance(leaf, torch.Tensor) for leaf in found):
-            mine = input_data if counts is None else own_part(input_data, counts, self.strategy.data_place[1])
-            return self.strategy.gather_objects(mine)
+        leaves: list[Any] = []
+        collect(input_data, leaves)
+        if use_gather_object or not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
+            local = input_data if counts is None else own_part(input_data, counts, self.strategy.data_place[1])
+            return self.strategy.gather_objects(local)
         gathered = self.strategy.gather(input_data)
         loader = self.gradient_state.active_dataloader
         if counts is None or loader is None:

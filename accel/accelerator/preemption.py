@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from accel.accelerator.run import Part
-from accel.checkpoint.all_ranks import side_group
+from accel.checkpoint.all_ranks import new_gloo_group
 from accel.errors import StateError
 from accel.logging import get_logger
 from accel.state import AcceleratorState
@@ -25,7 +25,7 @@ from accel.state import AcceleratorState
 logger = get_logger(__name__)
 
 _PAUSE_S = 0.1
-_MOST_READINGS = 16
+_MAX_READINGS = 16
 _WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -41,25 +41,25 @@ class Warnings:
     _owner: ClassVar[int] = 0
 
     @classmethod
-    def take_ignored(cls) -> None:
+    def install_ignored(cls) -> None:
         """Install handlers for warning signals that are ignored so far. Does nothing outside the main thread."""
         if _in_main_thread():
             for signum in _WARNINGS:
                 if signum not in cls._before and signal.getsignal(signum) is signal.SIG_IGN:
-                    cls._take(signum)
+                    cls._install(signum)
 
     @classmethod
-    def take_all(cls) -> bool:
+    def install(cls) -> bool:
         """Install handlers for all warning signals; return False outside the main thread, where it is impossible."""
         if not _in_main_thread():
             return False
         for signum in (signal.SIGTERM, *_WARNINGS):
             if signum not in cls._before:
-                cls._take(signum)
+                cls._install(signum)
         return True
 
     @classmethod
-    def give_back(cls) -> None:
+    def restore(cls) -> None:
         """Restore the previous handlers, except where the script has set another one since."""
         if _in_main_thread():
             for signum, handler in cls._before.items():
@@ -69,7 +69,7 @@ class Warnings:
         cls.received = None
 
     @classmethod
-    def _take(cls, signum: int) -> None:
+    def _install(cls, signum: int) -> None:
         cls._owner = os.getpid()
         cls._before[signum] = signal.signal(signum, cls._note)
 
@@ -95,7 +95,7 @@ class Agreement:
     """
 
     def __init__(self, state: AcceleratorState) -> None:
-        self._alone = not state.use_distributed
+        self._is_single_process = not state.use_distributed
         self._group: Any = None
         self._work: Any = None
         self._votes = torch.zeros(2, dtype=torch.int64)
@@ -108,7 +108,7 @@ class Agreement:
         """Return True once all processes know that one was warned. Raises `RuntimeError` if a process is gone."""
         if self.reached:
             return True
-        if self._alone:
+        if self._is_single_process:
             self.reached = Warnings.received is not None
             return self.reached
         if self._readings_left:
@@ -120,21 +120,21 @@ class Agreement:
     def _exchange(self) -> None:
         now = time.monotonic()
         if self._group is None:
-            self._group = side_group()
+            self._group = new_gloo_group()
         if self._work is not None:
             self._work.wait()
-            warned, less = self._votes.tolist()
+            warned, negative_interval = self._votes.tolist()
             self.reached = bool(warned)
-            pace = max((now - self._since) / self._interval, 1e-9)
-            wanted = max(1, min(_MOST_READINGS, int(_PAUSE_S / pace)))
-            self._interval = -less
+            step_s = max((now - self._since) / self._interval, 1e-9)
+            interval = max(1, min(_MAX_READINGS, int(_PAUSE_S / step_s)))
+            self._interval = -negative_interval
         else:
-            wanted = 1
+            interval = 1
         self._since = now
         self._readings_left = self._interval - 1
         self._work = None
         if not self.reached:
-            self._votes = torch.tensor([Warnings.received is not None, -wanted], dtype=torch.int64)
+            self._votes = torch.tensor([Warnings.received is not None, -interval], dtype=torch.int64)
             self._work = dist.all_reduce(self._votes, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
 
     def drop(self) -> None:
@@ -153,7 +153,7 @@ class PreemptionControl(Part):
     def _init_preemption(self) -> None:
         self._preemption = Agreement(self.state)
         self._watching = False
-        Warnings.take_ignored()
+        Warnings.install_ignored()
 
     @property
     def preempted(self) -> bool:
@@ -171,7 +171,7 @@ class PreemptionControl(Part):
         return self._preemption.read()
 
     def _watch(self) -> None:
-        if not Warnings.take_all():
+        if not Warnings.install():
             raise StateError("Accelerator.preempted must first be read in the main thread: signals go there")
         self._watching = True
 
@@ -179,4 +179,4 @@ class PreemptionControl(Part):
         self._preemption.drop()
         if self._watching:
             self._watching = False
-            Warnings.give_back()
+            Warnings.restore()

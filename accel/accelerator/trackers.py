@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch.profiler import profile
 
     from accel.tracking.base import GeneralTracker
-    from accel.tracking.isolation import Guard
+    from accel.tracking.isolation import IsolatedTracker
     from accel.tracking.registry import Choice
 
 logger = logging.getLogger("accel.tracking")
@@ -30,16 +30,16 @@ class TrackingControl(Part):
 
     log_with: list[Choice]
     trackers: list[GeneralTracker]
-    _guards: list[Guard]
-    _tracking_begun: bool
-    _silence_said: bool
+    _guards: list[IsolatedTracker]
+    _tracking_started: bool
+    _warned_not_tracking: bool
 
     def _init_tracking(self, log_with: Any, logging_dir: str | None) -> None:
         self.log_with = []
         self.trackers = []
         self._guards = []
-        self._tracking_begun = False
-        self._silence_said = False
+        self._tracking_started = False
+        self._warned_not_tracking = False
         if log_with is not None:
             from accel.tracking.registry import filter_trackers
 
@@ -60,11 +60,13 @@ class TrackingControl(Part):
             raise StateError("init_trackers() was called already: end_training() first ends the trackers that run")
         if not self.log_with:
             return
-        more = _by_tracker(init_kwargs, self.log_with, "init_kwargs")
-        made = [_make(choice, project_name, self.project_configuration.logging_dir, more) for choice in self.log_with]
-        here = [tracker for tracker in made if self.state.is_main_process or _runs_everywhere(tracker)]
-        self._guards = _started(here)
-        self._tracking_begun = True
+        options = _by_tracker(init_kwargs, self.log_with, "init_kwargs")
+        trackers = [
+            _make(choice, project_name, self.project_configuration.logging_dir, options) for choice in self.log_with
+        ]
+        local_trackers = [tracker for tracker in trackers if self.state.is_main_process or _runs_everywhere(tracker)]
+        self._guards = _start_trackers(local_trackers)
+        self._tracking_started = True
         self.trackers = [guard.tracker for guard in self._guards]
         if config is not None:
             for guard in self._guards:
@@ -77,17 +79,22 @@ class TrackingControl(Part):
         records are lost but training continues: a warning is logged, and later calls retry.
         """
         if not self._guards:
-            self._say_nothing_runs()
+            self._warn_not_tracking()
             return
         if not isinstance(values, Mapping):
             raise ArgumentError(f"log() takes a dict from names to values, got {type(values).__name__}")
-        more = _by_tracker(log_kwargs, self.log_with, "log_kwargs") if log_kwargs else {}
+        options = _by_tracker(log_kwargs, self.log_with, "log_kwargs") if log_kwargs else {}
         for guard in self._guards:
-            guard.log(values, step, more.get(guard.tracker.name, {}) if more else {})  # type: ignore[attr-defined]
+            guard.log(values, step, options.get(guard.tracker.name, {}) if options else {})  # type: ignore[attr-defined]
 
-    def _say_nothing_runs(self) -> None:
-        if self.log_with and not self._tracking_begun and self.state.is_main_process and not self._silence_said:
-            self._silence_said = True
+    def _warn_not_tracking(self) -> None:
+        if (
+            self.log_with
+            and not self._tracking_started
+            and self.state.is_main_process
+            and not self._warned_not_tracking
+        ):
+            self._warned_not_tracking = True
             logger.warning("log() records nothing: no tracker runs (init_trackers() starts them)")
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
@@ -103,16 +110,16 @@ class TrackingControl(Part):
         for tracker in self.trackers:
             if tracker.name == name:  # type: ignore[attr-defined]
                 return tracker.tracker if unwrap else tracker  # type: ignore[attr-defined]
-        known = [name_of(choice) for choice in self.log_with]
-        if known and name not in known:
-            raise ArgumentError(f"get_tracker({name!r}): log_with has {', '.join(known)}{nearest(name, known)}")
-        if known and not self._tracking_begun:
+        names = [name_of(choice) for choice in self.log_with]
+        if names and name not in names:
+            raise ArgumentError(f"get_tracker({name!r}): log_with has {', '.join(names)}{nearest(name, names)}")
+        if names and not self._tracking_started:
             raise StateError(f"get_tracker({name!r}): no tracker runs; init_trackers() starts them")
         return NoTracker()
 
     def _finish_trackers(self) -> None:
         guards, self._guards = self._guards, []
-        self._tracking_begun = False
+        self._tracking_started = False
         errors = []
         for guard in guards:
             try:
@@ -123,41 +130,41 @@ class TrackingControl(Part):
             raise errors[0]
 
 
-def _by_tracker(given: Mapping[str, Any] | None, chosen: list[Choice], what: str) -> Mapping[str, Any]:
-    """Return ``given`` if its keys are names of existing trackers, chosen or not; else raise `ArgumentError`."""
+def _by_tracker(options: Mapping[str, Any] | None, chosen: list[Choice], source: str) -> Mapping[str, Any]:
+    """Return ``options`` if its keys are names of existing trackers, chosen or not; else raise `ArgumentError`."""
     from accel.tracking.registry import LOGGER_TYPE_TO_CLASS, name_of
 
-    if not given:
+    if not options:
         return {}
     known = {*LOGGER_TYPE_TO_CLASS, *(name_of(choice) for choice in chosen)}
-    for name in given:
+    for name in options:
         if str(name) not in known:
-            raise ArgumentError(f"{what}: no tracker is called {name!r}{nearest(str(name), sorted(known))}")
-    return {str(name): value for name, value in given.items()}
+            raise ArgumentError(f"{source}: no tracker is called {name!r}{nearest(str(name), sorted(known))}")
+    return {str(name): value for name, value in options.items()}
 
 
-def _make(choice: Choice, project_name: str, logging_dir: str | None, more: Mapping[str, Any]) -> GeneralTracker:
+def _make(choice: Choice, project_name: str, logging_dir: str | None, options: Mapping[str, Any]) -> GeneralTracker:
     from accel.tracking.base import GeneralTracker
     from accel.tracking.registry import LOGGER_TYPE_TO_CLASS, name_of
 
     if isinstance(choice, GeneralTracker):
         return choice
     kind: Any = LOGGER_TYPE_TO_CLASS[str(choice)] if isinstance(choice, str) else choice
-    places = (logging_dir,) if kind.requires_logging_directory else ()
+    directories = (logging_dir,) if kind.requires_logging_directory else ()
     try:
-        tracker: GeneralTracker = kind(project_name, *places, **more.get(name_of(choice), {}))
+        tracker: GeneralTracker = kind(project_name, *directories, **options.get(name_of(choice), {}))
     except TypeError as error:
         raise ArgumentError(f"init_kwargs of tracker {name_of(choice)!r}: {error}") from error
     return tracker
 
 
-def _started(trackers: list[GeneralTracker]) -> list[Guard]:
-    from accel.tracking.isolation import Guard
+def _start_trackers(trackers: list[GeneralTracker]) -> list[IsolatedTracker]:
+    from accel.tracking.isolation import IsolatedTracker
 
-    started: list[Guard] = []
+    started: list[IsolatedTracker] = []
     try:
         for tracker in trackers:
-            guard = Guard(tracker)
+            guard = IsolatedTracker(tracker)
             if guard.start():
                 started.append(guard)
     except BaseException:

@@ -90,7 +90,7 @@ class LoadingControl(Part):
             use_stateful_dataloader=config.use_stateful_dataloader,
             already_sharded=config.already_sharded,
         )
-        if all(known is not prepared for known in self._run.loaders):
+        if all(candidate is not prepared for candidate in self._run.loaders):
             self._run.loaders.append(prepared)
         return prepared
 
@@ -178,14 +178,14 @@ class TrainingControl(Part):
         if self.state.use_distributed and not self.strategy.joins:
             warnings.warn("join_uneven_inputs has no effect: it is for data-parallel training (DDP)", stacklevel=3)
         samplers = [loader if isinstance(loader, PreparedLoader) else None for loader in self._run.loaders]
-        kept = [(sampler, sampler.even_batches) for sampler in samplers if sampler is not None]
-        for sampler, _ in kept:
+        previous = [(sampler, sampler.even_batches) for sampler in samplers if sampler is not None]
+        for sampler, _ in previous:
             sampler.even_batches = sampler.even_batches if even_batches is None else even_batches
         try:
             with self.strategy.uneven_inputs(joinables):
                 yield
         finally:
-            for sampler, even in kept:
+            for sampler, even in previous:
                 sampler.even_batches = even
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
@@ -272,7 +272,7 @@ class TrainingControl(Part):
 def _all(
     region: Callable[[torch.nn.Module], AbstractContextManager[Any]], models: Iterable[torch.nn.Module]
 ) -> Iterator[None]:
-    with ExitStack() as held:
+    with ExitStack() as stack:
         for model in models:
-            held.enter_context(region(model))
+            stack.enter_context(region(model))
         yield

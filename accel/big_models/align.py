@@ -24,20 +24,20 @@ from accel.big_models.module_tensors import (
 from accel.big_models.offload import PrefixedDataset
 
 
-class _Brought(NamedTuple):
+class _LoadedTensor(NamedTuple):
     """A tensor that is in its module for one forward, and its predecessor there."""
 
     store: dict[str, Any]
-    own: str
+    local_name: str
     before: torch.Tensor
-    lent: dict[torch.device, torch.Tensor] | None
+    copies_by_device: dict[torch.device, torch.Tensor] | None
     device: torch.device
 
-    def take_away(self) -> None:
+    def unload(self) -> None:
         """Restore the predecessor, and drop the copy of a tied weight that was made for this forward."""
-        self.store[self.own] = self.before if self.before.device == META else emptied(self.before)
-        if self.lent is not None:
-            self.lent.pop(self.device, None)
+        self.store[self.local_name] = self.before if self.before.device == META else emptied(self.before)
+        if self.copies_by_device is not None:
+            self.copies_by_device.pop(self.device, None)
 
 
 class AlignDevicesHook(ModelHook):
@@ -76,12 +76,12 @@ class AlignDevicesHook(ModelHook):
         self.input_device: torch.device | None = None
         self.original_devices: dict[str, torch.device] = {}
         self._tied: dict[str, int] = {}  # name → the key of tied_params_map that stands for its weight
-        self._brought: list[_Brought] = []
+        self._brought: list[_LoadedTensor] = []
         self._device: tuple[Device, torch.device] | None = None
 
     def __repr__(self) -> str:
-        shown = ("execution_device", "offload", "io_same_device", "offload_buffers", "place_submodules", "skip_keys")
-        return f"AlignDevicesHook({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
+        names = ("execution_device", "offload", "io_same_device", "offload_buffers", "place_submodules", "skip_keys")
+        return f"AlignDevicesHook({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         if self.execution_device is not None and as_device(self.execution_device) == META:
@@ -98,34 +98,34 @@ class AlignDevicesHook(ModelHook):
             self.execution_device = CPU  # where the weights are kept
         tensors = dict(self._tensors(module))
         self.original_devices = {name: tensor.device for name, tensor in tensors.items()}
-        leaving = list(self._slots(module))
+        slots = list(self._slots(module))
         self._tied.clear()
         self._brought.clear()
         if self.weights_map is None:
-            self.weights_map = {name: store[own].detach().to("cpu") for name, store, own in leaving}
-        for name, store, own in leaving:
-            address = store[own].data_ptr()
+            self.weights_map = {name: store[key].detach().to("cpu") for name, store, key in slots}
+        for name, store, key in slots:
+            address = store[key].data_ptr()
             if self.tied_params_map and address in self.tied_params_map:
                 self._tied[name] = address
-            store[own] = emptied(store[own])
-        for name in tensors.keys() - {name for name, _, _ in leaving}:
+            store[key] = emptied(store[key])
+        for name in tensors.keys() - {name for name, _, _ in slots}:
             self._place(module, name, self.execution_device, tied=self.tied_params_map)
 
     def _slots(self, module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
         """Yield name, dict and key of each tensor to offload between forwards; a tied one under all its names."""
         for path, owner in module.named_modules() if self.place_submodules else (("", module),):
             prefix = f"{path}." if path else ""
-            for own, param in owner._parameters.items():
+            for key, param in owner._parameters.items():
                 if param is not None:
-                    yield prefix + own, owner._parameters, own
-            for own, buffer in owner._buffers.items() if self.offload_buffers else ():
-                if buffer is not None and own not in owner._non_persistent_buffers_set:
-                    yield prefix + own, owner._buffers, own
+                    yield prefix + key, owner._parameters, key
+            for key, buffer in owner._buffers.items() if self.offload_buffers else ():
+                if buffer is not None and key not in owner._non_persistent_buffers_set:
+                    yield prefix + key, owner._buffers, key
 
     def _tensors(self, module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-        deep = self.place_submodules
-        params = module.named_parameters(recurse=deep, remove_duplicate=False)
-        return [*params, *module.named_buffers(recurse=deep, remove_duplicate=False)]
+        recurse = self.place_submodules
+        params = module.named_parameters(recurse=recurse, remove_duplicate=False)
+        return [*params, *module.named_buffers(recurse=recurse, remove_duplicate=False)]
 
     def _place(
         self,
@@ -161,31 +161,31 @@ class AlignDevicesHook(ModelHook):
             self._device = (self.execution_device, as_device(self.execution_device))
         device = self._device[1]
         if self.offload:
-            self._bring(module, device)
+            self._load(module, device)
         return move(args, device), move(kwargs, device, self.skip_keys)
 
-    def _bring(self, module: nn.Module, device: torch.device) -> None:
+    def _load(self, module: nn.Module, device: torch.device) -> None:
         assert self.weights_map is not None
-        for name, store, own in self._slots(module):
-            old = store[own]
+        for name, store, key in self._slots(module):
+            old = store[key]
             copies = self._copies(name)
-            lent = copies is not None and device not in copies
-            if copies is not None and not lent:
-                store[own] = copies[device]
+            is_first_copy = copies is not None and device not in copies
+            if copies is not None and not is_first_copy:
+                store[key] = copies[device]
             else:
                 value = self.weights_map[name]
-                store[own] = replacement(old, device, value, name=name)
+                store[key] = replacement(old, device, value, name=name)
                 if value.dtype == torch.int8 and (scales := self._statistics(name, value)) is not None:
-                    store[own].SCB = scales.to(device)
-            if copies is not None and lent:
-                copies[device] = store[own]
-            self._brought.append(_Brought(store, own, old, copies if lent else None, device))
+                    store[key].SCB = scales.to(device)
+            if copies is not None and is_first_copy:
+                copies[device] = store[key]
+            self._brought.append(_LoadedTensor(store, key, old, copies if is_first_copy else None, device))
 
     @not_compiled
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         if self.offload:
             while self._brought:
-                self._brought.pop().take_away()
+                self._brought.pop().unload()
             _forget_quantised_state(module)
         if self.io_same_device and self.input_device is not None:
             output = move(output, self.input_device, self.skip_keys)
@@ -195,24 +195,24 @@ class AlignDevicesHook(ModelHook):
         if self.offload:
             for name, device in self.original_devices.items():
                 if device != META:
-                    self._bring_back(module, name, device)
+                    self._restore(module, name, device)
         return module
 
-    def _bring_back(self, module: nn.Module, name: str, device: torch.device) -> None:
+    def _restore(self, module: nn.Module, name: str, device: torch.device) -> None:
         """Put ``name`` on ``device`` permanently: tied ones as one parameter, memory-mapped ones as copies."""
         assert self.weights_map is not None
         copies = self._copies(name)
         if copies is not None and device in copies:
-            owner, own = owner_of(module, name)
-            owner._parameters[own] = copies[device]  # type: ignore[assignment]
+            owner, key = owner_of(module, name)
+            owner._parameters[key] = copies[device]  # type: ignore[assignment]
             return
         value = self.weights_map.get(name)
         if value is not None and getattr(self.weights_map, "reads_file", lambda name: False)(name):
             value = value.clone()
         self._place(module, name, device, value)
-        found = tensor_named(module, name)
-        if copies is not None and found is not None:
-            copies[device] = found
+        tensor = tensor_named(module, name)
+        if copies is not None and tensor is not None:
+            copies[device] = tensor
 
     def _copies(self, name: str) -> dict[torch.device, torch.Tensor] | None:
         """Return the present copies of the weight ``name``, by device, if it is tied."""
@@ -230,7 +230,7 @@ def offloading_hook(module: nn.Module) -> AlignDevicesHook | None:
     """Return the hook of ``module`` that offloads its weights between forwards, even if it is one of several."""
     hook = getattr(module, "_hf_hook", None)
     hooks = hook.hooks if isinstance(hook, SequentialHook) else (hook,)
-    return next((one for one in hooks if isinstance(one, AlignDevicesHook) and one.offload), None)
+    return next((inner for inner in hooks if isinstance(inner, AlignDevicesHook) and inner.offload), None)
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
@@ -247,7 +247,7 @@ def align_module_device(module: nn.Module, execution_device: Device | None = Non
     """
     hook = offloading_hook(module)
     if hook is not None:
-        usual = hook.execution_device
+        previous = hook.execution_device
         if execution_device is not None:
             hook.execution_device = execution_device
         try:
@@ -255,17 +255,17 @@ def align_module_device(module: nn.Module, execution_device: Device | None = Non
             yield
         finally:
             hook.post_forward(module, None)
-            hook.execution_device = usual
+            hook.execution_device = previous
     elif execution_device is not None:
-        before = dict(module.named_parameters(recurse=False))
+        parameters = dict(module.named_parameters(recurse=False))
         try:
-            for name in before:
+            for name in parameters:
                 set_module_tensor_to_device(module, name, execution_device)
             yield
         finally:
-            for name, param in before.items():
-                kept = param if as_device(execution_device) == META else None  # nothing comes back from there
-                set_module_tensor_to_device(module, name, param.device, value=kept)
+            for name, param in parameters.items():
+                value = param if as_device(execution_device) == META else None  # nothing comes back from there
+                set_module_tensor_to_device(module, name, param.device, value=value)
     else:
         yield
 
@@ -314,20 +314,20 @@ def attach_align_device_hook(
     a class in ``preload_module_classes`` gets one hook for everything below it: for modules whose forward uses
     the weights of a submodule without calling it.
     """
-    whole = offload and type(module).__name__ in (preload_module_classes or ())
-    if whole or next(named_module_tensors(module), None) is not None:
+    preload = offload and type(module).__name__ in (preload_module_classes or ())
+    if preload or next(named_module_tensors(module), None) is not None:
         prefix = f"{module_name}." if module_name else ""
         hook = AlignDevicesHook(
             execution_device=execution_device,
             offload=offload,
             weights_map=None if weights_map is None else PrefixedDataset(weights_map, prefix),
             offload_buffers=offload_buffers,
-            place_submodules=whole,
+            place_submodules=preload,
             skip_keys=skip_keys,
             tied_params_map=tied_params_map,
         )
         add_hook_to_module(module, hook, append=True)
-    if whole:
+    if preload:
         return
     for name, child in module.named_children():
         attach_align_device_hook(
@@ -382,10 +382,10 @@ def attach_align_device_hook_on_blocks(
             add_hook_to_module(module, hook)
         return
     devices = execution_device if isinstance(execution_device, Mapping) else None
-    away = offload if isinstance(offload, Mapping) else None
+    offload_map = offload if isinstance(offload, Mapping) else None
     _Blocks(
-        devices=devices if devices is not None else dict.fromkeys(away or (), execution_device),  # type: ignore[arg-type]
-        away=away if away is not None else dict.fromkeys(devices or (), bool(offload)),
+        devices=devices if devices is not None else dict.fromkeys(offload_map or (), execution_device),  # type: ignore[arg-type]
+        away=offload_map if offload_map is not None else dict.fromkeys(devices or (), bool(offload)),
         weights_map=weights_map,
         offload_buffers=offload_buffers,
         skip_keys=skip_keys,
@@ -417,14 +417,14 @@ class _Blocks:
 
     def _place_own(self, module: nn.Module, name: str) -> None:
         """Place tensors that the map names one by one on their module's device, that of the first of them."""
-        paths = {own: f"{name}.{own}" if name else own for own, _ in named_module_tensors(module)}
-        named = [own for own, path in paths.items() if path in self.devices]
-        device = self.devices.get("") if not name else self.devices[paths[named[0]]] if named else None
-        for own in named:
-            tensor = tensor_named(module, own)
+        paths = {key: f"{name}.{key}" if name else key for key, _ in named_module_tensors(module)}
+        mapped = [key for key, path in paths.items() if path in self.devices]
+        device = self.devices.get("") if not name else self.devices[paths[mapped[0]]] if mapped else None
+        for key in mapped:
+            tensor = tensor_named(module, key)
             if tensor is not None and tensor.device == META and self.weights_map is not None and device is not None:
-                set_module_tensor_to_device(module, own, device, value=self.weights_map[paths[own]], clear_cache=False)
-        if named or not name:
+                set_module_tensor_to_device(module, key, device, value=self.weights_map[paths[key]], clear_cache=False)
+        if mapped or not name:
             self._hook(module, device, io_same_device=not name)
 
     def _place(self, module: nn.Module, name: str) -> None:

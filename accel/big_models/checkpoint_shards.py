@@ -19,7 +19,7 @@ from accel.big_models.offload import SafetensorsFile
 from accel.errors import CheckpointError
 
 # Newest format first: where a folder has several, safetensors, which can hold no code, is what is loaded.
-_WHOLE = ("model.safetensors", "pytorch_model.bin")
+_SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 
 
@@ -32,7 +32,7 @@ class Shard(Protocol):
 
     def get(self, name: str) -> torch.Tensor: ...
 
-    def kept_as(self, name: str) -> str:
+    def stored_name(self, name: str) -> str:
         """Return the name under which the file stores ``name``: another one if the two are tied."""
         ...
 
@@ -50,9 +50,9 @@ class CheckpointFiles:
             shard = open_shard(path)
             if self.file_of is not None:
                 present = set(shard.names())
-                lacking = [name for name, file in self.file_of.items() if file == path and name not in present]
-                if lacking:
-                    raise CheckpointError(f"{path} lacks {some(lacking)}, which the index says it holds")
+                missing = [name for name, file in self.file_of.items() if file == path and name not in present]
+                if missing:
+                    raise CheckpointError(f"{path} lacks {first_few(missing)}, which the index says it holds")
             yield shard
 
     def names(self) -> list[str]:
@@ -63,7 +63,7 @@ class CheckpointFiles:
 
 
 # What torch's reader of pickles raises for bytes that are none, or that name other types than those of weights.
-_DAMAGE = (
+_CORRUPTION_ERRORS = (
     pickle.UnpicklingError,
     RuntimeError,
     EOFError,
@@ -85,16 +85,16 @@ def find_files(checkpoint: str | os.PathLike[str]) -> CheckpointFiles:
         return _indexed(path) if path.suffix == ".json" else CheckpointFiles((path,))
     if not path.is_dir():
         raise CheckpointError(f"checkpoint {path} does not exist: give a file of weights, an index or a folder")
-    for name in _WHOLE:
+    for name in _SINGLE_FILES:
         if (path / name).is_file():
             return CheckpointFiles((path / name,))
     indexes = sorted(path.glob("*.index.json"))
-    known = [path / name for name in _INDEXES if path / name in indexes]
-    if len(known or indexes) > 1 and not known:
+    standard = [path / name for name in _INDEXES if path / name in indexes]
+    if len(standard or indexes) > 1 and not standard:
         raise CheckpointError(f"{path} holds several indexes: give one of {', '.join(file.name for file in indexes)}")
     if not indexes:
-        raise CheckpointError(f"{path} holds none of {', '.join(_WHOLE)} and no *.index.json")
-    return _indexed((known or indexes)[0])
+        raise CheckpointError(f"{path} holds none of {', '.join(_SINGLE_FILES)} and no *.index.json")
+    return _indexed((standard or indexes)[0])
 
 
 def _indexed(path: Path) -> CheckpointFiles:
@@ -104,20 +104,20 @@ def _indexed(path: Path) -> CheckpointFiles:
         file_of = {str(name): path.parent / file for name, file in weight_map.items()}
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise CheckpointError(f"{path} is no index of a checkpoint: {error}") from error
-    outside = next((file for file in weight_map.values() if os.path.basename(file) != file), None)
-    if outside is not None:
-        raise CheckpointError(f"{path} names {outside!r}, which is not in its folder")
+    foreign_name = next((file for file in weight_map.values() if os.path.basename(file) != file), None)
+    if foreign_name is not None:
+        raise CheckpointError(f"{path} names {foreign_name!r}, which is not in its folder")
     paths = sorted(set(file_of.values()))
-    absent = [file.name for file in paths if not file.is_file()]
-    if absent:
-        raise CheckpointError(f"{path.name} names {some(absent)}, which {path.parent} does not hold")
+    missing = [file.name for file in paths if not file.is_file()]
+    if missing:
+        raise CheckpointError(f"{path.name} names {first_few(missing)}, which {path.parent} does not hold")
     return CheckpointFiles(tuple(paths), file_of)
 
 
-def some(names: list[str], most: int = 5) -> str:
+def first_few(names: list[str], limit: int = 5) -> str:
     """Return the first few of ``names``, and the number of the others, as text."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+    suffix = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + suffix
 
 
 def open_shard(path: str | os.PathLike[str]) -> Shard:
@@ -135,15 +135,15 @@ class _Safetensors:
             raise CheckpointError(f"{path} was saved by {layout!r}, which lays weights out in another way than torch")
         names = set(self._file.names())
         # Names of tied weights that accel left out of the file stand in its metadata.
-        self._same_as = {name: kept for name, kept in self._file.metadata.items() if kept in names - {name}}
+        self._same_as = {name: owner for name, owner in self._file.metadata.items() if owner in names - {name}}
 
     def names(self) -> list[str]:
         return list(dict.fromkeys([*self._file.names(), *self._same_as]))
 
     def get(self, name: str) -> torch.Tensor:
-        return self._file.get(self.kept_as(name))
+        return self._file.get(self.stored_name(name))
 
-    def kept_as(self, name: str) -> str:
+    def stored_name(self, name: str) -> str:
         return self._same_as.get(name, name)
 
 
@@ -158,14 +158,16 @@ class _Pickled:
             loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
-        except _DAMAGE as error:
+        except _CORRUPTION_ERRORS as error:
             reason = str(error).strip().partition("\n")[0]
             raise CheckpointError(f"{path} cannot be loaded as weights alone: {reason}") from error
         if not isinstance(loaded, Mapping):
             raise CheckpointError(f"{path} holds one {type(loaded).__name__}: give the file of a model's state_dict")
-        odd = [str(key) for key, value in loaded.items() if not isinstance(value, torch.Tensor)]
-        if odd:
-            raise CheckpointError(f"{path} holds {some(odd)}, no tensors: give the file of a model's state_dict alone")
+        extra = [str(key) for key, value in loaded.items() if not isinstance(value, torch.Tensor)]
+        if extra:
+            raise CheckpointError(
+                f"{path} holds {first_few(extra)}, no tensors: give the file of a model's state_dict alone"
+            )
         self._tensors: Mapping[str, torch.Tensor] = loaded
 
     def names(self) -> list[str]:
@@ -174,7 +176,7 @@ class _Pickled:
     def get(self, name: str) -> torch.Tensor:
         return self._tensors[name]
 
-    def kept_as(self, name: str) -> str:
+    def stored_name(self, name: str) -> str:
         return name
 
 
@@ -182,7 +184,7 @@ def place_in_file(shard: Shard, name: str) -> dict[str, str] | None:
     """Return an entry for an index of offloaded weights that locates the tensor ``name``; ``None`` for pickles."""
     if not isinstance(shard, _Safetensors):
         return None
-    return {"safetensors_file": str(shard.path.absolute()), "weight_name": shard.kept_as(name)}
+    return {"safetensors_file": str(shard.path.absolute()), "weight_name": shard.stored_name(name)}
 
 
 def load_state_dict(
@@ -196,9 +198,9 @@ def load_state_dict(
     shard = open_shard(checkpoint_file)
     tensors: dict[str, torch.Tensor] = {}
     for name in shard.names():
-        kept = shard.kept_as(name)
-        if kept in tensors:
-            tensors[name] = tensors[kept]
+        stored_name = shard.stored_name(name)
+        if stored_name in tensors:
+            tensors[name] = tensors[stored_name]
         else:
             device = CPU if device_map is None else _device_for(name, device_map)
             tensors[name] = in_memory(shard.get(name), device)

@@ -88,13 +88,13 @@ class _Packing:
         self._devices = list(budget) if "disk" in budget else [*budget, "disk"]
         self._accelerators = [device for device in self._devices if device not in ("cpu", "disk")]
         first = self._accelerators[:1]
-        self._with_room = ["mps"] if "mps" in self._accelerators else [*first, "cpu"]
+        self._reserving_devices = ["mps"] if "mps" in self._accelerators else [*first, "cpu"]
         self._no_split = no_split
         self._sizes = sizes
         self._ties = find_tied_parameters(model)
         self._look_ahead = look_ahead
         self._looked: set[tuple[int | str, str]] = set()
-        self._say = say or (lambda text: None)
+        self._log = say or (lambda text: None)
         self._queue: list[Named] = direct_parts(model)
         self._used: dict[int | str, int | float] = dict.fromkeys(self._devices, 0)
         self._too_small: dict[int | str, int | float] = {}
@@ -111,40 +111,40 @@ class _Packing:
         ties = _ties_leaving(name, self._ties)
         total, partner_names, partners = get_module_size_with_ties(ties, size, self._sizes, self._queue)
         device = self._devices[self._at]
-        room = self._room_on(device)
-        if room is None or total <= room:
-            self._say(f"{name} ({size} bytes) with {partner_names or 'no ties'} → {device} (room: {room})")
+        available = self._free_bytes(device)
+        if available is None or total <= available:
+            self._log(f"{name} ({size} bytes) with {partner_names or 'no ties'} → {device} (room: {available})")
             self._place(name, partner_names, total)
-        elif ties and size <= room and self._split_a_partner(name, module, partner_names, partners):
-            self._say(f"{name} fits {device} without what it is tied to: split that")
-        elif size >= room and children_of(module, self._no_split):
-            self._say(f"{name} ({size} bytes) is more than {device} has ({room}): split it")
+        elif ties and size <= available and self._split_a_partner(name, module, partner_names, partners):
+            self._log(f"{name} fits {device} without what it is tied to: split that")
+        elif size >= available and children_of(module, self._no_split):
+            self._log(f"{name} ({size} bytes) is more than {device} has ({available}): split it")
             self._queue = [*_opened(name, module), *self._queue]
             self._find_largest()
         elif not self._filled_by_another(name, module, total):
-            self._say(f"{name} ({total} bytes) is more than {device} has ({room}): on to the next device")
+            self._log(f"{name} ({total} bytes) is more than {device} has ({available}): on to the next device")
             self._next_device(name, module, total)
 
-    def _room_on(self, device: int | str) -> int | float | None:
+    def _free_bytes(self, device: int | str) -> int | float | None:
         if device == "disk":
             return None
-        kept_free = self._largest if device in self._with_room else 0
-        return self._budget[device] - kept_free - self._used[device]
+        reserved = self._largest if device in self._reserving_devices else 0
+        return self._budget[device] - reserved - self._used[device]
 
     def _place(self, name: str, partners: Iterable[str], total: int | float) -> None:
         device = self._devices[self._at]
         self._used[device] += total
         for part in (name, *partners):
             self.device_map[part] = device
-        placed = set(partners)
-        self._queue = [(other, module) for other, module in self._queue if other not in placed]
+        partner_names = set(partners)
+        self._queue = [(queued_name, module) for queued_name, module in self._queue if queued_name not in partner_names]
 
     def _split_a_partner(self, name: str, module: Any, names: list[str], partners: list[Any]) -> bool:
         for partner_name, partner in zip(names, partners, strict=True):
             if children_of(partner, self._no_split):
-                at = [other for other, _ in self._queue].index(partner_name)
-                opened = _opened(partner_name, partner)
-                self._queue = [(name, module), *self._queue[:at], *opened, *self._queue[at + 1 :]]
+                position = [queued_name for queued_name, _ in self._queue].index(partner_name)
+                children = _opened(partner_name, partner)
+                self._queue = [(name, module), *self._queue[:position], *children, *self._queue[position + 1 :]]
                 self._find_largest()
                 return True
         return False
@@ -155,19 +155,21 @@ class _Packing:
         if not self._look_ahead or self._used[device] or device == "disk":
             return False
         limit = int(self._budget[device] - max(self._largest, total))
-        found, other, rest = fallback_allocate(self._queue, self._sizes, limit, self._no_split, self._ties)
-        if found is None or other is None or (device, found) in self._looked:
+        other_name, other_module, remaining = fallback_allocate(
+            self._queue, self._sizes, limit, self._no_split, self._ties
+        )
+        if other_name is None or other_module is None or (device, other_name) in self._looked:
             return False
-        self._looked.add((device, found))
-        self._queue = [(found, other), (name, module), *rest]
+        self._looked.add((device, other_name))
+        self._queue = [(other_name, other_module), (name, module), *remaining]
         return True
 
     def _next_device(self, name: str, module: Any, total: int | float) -> None:
         device = self._devices[self._at]
-        kept_free = self._largest if device in self._with_room else 0
+        reserved = self._largest if device in self._reserving_devices else 0
         if not self._used[device]:
-            self._too_small[device] = total + kept_free
-        self._used[device] += kept_free
+            self._too_small[device] = total + reserved
+        self._used[device] += reserved
         self._at += 1
         self._queue.insert(0, (name, module))
 
@@ -182,8 +184,8 @@ class _Packing:
 
     def check_buffers(self, sizes: Mapping[str, int | float]) -> None:
         """Warn if the buffers of offloaded modules fit on no accelerator."""
-        waiting = [name for name, device in self.device_map.items() if device in ("cpu", "disk")]
-        needed = sum(sizes.get(name, 0) for name in waiting)
+        offloaded = [name for name, device in self.device_map.items() if device in ("cpu", "disk")]
+        needed = sum(sizes.get(name, 0) for name in offloaded)
         fits = any(self._budget[device] >= needed + self._used[device] for device in self._accelerators)
         if needed and self._accelerators and not fits:
             warnings.warn(
@@ -208,12 +210,12 @@ def _opened(name: str, module: nn.Module) -> list[Named]:
 
 def _ties_leaving(name: str, ties: Iterable[list[str]]) -> list[str]:
     """Return the parameters outside ``name`` that are tied to one inside."""
-    leaving = []
+    outside_ties = []
     for group in ties:
         outside = [param for param in group if not _under(name, param)]
         if 0 < len(outside) < len(group):
-            leaving += outside
-    return leaving
+            outside_ties += outside
+    return outside_ties
 
 
 def get_module_size_with_ties(
@@ -227,13 +229,13 @@ def get_module_size_with_ties(
     ``module_sizes`` counts a tied weight once, as `compute_module_sizes` does. Each module counts once. A module
     that has been placed already counts nothing.
     """
-    found: dict[str, Any] = {}
-    waiting = list(modules_to_treat)
+    partners: dict[str, Any] = {}
+    remaining = list(modules_to_treat)
     for param in tied_params:
-        holder = next(((name, module) for name, module in waiting if _under(name, param)), None)
+        holder = next(((name, module) for name, module in remaining if _under(name, param)), None)
         if holder is not None:
-            found[holder[0]] = holder[1]
-    return module_size + sum(module_sizes.get(name, 0) for name in found), list(found), list(found.values())
+            partners[holder[0]] = holder[1]
+    return module_size + sum(module_sizes.get(name, 0) for name in partners), list(partners), list(partners.values())
 
 
 def fallback_allocate(
@@ -266,15 +268,15 @@ def fallback_allocate(
 
 
 def _without(modules: list[Named], name: str) -> list[Named]:
-    rest: list[Named] = []
-    for other, module in modules:
-        if other == name:
+    remaining: list[Named] = []
+    for module_name, module in modules:
+        if module_name == name:
             continue
-        if _under(other, name) and isinstance(module, nn.Module):
-            rest += _without(_opened(other, module), name)
+        if _under(module_name, name) and isinstance(module, nn.Module):
+            remaining += _without(_opened(module_name, module), name)
         else:
-            rest.append((other, module))
-    return rest
+            remaining.append((module_name, module))
+    return remaining
 
 
 def clean_device_map(device_map: dict[str, Any], module_name: str = "") -> dict[str, Any]:
@@ -309,13 +311,13 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> None
     """
     tensors = list(model.state_dict())
     known = {*(name for name, _ in model.named_modules()), *tensors, ""}
-    wrong = [f"{key!r}{nearest(key, known)}" for key in device_map if key not in known]
-    hint = f"device_map keys that are no module of {type(model).__name__}: {', '.join(wrong)}" if wrong else ""
+    unknown = [f"{key!r}{nearest(key, known)}" for key in device_map if key not in known]
+    hint = f"device_map keys that are no module of {type(model).__name__}: {', '.join(unknown)}" if unknown else ""
     uncovered = [name for name in tensors if device_of(name, device_map) is None]
     if uncovered:
-        more = f" and {len(uncovered) - 5} more" if len(uncovered) > 5 else ""
+        suffix = f" and {len(uncovered) - 5} more" if len(uncovered) > 5 else ""
         raise ArgumentError(
-            f"device_map gives no device to {', '.join(uncovered[:5])}{more}" + (f"; {hint}" if hint else "")
+            f"device_map gives no device to {', '.join(uncovered[:5])}{suffix}" + (f"; {hint}" if hint else "")
         )
     if hint:
         warnings.warn(hint, UserWarning, stacklevel=2)
@@ -336,8 +338,8 @@ def check_tied_parameters_on_same_device(
     """Warn about tied weights on different devices in ``device_map``, where each gets a copy of its own."""
     for group in tied_params:
         devices = {name: device_of(name, device_map) for name in group}
-        lacking = [name for name, device in devices.items() if device is None]
-        if lacking:
-            raise ArgumentError(f"device_map gives no device to {', '.join(lacking)}")
+        missing = [name for name, device in devices.items() if device is None]
+        if missing:
+            raise ArgumentError(f"device_map gives no device to {', '.join(missing)}")
         if len(set(devices.values())) > 1:
             logger.warning("tied weights are on different devices, as copies: %s", devices)

@@ -46,8 +46,8 @@ def accelerator_type() -> str | None:
     """Return the type of this machine's accelerator, such as ``cuda``, or ``None``."""
     if not torch.accelerator.is_available():
         return None
-    found = torch.accelerator.current_accelerator()
-    return None if found is None else found.type
+    device = torch.accelerator.current_accelerator()
+    return None if device is None else device.type
 
 
 def is_offload(device: Device) -> bool:
@@ -59,10 +59,10 @@ def dtype_named(dtype: str | torch.dtype | None) -> torch.dtype | None:
     """Return the torch type called ``"float16"`` or ``"torch.float16"``. Raises `ArgumentError` for another word."""
     if dtype is None or isinstance(dtype, torch.dtype):
         return dtype
-    found = getattr(torch, dtype.removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype):
+    torch_dtype = getattr(torch, dtype.removeprefix("torch."), None)
+    if not isinstance(torch_dtype, torch.dtype):
         raise ArgumentError(f"dtype {dtype!r} is no type of torch: use, say, 'float16', 'bfloat16' or 'float32'")
-    return found
+    return torch_dtype
 
 
 # Nests of tensors: what a forward is called with, and what it returns.
@@ -99,7 +99,7 @@ def _move(data: Any, device: torch.device, skip: Collection[str]) -> Any:
         items = _changed(data.items(), device, skip)
         return {**data, **items} if items else data
     items = _changed(enumerate(data), device, ())
-    return honor_type(data, (items.get(at, item) for at, item in enumerate(data))) if items else data
+    return honor_type(data, (items.get(index, item) for index, item in enumerate(data))) if items else data
 
 
 def _changed(items: Iterable[tuple[Any, Any]], device: torch.device, skip: Collection[str]) -> dict[Any, Any]:
@@ -118,7 +118,7 @@ def device_of_first(data: Any) -> torch.device | None:
         return data.device
     items = data.values() if isinstance(data, Mapping) else data if isinstance(data, (list, tuple)) else ()
     for item in items:
-        found = device_of_first(item)
-        if found is not None:
-            return found
+        device = device_of_first(item)
+        if device is not None:
+            return device
     return None

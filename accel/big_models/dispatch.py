@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from accel.big_models.align import AlignDevicesHook, attach_align_device_hook, attach_align_device_hook_on_blocks
-from accel.big_models.checkpoint_shards import some
+from accel.big_models.checkpoint_shards import first_few
 from accel.big_models.device_map import check_device_map, infer_auto_device_map
 from accel.big_models.devices import META, Device, accelerator_type, is_offload
 from accel.big_models.hooks import CpuOffload, UserCpuOffloadHook, add_hook_to_module
@@ -70,9 +70,9 @@ def disk_offload(
 
     They are written there, unless the model is on the meta device: then they must be there already.
     """
-    kept = set() if offload_buffers else {name for name, _ in model.named_buffers()}
+    resident = set() if offload_buffers else {name for name, _ in model.named_buffers()}
     device = execution_device if execution_device is not None else _first_device(model)
-    _write_offloaded(model.state_dict(), kept, Path(offload_dir))
+    _write_offloaded(model.state_dict(), resident, Path(offload_dir))
     weights = OffloadedWeightsLoader(save_folder=offload_dir, device=device)
     return _offload(model, device, offload_buffers, weights, preload_module_classes)
 
@@ -105,17 +105,17 @@ def _offload(
     return model
 
 
-def _write_offloaded(state: Mapping[str, torch.Tensor], kept: Collection[str], folder: Path) -> None:
+def _write_offloaded(state: Mapping[str, torch.Tensor], resident: Collection[str], folder: Path) -> None:
     """Write the weights that have values. Raises `CheckpointError` if one without is not there already."""
-    leaving = {name: value for name, value in state.items() if name not in kept}
-    offload_state_dict(folder, {name: value for name, value in leaving.items() if value.device != META})
-    empty = [name for name, value in leaving.items() if value.device == META]
+    offloaded = {name: value for name, value in state.items() if name not in resident}
+    offload_state_dict(folder, {name: value for name, value in offloaded.items() if value.device != META})
+    empty = [name for name, value in offloaded.items() if value.device == META]
     if empty:
-        known = read_offload_index(folder)
-        absent = [name for name in empty if name not in known]
-        if absent:
+        index = read_offload_index(folder)
+        missing = [name for name in empty if name not in index]
+        if missing:
             raise CheckpointError(
-                f"{folder / INDEX_NAME} has no {some(absent)}, and the model holds no numbers for it: load it first"
+                f"{folder / INDEX_NAME} has no {first_few(missing)}, and the model has no values for it: load it first"
             )
 
 
@@ -172,16 +172,16 @@ def dispatch_model(
         hosted.hf_device_map = dict(device_map)
         return model
     main = _plain(main_device) if main_device is not None else _main_device(devices)
-    away = ("disk",) if main in ("cpu", "mps") else ("cpu", "disk")
-    offload = {name: device in away for name, device in flat.items()}
-    kept = set() if offload_buffers else {name for name, _ in model.named_buffers()}
-    weights = _weights(model, flat, main, kept, state_dict, offload_dir, offload_index)
+    offload_devices = ("disk",) if main in ("cpu", "mps") else ("cpu", "disk")
+    offload = {name: device in offload_devices for name, device in flat.items()}
+    resident = set() if offload_buffers else {name for name, _ in model.named_buffers()}
+    weights = _weights(model, flat, main, resident, state_dict, offload_dir, offload_index)
     ties = find_tied_parameters(model)
     tied = _copies_of_tied(model, ties)
-    computing = {name: main if device in ("cpu", "disk") else device for name, device in flat.items()}
+    compute_devices = {name: main if device in ("cpu", "disk") else device for name, device in flat.items()}
     attach_align_device_hook_on_blocks(
         model,
-        execution_device={**computing, "": main},
+        execution_device={**compute_devices, "": main},
         offload=offload,
         offload_buffers=offload_buffers,
         weights_map=weights,
@@ -190,7 +190,7 @@ def dispatch_model(
         tied_params_map=tied,
     )
     retie_parameters(model, ties)
-    _guard(model)
+    _guard_moves(model)
     hosted.hf_device_map = dict(device_map)
     return model
 
@@ -207,8 +207,8 @@ def _flat(model: nn.Module, device_map: Mapping[str, Device]) -> dict[str, Devic
     keys = [key for key in device_map if key in known]
     flat: dict[str, Device] = {}
     for name in keys:
-        inside = {key for key in keys if key != name and (not name or key.startswith(f"{name}."))}
-        for part in _beside(name, model, inside) if inside else [name]:
+        nested = {key for key in keys if key != name and (not name or key.startswith(f"{name}."))}
+        for part in _sibling_parts(name, model, nested) if nested else [name]:
             flat[part] = _plain(device_map[name])
     return flat
 
@@ -218,13 +218,13 @@ def _plain(device: Device) -> Device:
     return "cpu" if isinstance(device, torch.device) and device.type == "cpu" else device
 
 
-def _beside(name: str, model: nn.Module, inside: Collection[str]) -> Iterator[str]:
-    """Yield the largest parts of the module ``name`` that are not, and do not contain, one of ``inside``."""
+def _sibling_parts(name: str, model: nn.Module, nested: Collection[str]) -> Iterator[str]:
+    """Yield the largest parts of the module ``name`` that are not, and do not contain, one of ``nested``."""
     for part, _ in direct_parts(model.get_submodule(name)):
         path = f"{name}.{part}" if name else part
-        if any(key.startswith(f"{path}.") for key in inside) and path not in inside:
-            yield from _beside(path, model, inside)
-        elif path not in inside:
+        if any(key.startswith(f"{path}.") for key in nested) and path not in nested:
+            yield from _sibling_parts(path, model, nested)
+        elif path not in nested:
             yield path
 
 
@@ -232,20 +232,20 @@ def _weights(
     model: nn.Module,
     device_map: Mapping[str, Device],
     main: Device,
-    kept: Collection[str],
+    resident: Collection[str],
     state_dict: Mapping[str, torch.Tensor] | None,
     folder: str | os.PathLike[str] | None,
     index: Mapping[str, Mapping[str, Any]] | None,
 ) -> OffloadedWeightsLoader | None:
-    """Return the source of offloaded parts' weights; buffers that are ``kept`` may be missing there."""
+    """Return the source of offloaded parts' weights; buffers that are ``resident`` may be missing there."""
     on_host = [name for name, device in device_map.items() if device == "cpu"]
     on_disk = [name for name, device in device_map.items() if device == "disk"]
     if main != "cpu" and state_dict is None and on_host:
         state_dict = extract_submodules_state_dict(model.state_dict(), on_host)
     if on_disk and index is None:
         if folder is None:
-            raise ArgumentError(f"device_map has {some(on_disk)} on 'disk': say in offload_dir where that is")
-        _write_offloaded(extract_submodules_state_dict(model.state_dict(), on_disk), kept, Path(folder))
+            raise ArgumentError(f"device_map has {first_few(on_disk)} on 'disk': say in offload_dir where that is")
+        _write_offloaded(extract_submodules_state_dict(model.state_dict(), on_disk), resident, Path(folder))
     if state_dict is None and not on_disk and index is None:
         return None
     return OffloadedWeightsLoader(
@@ -267,7 +267,7 @@ def _copies_of_tied(model: nn.Module, ties: list[list[str]]) -> TiedParams:
     return tied
 
 
-def _guard(model: nn.Module) -> None:
+def _guard_moves(model: nn.Module) -> None:
     """Make ``model.to(…)`` and the like warn about a move, and raise if weights are on the meta device."""
     guarded: Any = model
     for method in dict.fromkeys(["to", accelerator_type() or "cuda"]):
@@ -310,8 +310,8 @@ def load_checkpoint_and_dispatch(
     the first as empty as possible, ``"sequential"`` fills one after the other; all within ``max_memory``.
     """
     if isinstance(device_map, str):
-        device_map = _made(
-            one_of(device_map, _STRATEGIES, what="device_map"),
+        device_map = _infer_map(
+            one_of(device_map, _STRATEGIES, source="device_map"),
             model,
             max_memory,
             no_split_module_classes,
@@ -342,7 +342,7 @@ def load_checkpoint_and_dispatch(
     )
 
 
-def _made(
+def _infer_map(
     strategy: str,
     model: nn.Module,
     max_memory: MaxMemory | None,

@@ -23,16 +23,16 @@ GUARDED_METHODS = ("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa", "hpu", "ne
 
 def not_compiled(function: _Function) -> _Function:
     """Exclude ``function`` from `torch.compile`, at no cost if nothing is compiled."""
-    outside: Callable[..., Any] | None = None
+    uncompiled: Callable[..., Any] | None = None
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal outside
+        nonlocal uncompiled
         if not torch.compiler.is_compiling():
             return function(*args, **kwargs)
-        if outside is None:
-            outside = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
-        return outside(*args, **kwargs)
+        if uncompiled is None:
+            uncompiled = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+        return uncompiled(*args, **kwargs)
 
     return cast(_Function, call)
 
@@ -97,13 +97,13 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
     if append and present is not None:
         remove_hook_from_module(module)
         hook = SequentialHook(present, hook)
-    own: Any = module
+    hooked: Any = module
     if not (hasattr(module, "_hf_hook") and hasattr(module, "_old_forward")):
-        own._old_forward = module.forward
-    own = hook.init_hook(module)
-    own._hf_hook = hook
-    _set_forward(own, functools.update_wrapper(functools.partial(_hooked_forward, own), own._old_forward))
-    return cast(nn.Module, own)
+        hooked._old_forward = module.forward
+    hooked = hook.init_hook(module)
+    hooked._hf_hook = hook
+    _set_forward(hooked, functools.update_wrapper(functools.partial(_hooked_forward, hooked), hooked._old_forward))
+    return cast(nn.Module, hooked)
 
 
 def _hooked_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -125,14 +125,14 @@ def _set_forward(module: Any, forward: Callable[..., Any]) -> None:
 
 def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
     """Remove the hook from ``module``, and with ``recurse`` from everything below it; return the module."""
-    own: Any = module
+    hooked: Any = module
     hook: ModelHook | None = getattr(module, "_hf_hook", None)
     if hook is not None:
         hook.detach_hook(module)
-        del own._hf_hook
+        del hooked._hf_hook
     if hasattr(module, "_old_forward"):
-        _set_forward(own, own._old_forward)
-        del own._old_forward
+        _set_forward(hooked, hooked._old_forward)
+        del hooked._old_forward
     for method in GUARDED_METHODS:
         vars(module).pop(method, None)
     if recurse:
@@ -164,11 +164,14 @@ class CpuOffload(ModelHook):
 
     @not_compiled
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if isinstance(self.prev_module_hook, UserCpuOffloadHook) and _where(self.prev_module_hook.model) != CPU:
+        if (
+            isinstance(self.prev_module_hook, UserCpuOffloadHook)
+            and _first_parameter_device(self.prev_module_hook.model) != CPU
+        ):
             self.prev_module_hook.offload()
             if (kind := accelerator_type()) is not None:
                 torch.get_device_module(kind).empty_cache()
-        if not check_device_same(_where(module), self.execution_device):
+        if not check_device_same(_first_parameter_device(module), self.execution_device):
             module.to(self.execution_device)
         return move(args, self.execution_device), move(kwargs, self.execution_device)
 
@@ -177,7 +180,7 @@ def _default_device() -> str:
     return accelerator_type() or "cpu"
 
 
-def _where(module: nn.Module) -> torch.device:
+def _first_parameter_device(module: nn.Module) -> torch.device:
     first = next(module.parameters(), None)
     return CPU if first is None else first.device
 

@@ -41,7 +41,7 @@ def init_on_device(device: Device, include_buffers: bool | None = None) -> Itera
         with target:
             yield
         return
-    with _placing(_Placement(target)):
+    with _activate(_Placement(target)):
         yield
 
 
@@ -50,17 +50,17 @@ class _Placement:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._moved: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
+        self._moved_parameters: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
 
     def __call__(self, param: nn.Parameter) -> nn.Parameter:
         if is_lazy(param) or param.device == self._device:
             return param
-        known = self._moved.get(id(param))
-        if known is not None and known[0]() is param:
-            return known[1]
-        moved = like_parameter(param, param.detach().to(self._device))
-        self._moved[id(param)] = (weakref.ref(param), moved)
-        return moved
+        cached = self._moved_parameters.get(id(param))
+        if cached is not None and cached[0]() is param:
+            return cached[1]
+        replacement = like_parameter(param, param.detach().to(self._device))
+        self._moved_parameters[id(param)] = (weakref.ref(param), replacement)
+        return replacement
 
 
 class _Placements(threading.local):
@@ -83,7 +83,7 @@ def _on_registration(module: nn.Module, name: str, param: nn.Parameter | None) -
 
 
 @contextmanager
-def _placing(placement: _Placement) -> Iterator[None]:
+def _activate(placement: _Placement) -> Iterator[None]:
     global _inside, _handle
     with _lock:
         _inside += 1

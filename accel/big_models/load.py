@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from accel.big_models.align import align_module_device, has_offloaded_params
-from accel.big_models.checkpoint_shards import CheckpointFiles, Shard, find_files, in_memory, place_in_file, some
+from accel.big_models.checkpoint_shards import CheckpointFiles, Shard, find_files, first_few, in_memory, place_in_file
 from accel.big_models.device_map import check_tied_parameters_on_same_device, device_of, warn_if_untied
 from accel.big_models.devices import CPU, META, Device, as_device, dtype_named
 from accel.big_models.module_tensors import (
@@ -83,11 +83,11 @@ def load_checkpoint_in_model(
     if broadcast_from_rank0 or _is_sharded(model):
         if device_map is not None:
             raise ArgumentError("device_map does not go with broadcast_from_rank0 nor with sharded parameters")
-        _load_together(model, checkpoint, ties, strict, full_state_dict, broadcast_from_rank0)
+        _load_distributed(model, checkpoint, ties, strict, full_state_dict, broadcast_from_rank0)
         return
     files = find_files(checkpoint)
-    wanted = _check_names(model, files.names(), ties, checkpoint, strict)
-    placing = _Placing(
+    common_names = _check_names(model, files.names(), ties, checkpoint, strict)
+    placer = _WeightPlacer(
         model=model,
         device_map=device_map,
         folder=None if not on_disk or offload_folder is None else Path(offload_folder),
@@ -97,12 +97,12 @@ def load_checkpoint_in_model(
     )
     for shard in files.shards():
         for name in shard.names():
-            if name in wanted:
-                placing.place(shard, name)
-    placing.finish(ties)
+            if name in common_names:
+                placer.place(shard, name)
+    placer.finish(ties)
 
 
-class _Placing:
+class _WeightPlacer:
     """The placement of a checkpoint's weights according to a device map."""
 
     def __init__(
@@ -122,7 +122,7 @@ class _Placing:
         self._in_fp32 = in_fp32
         self._in_place = set() if offload_buffers else {name for name, _ in model.named_buffers()}
         self._index: Index = {}
-        self._placed: list[str] = []
+        self._placed_names: list[str] = []
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
             self._files = WeightFiles(folder)
@@ -133,16 +133,16 @@ class _Placing:
             raise CheckpointError(f"{shard.path} holds {name}, which is None in {type(self._model).__name__}")
         value = shard.get(name)
         if old.shape != value.shape and not hasattr(old, "quant_state"):
-            there, here = tuple(value.shape), tuple(old.shape)
-            raise CheckpointError(f"{shard.path}: {name} has shape {there}, in {type(self._model).__name__} {here}")
-        wanted = self._type_of(name, old, value)
+            saved, shape = tuple(value.shape), tuple(old.shape)
+            raise CheckpointError(f"{shard.path}: {name} has shape {saved}, in {type(self._model).__name__} {shape}")
+        dtype = self._type_of(name, old, value)
         device = self._device_for(name, old)
         if device == "disk" and name not in self._in_place:
-            self._to_disk(shard, name, value, wanted)
+            self._to_disk(shard, name, value, dtype)
         else:
             target = CPU if device == "disk" else as_device(device)
-            self._to_device(shard, name, value, wanted, target)
-        self._placed.append(name)
+            self._to_device(shard, name, value, dtype, target)
+        self._placed_names.append(name)
 
     def _type_of(self, name: str, old: torch.Tensor, value: torch.Tensor) -> torch.dtype:
         if self._dtype is None:
@@ -173,17 +173,17 @@ class _Placing:
         )
 
     def _to_disk(self, shard: Shard, name: str, value: torch.Tensor, dtype: torch.dtype) -> None:
-        place = place_in_file(shard, name) if value.dtype == dtype else None
-        if place is None:
+        entry = place_in_file(shard, name) if value.dtype == dtype else None
+        if entry is None:
             self._index[name] = self._files.write(value, name, dtype)
         else:
-            self._index[name] = {**place, "dtype": str(dtype).removeprefix("torch."), "shape": list(value.shape)}
+            self._index[name] = {**entry, "dtype": str(dtype).removeprefix("torch."), "shape": list(value.shape)}
         set_module_tensor_to_device(self._model, name, META, dtype=dtype)
 
     def finish(self, ties: list[list[str]]) -> None:
         """Restore ties, from the name that was loaded, and write the index."""
         for group in ties:
-            loaded = [name for name in group if name in self._placed]
+            loaded = [name for name in group if name in self._placed_names]
             retie_parameters(self._model, [[*loaded, *(name for name in group if name not in loaded)]])
             self._alias([name for name in loaded if name in self._index], group)
             self._copy_from_disk([name for name in loaded if name in self._index], group)
@@ -216,32 +216,32 @@ def _check_names(
     """Return the names that checkpoint and model share. A tied weight is present if any of its names is."""
     kind = type(model).__name__
     expected = [name for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)]
-    found = set(present) & set(expected)
-    if not found and expected:
+    common_names = set(present) & set(expected)
+    if not common_names and expected:
         raise CheckpointError(
-            f"{checkpoint} shares no name with {kind}: it holds {some(sorted(present), 2)}; "
-            f"the model has {some(expected, 2)}"
+            f"{checkpoint} shares no name with {kind}: it holds {first_few(sorted(present), 2)}; "
+            f"the model has {first_few(expected, 2)}"
         )
-    met = found | {name for group in ties if found & set(group) for name in group}
-    missing = [name for name in expected if name not in met]
-    unexpected = [name for name in present if name not in found and not name.endswith(_STATISTICS)]
+    covered = common_names | {name for group in ties if common_names & set(group) for name in group}
+    missing = [name for name in expected if name not in covered]
+    unexpected = [name for name in present if name not in common_names and not name.endswith(_STATISTICS)]
     lines = []
     if missing:
-        lines.append(f"lacks {some(missing)}")
+        lines.append(f"lacks {first_few(missing)}")
     if unexpected:
-        lines.append(f"holds {some(unexpected)} that {kind} has not{nearest(unexpected[0], missing)}")
+        lines.append(f"holds {first_few(unexpected)} that {kind} has not{nearest(unexpected[0], missing)}")
     if lines and strict:
         raise CheckpointError(f"{checkpoint} {'; it '.join(lines)}")
     if lines:
         logger.warning("%s %s", checkpoint, "; it ".join(lines))
-    return found
+    return common_names
 
 
 def _is_sharded(model: nn.Module) -> bool:
     return any(hasattr(param, "device_mesh") for param in model.parameters())
 
 
-def _load_together(
+def _load_distributed(
     model: nn.Module,
     checkpoint: str | os.PathLike[str],
     ties: list[list[str]],
@@ -255,27 +255,27 @@ def _load_together(
 
     if broadcast_from_rank0 and not dist.is_initialized():
         raise ArgumentError("broadcast_from_rank0: this process is in no group: make an Accelerator() first")
-    reads = not broadcast_from_rank0 or dist.get_rank() == 0
-    agreed: list[Any] = [None, None]
+    is_reader = not broadcast_from_rank0 or dist.get_rank() == 0
+    outcome: list[Any] = [None, None]
     files: CheckpointFiles | None = None
-    if reads:
+    if is_reader:
         try:
             files = find_files(checkpoint)
-            found = _check_names(model, files.names(), ties, checkpoint, strict)
-            agreed = [[path.name for path in files.paths], None]
+            common_names = _check_names(model, files.names(), ties, checkpoint, strict)
+            outcome = [[path.name for path in files.paths], None]
         except CheckpointError as error:
-            agreed = [None, str(error)]
+            outcome = [None, str(error)]
     if broadcast_from_rank0:
-        dist.broadcast_object_list(agreed, src=0)
-    if agreed[1] is not None:
-        raise CheckpointError(agreed[1])
+        dist.broadcast_object_list(outcome, src=0)
+    if outcome[1] is not None:
+        raise CheckpointError(outcome[1])
     options = StateDictOptions(full_state_dict=full_state_dict, broadcast_from_rank0=broadcast_from_rank0, strict=False)
     shards = iter(files.shards()) if files is not None else None
-    for _ in agreed[0]:
+    for _ in outcome[0]:
         values: dict[str, Any] = {}
         if shards is not None:
             shard = next(shards)
-            values = {name: shard.get(name) for name in shard.names() if name in found}
+            values = {name: shard.get(name) for name in shard.names() if name in common_names}
         set_model_state_dict(model, values, options=options)
 
 
@@ -302,21 +302,21 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
 
     A weight offloaded to disk is memory-mapped. Tensors without values anywhere are omitted, with a warning.
     """
-    found: dict[str, Any] = {}
+    state: dict[str, Any] = {}
     order = list(model.state_dict())
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
         with align_module_device(module, "cpu" if has_offloaded_params(module) else None):
             for name, value in module.state_dict(prefix=prefix).items():
                 if isinstance(value, torch.Tensor):
-                    if value.device == META or name in found:
+                    if value.device == META or name in state:
                         continue
                     value = value.to("cpu")
-                found.setdefault(name, value)
-    empty = [name for name in order if name not in found]
+                state.setdefault(name, value)
+    empty = [name for name in order if name not in state]
     if empty:
-        logger.warning("left out of the state dict, because they hold no numbers: %s", some(empty))
-    return {name: found[name] for name in order if name in found}
+        logger.warning("left out of the state dict, because they hold no numbers: %s", first_few(empty))
+    return {name: state[name] for name in order if name in state}
 
 
 def get_state_dict_from_offload(

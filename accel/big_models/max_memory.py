@@ -31,10 +31,10 @@ def available_host_memory(root: Path = Path("/")) -> int:
         return int(psutil.virtual_memory().available)
     meminfo = _numbers(root / "proc/meminfo")
     free = meminfo["MemAvailable:"] * 1024
-    return min([free, *_left_in_groups(root)])
+    return min([free, *_cgroup_headroom(root)])
 
 
-def _left_in_groups(root: Path) -> Iterator[int]:
+def _cgroup_headroom(root: Path) -> Iterator[int]:
     """Yield the bytes that each control group around this process, of version 2 or 1, still allows."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
@@ -52,12 +52,12 @@ def _left_in_groups(root: Path) -> Iterator[int]:
         group = top / path.lstrip("/")
         for folder in (group, *group.parents):
             try:
-                allowed, taken = (folder / limit).read_text(), int((folder / used).read_text())
+                allowed, in_use = (folder / limit).read_text(), int((folder / used).read_text())
                 reclaimable = _numbers(folder / "memory.stat").get(cache, 0)
             except (OSError, ValueError):
                 allowed = "max"
             if allowed.strip() != "max":
-                yield max(0, int(allowed) - taken + reclaimable)
+                yield max(0, int(allowed) - in_use + reclaimable)
             if folder == top:
                 break
 
@@ -86,10 +86,10 @@ def get_max_memory(max_memory: MaxMemory | None = None) -> Budget:
         if isinstance(size, str):
             max_memory[device] = convert_file_size_to_int(size)  # callers read the numbers back from their own dict
     numbers = sorted(device for device in max_memory if isinstance(device, int))
-    have = torch.accelerator.device_count() if accelerator_type() else 0
-    absent = [device for device in numbers if not 0 <= device < have]
-    if absent:
-        logger.warning("max_memory names accelerators %s, and this machine has %d", absent, have)
+    count = torch.accelerator.device_count() if accelerator_type() else 0
+    missing = [device for device in numbers if not 0 <= device < count]
+    if missing:
+        logger.warning("max_memory names accelerators %s, and this machine has %d", missing, count)
     order = [*numbers, *(device for device in ("mps", "cpu", "disk") if device in max_memory)]
     return {device: int(max_memory[device]) for device in order}
 
@@ -145,7 +145,7 @@ def get_balanced_memory(
             budget[numbers[0]] = int(budget[numbers[0]] * _FOR_WEIGHTS)
     sizes = compute_module_sizes(model, dtype=dtype, special_dtypes=special_dtypes)
     share = int(sizes[""] // (len(usable) - 1 if low_zero else len(usable)))
-    share += _room(model, sizes, class_names(no_split_module_classes))
+    share += _reserve(model, sizes, class_names(no_split_module_classes))
     for device in numbers[:-1]:
         if not (low_zero and device == 0):
             budget[device] = min(share, budget[device])
@@ -159,14 +159,14 @@ def _is_accelerator(device: int | str, kind: str) -> bool:
     return isinstance(device, int) or device == kind
 
 
-def _room(model: nn.Module, sizes: Mapping[str, int | float], no_split: Collection[str]) -> int:
+def _reserve(model: nn.Module, sizes: Mapping[str, int | float], no_split: Collection[str]) -> int:
     """Return 1.25 times the size of the largest unsplittable block, or of the mean layer if that is larger."""
     modules = {name for name, _ in model.named_modules()}
-    blocks = [sizes.get(name, 0) for name, module in model.named_modules() if name and _named(module, no_split)]
+    blocks = [sizes.get(name, 0) for name, module in model.named_modules() if name and _is_one_of(module, no_split)]
     layers = get_module_leaves({name: size for name, size in sizes.items() if name in modules})
     mean = int(sum(sizes[name] for name in layers) / max(len(layers), 1))
     return int(1.25 * max([mean, *blocks]))
 
 
-def _named(module: nn.Module, classes: Iterable[str]) -> bool:
+def _is_one_of(module: nn.Module, classes: Iterable[str]) -> bool:
     return type(module).__name__ in classes

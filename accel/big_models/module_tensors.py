@@ -25,9 +25,9 @@ def named_module_tensors(
     yield from module.named_parameters(recurse=recurse)
     if not include_buffers:
         return
-    left_out = get_non_persistent_buffers(module, recurse=recurse, fqns=True) if remove_non_persistent else set()
+    excluded = get_non_persistent_buffers(module, recurse=recurse, fqns=True) if remove_non_persistent else set()
     for name, buffer in module.named_buffers(recurse=recurse):
-        if name not in left_out:
+        if name not in excluded:
             yield name, buffer
 
 
@@ -35,11 +35,11 @@ def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: b
     """Return the names of buffers that no state dict holds; with ``fqns`` they start with their module's path."""
     if not recurse:
         return set(module._non_persistent_buffers_set)
-    found = set()
+    names = set()
     for path, child in module.named_modules():
         prefix = f"{path}." if fqns and path else ""
-        found |= {prefix + name for name in child._non_persistent_buffers_set}
-    return found
+        names |= {prefix + name for name in child._non_persistent_buffers_set}
+    return names
 
 
 def owner_of(module: nn.Module, tensor_name: str) -> tuple[nn.Module, str]:
@@ -66,10 +66,10 @@ def tensor_named(module: nn.Module, tensor_name: str) -> torch.Tensor | None:
 
 def like_parameter(old: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
     """Return a parameter with the value ``data`` and the class, attributes and ``requires_grad`` of ``old``."""
-    wanted = old.requires_grad and is_real(data)
+    requires_grad = old.requires_grad and is_real(data)
     if not issubclass(type(old), nn.Parameter):  # a tensor class that only says that it is a parameter
-        return nn.Parameter(data, requires_grad=wanted)
-    new: nn.Parameter = torch.Tensor._make_subclass(type(old), data, wanted)
+        return nn.Parameter(data, requires_grad=requires_grad)
+    new: nn.Parameter = torch.Tensor._make_subclass(type(old), data, requires_grad)
     vars(new).update(vars(old))
     return new
 
@@ -97,14 +97,14 @@ def retie_parameters(model: nn.Module, tied_params: Iterable[Iterable[str]]) -> 
     A name whose parameter is on another device keeps that copy: its module computes there.
     """
     for group in tied_params:
-        places = [owner_of(model, name) for name in group]
-        values = [owner._parameters.get(name) for owner, name in places]
-        kept = next((value for value in values if value is not None and value.device != META), None)
-        if kept is None:
+        owners = [owner_of(model, name) for name in group]
+        values = [owner._parameters.get(name) for owner, name in owners]
+        shared = next((value for value in values if value is not None and value.device != META), None)
+        if shared is None:
             continue
-        for (owner, name), value in zip(places, values, strict=True):
-            if value is None or value.device in (META, kept.device):
-                owner._parameters[name] = kept
+        for (owner, name), value in zip(owners, values, strict=True):
+            if value is None or value.device in (META, shared.device):
+                owner._parameters[name] = shared
 
 
 def check_tied_parameters_in_config(model: nn.Module) -> bool:
@@ -152,7 +152,7 @@ def set_module_tensor_to_device(
         _put(owner, name, copies[target])
         return
     if value is None:
-        new = _moved(old, target, dtype_named(dtype), tensor_name, non_blocking)
+        new = _converted(old, target, dtype_named(dtype), tensor_name, non_blocking)
     else:
         new = replacement(old, target, value, dtype_named(dtype), name=tensor_name, non_blocking=non_blocking)
     if fp16_statistics is not None:
@@ -182,21 +182,21 @@ def _put(owner: nn.Module, name: str, tensor: torch.Tensor) -> None:
         owner._buffers[name] = tensor
 
 
-def _moved(
+def _converted(
     old: torch.Tensor, target: torch.device, dtype: torch.dtype | None, name: str, non_blocking: bool
 ) -> torch.Tensor:
     if old.device == META and target != META:
         raise ArgumentError(f"{name} is on the meta device and holds no numbers: give the value to put on {target}")
-    wanted = dtype if dtype is not None and is_real(old) else old.dtype
-    if check_device_same(old.device, target) and wanted == old.dtype:
+    target_dtype = dtype if dtype is not None and is_real(old) else old.dtype
+    if check_device_same(old.device, target) and target_dtype == old.dtype:
         return old
-    data = old.detach().to(target, wanted, non_blocking=non_blocking)
+    data = old.detach().to(target, target_dtype, non_blocking=non_blocking)
     return like_parameter(old, data) if isinstance(old, nn.Parameter) else data
 
 
 def emptied(tensor: torch.Tensor) -> torch.Tensor:
     """Return ``tensor`` without values, on the meta device."""
-    return _moved(tensor, META, None, "", False)
+    return _converted(tensor, META, None, "", False)
 
 
 def replacement(
@@ -209,7 +209,7 @@ def replacement(
     non_blocking: bool = False,
 ) -> torch.Tensor:
     """Return ``value`` on ``target`` as a replacement for ``old``; see `set_module_tensor_to_device`."""
-    quantised = _moves_its_own_way(old)
+    quantised = _quantises_on_move(old)
     if old.shape != value.shape and not quantised:
         raise ArgumentError(f"{name} has shape {tuple(old.shape)}, the value for it {tuple(value.shape)}")
     if dtype is None:
@@ -227,14 +227,14 @@ def is_real(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _moves_its_own_way(old: torch.Tensor) -> bool:
+def _quantises_on_move(old: torch.Tensor) -> bool:
     """Return True for parameter classes (those of bitsandbytes) that quantize when moved to an accelerator."""
     return issubclass(type(old), nn.Parameter) and type(old).to is not torch.Tensor.to
 
 
 def _quantised(old: torch.Tensor, value: torch.Tensor, target: torch.device) -> torch.Tensor:
-    known = inspect.signature(type(old).__new__).parameters
-    extra = {key: kept for key, kept in vars(old).items() if key in known and key not in ("data", "requires_grad")}
+    accepted = inspect.signature(type(old).__new__).parameters
+    extra = {key: attr for key, attr in vars(old).items() if key in accepted and key not in ("data", "requires_grad")}
     kind: Any = type(old)
-    made: torch.Tensor = kind(value, requires_grad=old.requires_grad, **extra).to(target)
-    return made
+    parameter: torch.Tensor = kind(value, requires_grad=old.requires_grad, **extra).to(target)
+    return parameter

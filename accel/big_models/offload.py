@@ -170,7 +170,7 @@ class WeightFiles:
                     file.write(self._bytes(flat[start : start + _PIECE], dtype))
             partial.replace(path)
         except OSError as error:
-            raise _not_written(path, flat.numel() * dtype.itemsize, error) from error
+            raise _write_error(path, flat.numel() * dtype.itemsize, error) from error
         finally:
             partial.unlink(missing_ok=True)
         return {"dtype": str(dtype).removeprefix("torch."), "shape": list(weight.shape)}
@@ -183,7 +183,7 @@ class WeightFiles:
         return memoryview(piece.view(torch.uint8).numpy().data)
 
 
-def _not_written(path: Path, size: int, error: OSError) -> CheckpointError:
+def _write_error(path: Path, size: int, error: OSError) -> CheckpointError:
     try:
         free = f", {shutil.disk_usage(path.parent).free} bytes are free there"
     except OSError:
@@ -218,14 +218,14 @@ def save_offload_index(index: Index | None, offload_folder: str | os.PathLike[st
     if not index:
         return
     path = Path(offload_folder) / INDEX_NAME
-    known = read_offload_index(offload_folder) if path.is_file() else {}
-    text = json.dumps({**known, **index}, indent=2)
+    existing = read_offload_index(offload_folder) if path.is_file() else {}
+    text = json.dumps({**existing, **index}, indent=2)
     partial = path.with_name(f"{INDEX_NAME}.partial")
     try:
         partial.write_text(text, encoding="utf-8")
         partial.replace(path)
     except OSError as error:
-        raise _not_written(path, len(text), error) from error
+        raise _write_error(path, len(text), error) from error
     finally:
         partial.unlink(missing_ok=True)
 
@@ -246,22 +246,22 @@ def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str
     """Write every tensor of ``state_dict``, then the index, to ``save_dir``; names of one tensor share its bytes."""
     os.makedirs(save_dir, exist_ok=True)
     index: Index = {}
-    written: dict[Any, str] = {}
+    first_names: dict[Any, str] = {}
     files = WeightFiles(save_dir)
     for name, tensor in state_dict.items():
         key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        if tensor.numel() and key in written:
-            alias_weight(written[key], name, save_dir)
-            index[name] = index[written[key]]
+        if tensor.numel() and key in first_names:
+            alias_weight(first_names[key], name, save_dir)
+            index[name] = index[first_names[key]]
         else:
             index[name] = files.write(tensor, name)
-            written[key] = name
+            first_names[key] = name
     save_offload_index(index, save_dir)
 
 
-def alias_weight(written: str, name: str, folder: str | os.PathLike[str]) -> None:
-    """Add ``name`` for the file of the weight ``written``, as a hard link, or a copy where that is not possible."""
-    source, target = Path(folder) / f"{written}.dat", Path(folder) / f"{name}.dat"
+def alias_weight(source_name: str, name: str, folder: str | os.PathLike[str]) -> None:
+    """Add ``name`` for the file of the weight ``source_name``, as a hard link, or a copy where that is not possible."""
+    source, target = Path(folder) / f"{source_name}.dat", Path(folder) / f"{name}.dat"
     partial = target.with_name(f"{target.name}.partial")
     partial.unlink(missing_ok=True)
     try:
@@ -271,7 +271,7 @@ def alias_weight(written: str, name: str, folder: str | os.PathLike[str]) -> Non
             shutil.copyfile(source, partial)
         partial.replace(target)
     except OSError as error:
-        raise _not_written(target, source.stat().st_size, error) from error
+        raise _write_error(target, source.stat().st_size, error) from error
     finally:
         partial.unlink(missing_ok=True)  # replacing one link of a file by another leaves both
 
@@ -346,10 +346,10 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
 
     def _in_safetensors(self, file: str, name: str) -> torch.Tensor:
         """Memory-map one tensor; the header of a file is read once, and again when the file has changed."""
-        known = self._files.get(file)
-        if known is None or known.changed():
-            known = self._files[file] = SafetensorsFile(file)
-        return known.get(name)
+        weights_file = self._files.get(file)
+        if weights_file is None or weights_file.changed():
+            weights_file = self._files[file] = SafetensorsFile(file)
+        return weights_file.get(name)
 
     def reads_file(self, key: str) -> bool:
         """Return True if the tensor ``key`` is memory-mapped."""
@@ -369,8 +369,8 @@ def extract_submodules_state_dict(
     state_dict: Mapping[str, torch.Tensor], submodule_names: Iterable[str]
 ) -> dict[str, torch.Tensor]:
     """Return the part of ``state_dict`` that belongs to the named modules or tensors."""
-    found: dict[str, torch.Tensor] = {}
+    extracted: dict[str, torch.Tensor] = {}
     for module in submodule_names:
         prefix = f"{module}." if module else ""
-        found |= {name: value for name, value in state_dict.items() if name == module or name.startswith(prefix)}
-    return found
+        extracted |= {name: value for name, value in state_dict.items() if name == module or name.startswith(prefix)}
+    return extracted

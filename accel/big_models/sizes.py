@@ -59,17 +59,17 @@ def dtype_byte_size(dtype: Dtype) -> int | float:
         dtype = str(dtype.value)
     name = str(dtype).removeprefix("torch.")
     if name in _PACKED:
-        return _whole(_PACKED[name])
+        return _int_if_integral(_PACKED[name])
     narrow = re.fullmatch(r"u?int([1-7])", name)
     if narrow:
         return int(narrow[1]) / 8
-    found = dtype_named(dtype)
-    if found is None:
+    torch_dtype = dtype_named(dtype)
+    if torch_dtype is None:
         raise ArgumentError(f"dtype {dtype!r} is no type: use, say, 'float16', torch.bfloat16 or 'int4'")
-    return found.itemsize
+    return torch_dtype.itemsize
 
 
-def _whole(size: float) -> int | float:
+def _int_if_integral(size: float) -> int | float:
     return int(size) if size == int(size) else size
 
 
@@ -89,12 +89,12 @@ def compute_module_sizes(
     sizes: defaultdict[str, int | float] = defaultdict(int)
     tensors = model.named_buffers() if buffers_only else named_module_tensors(model, recurse=True)
     for name, tensor in tensors:
-        each: int | float = tensor.element_size()
+        element_bytes: int | float = tensor.element_size()
         if name in special:
-            each = special[name]
+            element_bytes = special[name]
         elif size_as is not None and is_real(tensor):
-            each = min(size_as, each)
-        size = tensor.numel() * each
+            element_bytes = min(size_as, element_bytes)
+        size = tensor.numel() * element_bytes
         for module in _and_its_parents(name):
             sizes[module] += size
     return sizes
@@ -164,11 +164,11 @@ def calculate_maximum_sizes(model: nn.Module) -> tuple[int | float, tuple[int | 
     return sizes[""], get_max_layer_size(direct_parts(model), sizes, no_split)
 
 
-def class_names(given: str | Collection[str] | None) -> list[str]:
+def class_names(names: str | Collection[str] | None) -> list[str]:
     """Return one name, several or none, as a list."""
-    if given is None:
+    if names is None:
         return []
-    return [given] if isinstance(given, str) else list(given)
+    return [names] if isinstance(names, str) else list(names)
 
 
 # The memory that a model takes, by type: arithmetic, for models on the meta device too.
@@ -198,14 +198,14 @@ def estimate_model(model: nn.Module, dtypes: Iterable[str] = ("float32", "float1
     Raises `ArgumentError` for an unknown type.
     """
     total, (largest, _) = calculate_maximum_sizes(model)
-    found = []
+    estimates = []
     for dtype in dtypes:
         share = dtype_byte_size(dtype) / 4
-        known = estimate_training_usage(int(total), dtype) if dtype in _FULL + _HALF else None
-        found.append(
-            Estimate(dtype=dtype, largest_layer=int(largest * share), total=int(total * share), training=known)
+        training = estimate_training_usage(int(total), dtype) if dtype in _FULL + _HALF else None
+        estimates.append(
+            Estimate(dtype=dtype, largest_layer=int(largest * share), total=int(total * share), training=training)
         )
-    return found
+    return estimates
 
 
 def estimate_training_usage(bytes: int, mixed_precision: str, msamp_config: str | None = None) -> dict[str, int]:
@@ -222,7 +222,7 @@ def estimate_training_usage(bytes: int, mixed_precision: str, msamp_config: str 
             f"msamp_config={msamp_config!r}: MS-AMP is not supported; leave it out, and mixed_precision "
             f"{mixed_precision!r} is estimated without it"
         )
-    one_of(mixed_precision, _FULL + _HALF, what="mixed_precision")
+    one_of(mixed_precision, _FULL + _HALF, source="mixed_precision")
     if mixed_precision in _FULL:
         return {"model": bytes, "optimizer": bytes * 2, "gradients": bytes, "step": bytes * 4}
     return {"model": bytes, "optimizer": bytes * 2, "gradients": bytes + bytes // 2, "step": bytes * 2}

@@ -13,10 +13,10 @@ from accel.errors import AccelError, CheckpointError, CollectiveError
 from accel.state import PartialState
 
 Result = TypeVar("Result")
-_PATIENCE = timedelta(minutes=5)
+_TIMEOUT = timedelta(minutes=5)
 
 
-def together(what: str, action: Callable[[], Result], group: Any = None) -> list[Result]:
+def run_on_all_ranks(operation: str, action: Callable[[], Result], group: Any = None) -> list[Result]:
     """Run ``action`` on every process and return all results, in rank order; they must be picklable.
 
     If it fails on any process, every process raises `CheckpointError` naming that process, so none is left
@@ -29,40 +29,42 @@ def together(what: str, action: Callable[[], Result], group: Any = None) -> list
     except Exception as error:
         cause = error
         result = None, str(error) if isinstance(error, AccelError) else f"{type(error).__name__}: {error}"
-    everyones = _all(result, group)
-    failed = [(rank, message) for rank, (_, message) in enumerate(everyones) if message is not None]
+    gathered = _all(result, group)
+    failed = [(rank, message) for rank, (_, message) in enumerate(gathered) if message is not None]
     if failed:
         rank, message = failed[0]
-        where = f"process {rank}: " if len(everyones) > 1 else ""
-        raise CheckpointError(f"{what}: {where}{message}") from cause
-    return [value for value, _ in everyones]
+        location = f"process {rank}: " if len(gathered) > 1 else ""
+        raise CheckpointError(f"{operation}: {location}{message}") from cause
+    return [value for value, _ in gathered]
 
 
 def _all(value: Any, group: Any) -> list[Any]:
     state = PartialState()
     if not state.use_distributed:
         return [value]
-    seen: list[Any] = [None] * state.num_processes
-    dist.all_gather_object(seen, value, group=group)
-    return seen
+    gathered: list[Any] = [None] * state.num_processes
+    dist.all_gather_object(gathered, value, group=group)
+    return gathered
 
 
-def refuse_absent(what: str, group: Any) -> None:
+def check_all_ranks_present(operation: str, group: Any) -> None:
     """Raise `CollectiveError` unless all processes call this within five minutes; the main process names the others.
 
-    ``group``: a `side_group` with no other operation in progress; with None (a world of one) nothing happens.
+    ``group``: a `new_gloo_group` with no other operation in progress; with None (a world of one) nothing happens.
     """
     if group is None:
         return
     try:
-        dist.monitored_barrier(group, _PATIENCE, wait_all_ranks=True)
+        dist.monitored_barrier(group, _TIMEOUT, wait_all_ranks=True)
     except RuntimeError as error:
-        absent = re.search(r"Ranks ([\d, ]+) failed", str(error))
-        who = f"process {absent[1]} did not" if absent else "some process did not"
-        raise CollectiveError(f"{what} is for all processes to call, and {who}: is it in a part for one?") from error
+        match = re.search(r"Ranks ([\d, ]+) failed", str(error))
+        subject = f"process {match[1]} did not" if match else "some process did not"
+        raise CollectiveError(
+            f"{operation} is for all processes to call, and {subject}: is it in a part for one?"
+        ) from error
 
 
-def side_group() -> Any:
+def new_gloo_group() -> Any:
     """Create a gloo process group of all processes for background work; return ``None`` in a world of one.
 
     All processes must call it. Its collectives never mix with those of the default group.

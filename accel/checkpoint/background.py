@@ -43,17 +43,17 @@ class Staging:
         """
         tensors: dict[Any, torch.Tensor] = {}
         _rebuild(value, lambda tensor: tensors.setdefault(_identity(tensor), tensor))
-        places, end = {}, 0
+        offsets, end = {}, 0
         for key, tensor in tensors.items():
             if _is_plain(tensor):
-                places[key] = end
+                offsets[key] = end
                 end += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
         self._reserve(end)
         copies = {
-            key: self._at(places[key], tensor) if key in places else tensor.detach().clone().cpu()
+            key: self._at(offsets[key], tensor) if key in offsets else tensor.detach().clone().cpu()
             for key, tensor in tensors.items()
         }
-        _fill([(copies[key], tensors[key]) for key in places])
+        _fill([(copies[key], tensors[key]) for key in offsets])
         return _rebuild(value, lambda tensor: copies[_identity(tensor)])
 
     def free(self) -> None:
@@ -72,9 +72,9 @@ class Staging:
                 self._memory.madvise(mmap.MADV_HUGEPAGE)
         self._size = size
 
-    def _at(self, place: int, tensor: torch.Tensor) -> torch.Tensor:
+    def _at(self, offset: int, tensor: torch.Tensor) -> torch.Tensor:
         # Each with a storage of its own: `torch.save` writes storages whole.
-        flat = torch.frombuffer(self._memory, dtype=tensor.dtype, count=tensor.numel(), offset=place)
+        flat = torch.frombuffer(self._memory, dtype=tensor.dtype, count=tensor.numel(), offset=offset)
         return flat.view(tensor.shape)
 
 
@@ -94,13 +94,13 @@ def _rebuild(value: Any, replace: Callable[[torch.Tensor], torch.Tensor]) -> Any
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, dict):
-        made = copy.copy(value)
+        rebuilt = copy.copy(value)
         vars_of = getattr(value, "__dict__", None)
         if vars_of:
-            made.__dict__.update(vars_of)  # `_metadata` of a module's state dict
+            rebuilt.__dict__.update(vars_of)  # `_metadata` of a module's state dict
         for key, item in value.items():
-            made[key] = _rebuild(item, replace)
-        return made
+            rebuilt[key] = _rebuild(item, replace)
+        return rebuilt
     if type(value) is list:
         return [_rebuild(item, replace) for item in value]
     if isinstance(value, tuple):
@@ -117,8 +117,8 @@ def _fill(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
             if source.device.type == "cpu" and source.is_contiguous() and not (source.is_conj() or source.is_neg()):
                 length = source.numel() * source.element_size()
                 starts = range(0, length, _PIECE)
-                to, of = target.data_ptr(), source.data_ptr()
-                moves += [(to + start, of + start, min(_PIECE, length - start)) for start in starts]
+                dst, src = target.data_ptr(), source.data_ptr()
+                moves += [(dst + start, src + start, min(_PIECE, length - start)) for start in starts]
             else:
                 target.copy_(source, non_blocking=True)
                 devices.add(source.device)

@@ -15,18 +15,18 @@ import torch
 from torch import nn
 
 from accel.checkpoint.file_names import CHUNKS
-from accel.checkpoint.tensors import let_go, load_optimizer, read_tensors_and_metadata
+from accel.checkpoint.tensors import evict, load_optimizer, read_tensors_and_metadata
 from accel.errors import CheckpointError
-from accel.parallel.shares import is_spread
+from accel.parallel.shares import is_sharded
 
 _TABLE = "accel_chunks"
 
 Place: TypeAlias = tuple[int, ...]
 
 
-def place_of(tensor: Any) -> tuple[Place, torch.Tensor]:
+def local_offset(tensor: Any) -> tuple[Place, torch.Tensor]:
     """Return the offset of this process's part of ``tensor``, and the part, which shares its memory."""
-    if not is_spread(tensor):
+    if not is_sharded(tensor):
         return (0,) * tensor.ndim, tensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -34,45 +34,47 @@ def place_of(tensor: Any) -> tuple[Place, torch.Tensor]:
     return tuple(offset), tensor.to_local()
 
 
-def own_chunks(
-    tensors: Mapping[str, torch.Tensor], *, keeper: bool, every_copy: bool
+def chunks_to_write(
+    tensors: Mapping[str, torch.Tensor], *, is_writer: bool, every_copy: bool
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Return the parts of ``tensors`` that this process writes, and the metadata of their file.
 
-    ``keeper``: True if it writes tensors that every process holds in full.
+    ``is_writer``: True if it writes tensors that every process holds in full.
     ``every_copy``: True if it also writes parts that other processes hold, since its disk is its own.
     """
     parts: dict[str, torch.Tensor] = {}
     table: dict[str, Any] = {}
     for name, tensor in tensors.items():
-        if (every_copy or _is_first_copy(tensor)) if is_spread(tensor) else keeper:
-            offset, part = place_of(tensor)
+        if (every_copy or _is_first_copy(tensor)) if is_sharded(tensor) else is_writer:
+            offset, part = local_offset(tensor)
             parts[name] = part.detach()
             table[name] = [list(tensor.shape), list(offset)]
     return parts, {_TABLE: json.dumps(table)}
 
 
 def _is_first_copy(tensor: Any) -> bool:
-    places = tensor.device_mesh.get_coordinate()
-    return not any(at for at, placement in zip(places, tensor.placements, strict=True) if placement.is_replicate())
+    coordinates = tensor.device_mesh.get_coordinate()
+    return not any(
+        index for index, placement in zip(coordinates, tensor.placements, strict=True) if placement.is_replicate()
+    )
 
 
 class Saved:
     """Saved tensors by name, each in as many chunks as it was written in.
 
-    ``where``: the name of their place in error messages.
+    ``folder``: the name of their place in error messages.
     """
 
-    def __init__(self, where: str) -> None:
-        self.where = where
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
         self.mapped = False  # whether they are pages of files, which need not stay in memory
         self.shapes: dict[str, Place] = {}
         self._chunks: dict[str, dict[tuple[Place, Place], Any]] = {}
 
     @classmethod
-    def whole(cls, tensors: Mapping[str, torch.Tensor], where: str) -> Saved:
+    def single_chunk(cls, tensors: Mapping[str, torch.Tensor], folder: str) -> Saved:
         """Create from full tensors, with one chunk each."""
-        saved = cls(where)
+        saved = cls(folder)
         for name, tensor in tensors.items():
             saved.add(name, tuple(tensor.shape), (0,) * tensor.ndim, tensor)
         return saved
@@ -94,7 +96,7 @@ class Saved:
     def add(self, name: str, shape: Place, offset: Place, data: Any) -> None:
         """Add a chunk of the tensor ``name``: a tensor, or an object with its shape and dtype that slices to one."""
         if self.shapes.setdefault(name, shape) != shape:
-            raise CheckpointError(f"{self.where}: {name} is {self.shapes[name]} in one file and {shape} in another")
+            raise CheckpointError(f"{self.folder}: {name} is {self.shapes[name]} in one file and {shape} in another")
         self._chunks.setdefault(name, {})[offset, tuple(data.shape)] = data
 
     def __contains__(self, name: str) -> bool:
@@ -106,7 +108,7 @@ class Saved:
 
     def renamed(self, names: Mapping[str, str]) -> Saved:
         """Return a subset under new names; ``names`` maps new names to present ones."""
-        saved = Saved(self.where)
+        saved = Saved(self.folder)
         saved.mapped = self.mapped
         saved.shapes = {name: self.shapes[old] for name, old in names.items()}
         saved._chunks = {name: self._chunks[old] for name, old in names.items()}
@@ -119,15 +121,15 @@ class Saved:
 
     def gathered(self, prefix: str) -> dict[str, torch.Tensor]:
         """Return full tensors in memory, by the names under ``prefix``; tied names share one tensor."""
-        made: dict[int, torch.Tensor] = {}
-        found: dict[str, torch.Tensor] = {}
+        buffers: dict[int, torch.Tensor] = {}
+        tensors: dict[str, torch.Tensor] = {}
         for name in self.under(prefix):
             first = next(iter(self._chunks[prefix + name].values()))
-            if id(first) not in made:
-                made[id(first)] = torch.empty(self.shapes[prefix + name], dtype=first.dtype)
-                self.fill(prefix + name, made[id(first)])
-            found[name] = made[id(first)]
-        return found
+            if id(first) not in buffers:
+                buffers[id(first)] = torch.empty(self.shapes[prefix + name], dtype=first.dtype)
+                self.fill(prefix + name, buffers[id(first)])
+            tensors[name] = buffers[id(first)]
+        return tensors
 
     @torch.no_grad()
     def fill(self, name: str, tensor: torch.Tensor) -> None:
@@ -137,26 +139,28 @@ class Saved:
         """
         if self.shapes[name] != tuple(tensor.shape):
             raise CheckpointError(
-                f"{self.where}: {name} is {self.shapes[name]} there, and {tuple(tensor.shape)} in this run"
+                f"{self.folder}: {name} is {self.shapes[name]} there, and {tuple(tensor.shape)} in this run"
             )
-        offset, part = place_of(tensor)
-        lacking = part.numel()
+        offset, part = local_offset(tensor)
+        missing = part.numel()
         for (start, size), data in self._chunks[name].items():
             common = [
                 (max(a, b), min(a + m, b + n)) for a, m, b, n in zip(offset, part.shape, start, size, strict=True)
             ]
-            if all(first < past for first, past in common):
+            if all(first < stop for first, stop in common):
                 source = data[_slices(common, start)]
                 target = part[_slices(common, offset)]
                 target.copy_(source)
                 if self.mapped:
-                    let_go(source)
-                lacking -= target.numel()
-        if lacking:
-            raise CheckpointError(f"{self.where}: {lacking} elements of {name} are not there{self._why()}")
+                    evict(source)
+                missing -= target.numel()
+        if missing:
+            raise CheckpointError(
+                f"{self.folder}: {missing} elements of {name} are not there{self._missing_ranks_hint()}"
+            )
 
-    def _why(self) -> str:
-        files = list(Path(self.where).glob(CHUNKS))
+    def _missing_ranks_hint(self) -> str:
+        files = list(Path(self.folder).glob(CHUNKS))
         nodes = sorted({path.parent.name.removeprefix("node_") for path in files}, key=int)
         ranks = sorted({path.stem.removeprefix("rank_") for path in files}, key=int)
         if not files:
@@ -168,7 +172,7 @@ class Saved:
 
 
 def _slices(common: Sequence[tuple[int, int]], start: Place) -> tuple[slice, ...]:
-    return tuple(slice(first - at, past - at) for (first, past), at in zip(common, start, strict=True))
+    return tuple(slice(first - offset, stop - offset) for (first, stop), offset in zip(common, start, strict=True))
 
 
 # Models and optimizers: the chunks that a process writes, and their way back on any other world.
@@ -185,14 +189,16 @@ def split_optimizer(optimizer: Any, names: Names) -> tuple[dict[str, Any], dict[
     tensors.
     """
     state = optimizer.state_dict()
-    return outline_of(state, _by_number(optimizer, state, names))
+    return optimizer_skeleton(state, _by_number(optimizer, state, names))
 
 
 def _by_number(optimizer: Any, state: Mapping[str, Any], name: Callable[[torch.Tensor], str]) -> dict[int, str]:
     """Map each parameter number in ``state`` to ``name`` of its parameter."""
-    there, here = ([len(group["params"]) for group in side] for side in (state["param_groups"], optimizer.param_groups))
-    if there != here:
-        raise ValueError(f"its groups have {there} parameters, and {here} in this run")
+    saved_sizes, sizes = (
+        [len(group["params"]) for group in groups] for groups in (state["param_groups"], optimizer.param_groups)
+    )
+    if saved_sizes != sizes:
+        raise ValueError(f"its groups have {saved_sizes} parameters, and {sizes} in this run")
     return {
         number: name(parameter)
         for saved, present in zip(state["param_groups"], optimizer.param_groups, strict=True)
@@ -200,7 +206,9 @@ def _by_number(optimizer: Any, state: Mapping[str, Any], name: Callable[[torch.T
     }
 
 
-def outline_of(state: Mapping[str, Any], names: Mapping[Any, str]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+def optimizer_skeleton(
+    state: Mapping[str, Any], names: Mapping[Any, str]
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Split a state dict as `split_optimizer` does; ``names`` maps its parameter keys to names."""
     outline: dict[str, Any] = {"state": {}, "chunked": {}}
     tensors: dict[str, torch.Tensor] = {}
@@ -225,43 +233,43 @@ def fill_optimizer(optimizer: Any, names: Names, outline: Mapping[str, Any], sav
     number = 0
     if len(outline["param_groups"]) != len(optimizer.param_groups):
         raise CheckpointError(
-            f"{saved.where}: {len(outline['param_groups'])} parameter group(s) there, and "
+            f"{saved.folder}: {len(outline['param_groups'])} parameter group(s) there, and "
             f"{len(optimizer.param_groups)} in this run"
         )
-    for there, here in zip(outline["param_groups"], optimizer.param_groups, strict=True):
-        known = {names(parameter): parameter for parameter in here["params"]}
-        odd = sorted(set(there["params"]) ^ set(known))
-        if odd:
-            raise CheckpointError(f"{saved.where}: {odd[0]} is in a parameter group only there or only in this run")
-        for name, parameter in known.items():
+    for saved_group, group in zip(outline["param_groups"], optimizer.param_groups, strict=True):
+        parameters = {names(parameter): parameter for parameter in group["params"]}
+        extra = sorted(set(saved_group["params"]) ^ set(parameters))
+        if extra:
+            raise CheckpointError(f"{saved.folder}: {extra[0]} is in a parameter group only there or only in this run")
+        for name, parameter in parameters.items():
             entry = dict(outline["state"].get(name, {}))
-            held = optimizer.state.get(parameter, {})
+            current = optimizer.state.get(parameter, {})
             for key in outline["chunked"].get(name, ()):
-                entry[key] = _filled(saved, f"{prefix}{name}:{key}", parameter, held.get(key))
+                entry[key] = _filled(saved, f"{prefix}{name}:{key}", parameter, current.get(key))
             if entry:
                 state[number] = entry
             number += 1
-        groups.append({**there, "params": list(range(number - len(known), number))})
+        groups.append({**saved_group, "params": list(range(number - len(parameters), number))})
     load_optimizer(optimizer, {"state": state, "param_groups": groups}, mapped=False)
 
 
-def _filled(saved: Saved, name: str, parameter: torch.Tensor, held: Any) -> torch.Tensor:
+def _filled(saved: Saved, name: str, parameter: torch.Tensor, current: Any) -> torch.Tensor:
     if name not in saved:
-        raise CheckpointError(f"{saved.where}: {name} is not there")
+        raise CheckpointError(f"{saved.folder}: {name} is not there")
     shape, dtype = saved.shapes[name], saved.dtype(name)
-    if isinstance(held, torch.Tensor) and tuple(held.shape) == shape and held.dtype == dtype:
-        made = held
+    if isinstance(current, torch.Tensor) and tuple(current.shape) == shape and current.dtype == dtype:
+        tensor = current
     elif shape == tuple(parameter.shape):
-        made = torch.empty_like(parameter.detach(), dtype=dtype)
+        tensor = torch.empty_like(parameter.detach(), dtype=dtype)
     else:
-        made = torch.empty(shape, dtype=dtype, device=parameter.device)
-    saved.fill(name, made)
-    return _beside(made, parameter)
+        tensor = torch.empty(shape, dtype=dtype, device=parameter.device)
+    saved.fill(name, tensor)
+    return _on_device_of(tensor, parameter)
 
 
-def _beside(value: torch.Tensor, parameter: Any) -> torch.Tensor:
+def _on_device_of(value: torch.Tensor, parameter: Any) -> torch.Tensor:
     """Return ``value`` in a form that can be combined with ``parameter``: replicated if that is sharded."""
-    if is_spread(value) or not is_spread(parameter):
+    if is_sharded(value) or not is_sharded(parameter):
         return value
     from torch.distributed.tensor import DTensor, Replicate
 
@@ -269,11 +277,11 @@ def _beside(value: torch.Tensor, parameter: Any) -> torch.Tensor:
     return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
-def fill_whole_optimizer(optimizer: Any, state: Mapping[str, Any], where: Path) -> None:
+def fill_whole_optimizer(optimizer: Any, state: Mapping[str, Any], folder: Path) -> None:
     """Load the state dict of an unsharded optimizer to this process's parts, by the order of parameters."""
     identities = _by_number(optimizer, state, lambda parameter: str(id(parameter)))
-    outline, tensors = outline_of(state, identities)
-    fill_optimizer(optimizer, lambda parameter: str(id(parameter)), outline, Saved.whole(tensors, str(where)))
+    outline, tensors = optimizer_skeleton(state, identities)
+    fill_optimizer(optimizer, lambda parameter: str(id(parameter)), outline, Saved.single_chunk(tensors, str(folder)))
 
 
 def fill_module(
@@ -283,22 +291,22 @@ def fill_module(
 
     Raises `CheckpointError` for a shape that differs and, if ``strict``, for names that only one side has.
     """
-    wanted = {name: value for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)}
+    expected = {name: value for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)}
     groups: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         groups.setdefault(id(parameter), []).append(name)
     ties = {name: names for names in groups.values() for name in names}
     missing = []
-    for name, value in wanted.items():
-        found = next((other for other in (name, *ties.get(name, ())) if prefix + other in saved), None)
-        if found is None:
+    for name, value in expected.items():
+        saved_name = next((alias for alias in (name, *ties.get(name, ())) if prefix + alias in saved), None)
+        if saved_name is None:
             missing.append(name)
         else:
-            saved.fill(prefix + found, value)
-    unexpected = [name for name in saved.under(prefix) if name not in wanted]
+            saved.fill(prefix + saved_name, value)
+    unexpected = [name for name in saved.under(prefix) if name not in expected]
     if strict and (missing or unexpected):
         raise CheckpointError(
-            f"{saved.where}: it lacks {missing[0]}" if missing else f"{saved.where}: this run has no {unexpected[0]}"
+            f"{saved.folder}: it lacks {missing[0]}" if missing else f"{saved.folder}: this run has no {unexpected[0]}"
         )
     if extra:
         module.load_state_dict(dict(extra), strict=False)

@@ -13,10 +13,10 @@ import torch
 
 from accel.checkpoint.chunks import (
     Saved,
+    chunks_to_write,
     fill_module,
     fill_optimizer,
     fill_whole_optimizer,
-    own_chunks,
     split_optimizer,
 )
 from accel.checkpoint.durable import Digest
@@ -41,7 +41,7 @@ from accel.checkpoint.weights import read_weights
 from accel.errors import CheckpointError
 from accel.logging import get_logger
 from accel.parallel.base import Strategy
-from accel.parallel.shares import is_spread
+from accel.parallel.shares import is_sharded
 from accel.precision.base import Precision
 from accel.world.environment import read_int
 
@@ -69,7 +69,7 @@ class Piece:
 
 
 @dataclass(kw_only=True)
-class Contents:
+class CheckpointContents:
     """The objects of a run that a checkpoint holds, in the order in which they were prepared.
 
     ``options``: the options of `torch.load` for files of objects.
@@ -110,7 +110,7 @@ class Contents:
         ``weights``: the state dicts of the models.
         ``states``: the state dicts of the optimizers.
         """
-        self.precision.settle()
+        self.precision.finish_pending()
         for index, state in enumerate(weights):
             yield from self._weights(index, state)
         for index, state in enumerate(states):
@@ -121,52 +121,52 @@ class Contents:
         for name, item in (*self.stateful, *self.samplers):
             yield Piece(name, "object", item.state_dict())
 
-    def spread(
-        self, weights: Sequence[dict[str, Any]] | None, window_open: bool, *, keeper: bool, every_copy: bool
+    def sharded_state(
+        self, weights: Sequence[dict[str, Any]] | None, window_open: bool, *, is_writer: bool, every_copy: bool
     ) -> Iterator[Piece]:
         """Yield this process's chunks of sharded tensors and, on a writer, the files that all have in common.
 
         ``weights``: the sharded state dicts of the models; without them only the gradients of an open window are
             yielded.
-        ``keeper``, ``every_copy``: see `own_chunks`.
+        ``is_writer``, ``every_copy``: see `chunks_to_write`.
         """
-        self.precision.settle()
+        self.precision.finish_pending()
         tensors: dict[str, torch.Tensor] = {}
         common: list[Piece] = []
-        if window_open and self._is_spread:
+        if window_open and self._is_sharded:
             tensors.update({f"gradient.{name}": p.grad for name, p in self._parameters() if p.grad is not None})
         for index, state in enumerate(weights or ()):
-            mine = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
-            tensors.update({f"model.{index}.{key}": value for key, value in mine.items()})
-            extra = {key: value for key, value in state.items() if key not in mine}
+            model_tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+            tensors.update({f"model.{index}.{key}": value for key, value in model_tensors.items()})
+            extra = {key: value for key, value in state.items() if key not in model_tensors}
             common += [Piece(numbered_name(EXTRA, index), "object", extra)] if extra else []
         for index, optimizer in enumerate(self.optimizers if weights is not None else ()):
             outline, moments = split_optimizer(optimizer, self._names)
             tensors.update({f"optimizer.{index}.{key}": value for key, value in moments.items()})
             common.append(Piece(numbered_name(OUTLINE, index), "object", outline))
         if tensors:
-            parts, table = own_chunks(tensors, keeper=keeper, every_copy=every_copy)
+            parts, table = chunks_to_write(tensors, is_writer=is_writer, every_copy=every_copy)
             node = read_int(os.environ, "GROUP_RANK", minimum=0) or 0
             yield Piece(chunks_name(node, self.process_index), "tensors", parts, table)
-        if keeper and weights is not None:
+        if is_writer and weights is not None:
             yield from common
             yield from self._objects()
 
     @property
-    def _is_spread(self) -> bool:
-        return any(is_spread(parameter) for _, parameter in self._parameters())
+    def _is_sharded(self) -> bool:
+        return any(is_sharded(parameter) for _, parameter in self._parameters())
 
     @cached_property
-    def _known(self) -> dict[int, str]:
+    def _names_by_id(self) -> dict[int, str]:
         return {id(parameter): name for name, parameter in self._parameters()}
 
     def _names(self, parameter: torch.Tensor) -> str:
-        if id(parameter) not in self._known:
+        if id(parameter) not in self._names_by_id:
             raise CheckpointError(
                 f"an optimizer has a parameter of shape {tuple(parameter.shape)} that is of no prepared model, and so "
                 "has no name in a sharded checkpoint: prepare its model too"
             )
-        return self._known[id(parameter)]
+        return self._names_by_id[id(parameter)]
 
     def _weights(self, index: int, state: dict[str, Any]) -> Iterator[Piece]:
         if not self.safe:
@@ -178,16 +178,16 @@ class Contents:
         if extra:
             yield Piece(numbered_name(EXTRA, index), "object", extra)
 
-    def own(self, step: int, window_open: bool) -> Iterator[Piece]:
+    def rank_state(self, step: int, window_open: bool) -> Iterator[Piece]:
         """Yield the files of this process alone: its generators, its loaders' own state, and ``step`` of its window.
 
         In an open window, also its accumulated gradients, which no other process has.
         """
-        if window_open and not self._is_spread:
-            held = {key: p.grad for key, p in self._parameters() if p.grad is not None}
-            yield Piece(gradients_name(self.process_index), "tensors", self.strategy.on_host(held))
+        if window_open and not self._is_sharded:
+            gradients = {key: p.grad for key, p in self._parameters() if p.grad is not None}
+            yield Piece(gradients_name(self.process_index), "tensors", self.strategy.on_host(gradients))
         states = random_states(step, self.device)
-        loaders = [_own_state(loader) for _, loader in self.samplers]
+        loaders = [_loader_state(loader) for _, loader in self.samplers]
         if any(state is not None for state in loaders):
             states["loaders"] = loaders
         yield Piece(random_states_name(self.process_index), "object", states)
@@ -202,8 +202,8 @@ class Contents:
 
         Raises `CheckpointError` naming the file that is missing or does not fit.
         """
-        self.precision.settle()
-        self.strategy.settle()
+        self.precision.finish_pending()
+        self.strategy.finish_pending()
         saved = Saved.in_folder(folder)
         for index, model in enumerate(self.models):
             self._read_weights(folder, saved, index, model, load_model_kwargs)
@@ -214,9 +214,9 @@ class Contents:
         for name, loader in self.samplers:
             self._read_sampler(folder / name, loader)
         self._read_gradients(folder, saved)
-        return self._read_own(folder / random_states_name(self.process_index))
+        return self._load_rank_state(folder / random_states_name(self.process_index))
 
-    def _read_own(self, path: Path) -> int | None:
+    def _load_rank_state(self, path: Path) -> int | None:
         if not path.exists():
             return None
         states = set_random_states(path, self.device)
@@ -226,12 +226,12 @@ class Contents:
         step: int = states["step"]
         return step
 
-    def _object(self, path: Path, **how: Any) -> Any:
+    def _object(self, path: Path, **kwargs: Any) -> Any:
         if not path.exists():
             raise CheckpointError(
                 f"{path.parent} has no {path.name}: it was saved with fewer objects prepared, or by another program"
             )
-        return read_object(path, **how, **(self.options or {}))
+        return read_object(path, **kwargs, **(self.options or {}))
 
     def _read_weights(
         self, folder: Path, saved: Saved, index: int, model: torch.nn.Module, kwargs: dict[str, Any]
@@ -244,14 +244,14 @@ class Contents:
             fill_module(target, saved, f"model.{index}.", extra, strict)
             return
         state = read_weights(folder, index)
-        if any(is_spread(parameter) for parameter in target.parameters()):
-            fill_module(target, Saved.whole(state, str(folder)), "", extra, strict)
+        if any(is_sharded(parameter) for parameter in target.parameters()):
+            fill_module(target, Saved.single_chunk(state, str(folder)), "", extra, strict)
             return
         state.update(extra)
-        wanted = target.state_dict()
-        if state and all(name.startswith("module.") for name in state) and not set(state) & set(wanted):
+        expected = target.state_dict()
+        if state and all(name.startswith("module.") for name in state) and not set(state) & set(expected):
             state = {name.removeprefix("module."): value for name, value in state.items()}
-        _retie(state, wanted)
+        _retie(state, expected)
         try:
             load_module(target, state, **kwargs)
         except RuntimeError as error:
@@ -265,12 +265,12 @@ class Contents:
         try:
             if path == outline:
                 fill_optimizer(optimizer, self._names, state, saved, f"optimizer.{index}.")
-            elif any(is_spread(parameter) for group in optimizer.param_groups for parameter in group["params"]):
+            elif any(is_sharded(parameter) for group in optimizer.param_groups for parameter in group["params"]):
                 fill_whole_optimizer(optimizer, state, path)
             else:
                 load_optimizer(optimizer, state, mapped=True)
         except (ValueError, KeyError, RuntimeError, TypeError) as error:
-            raise _misfit(path.name, optimizer, error) from error
+            raise _mismatch_error(path.name, optimizer, error) from error
 
     def _read_sampler(self, path: Path, loader: Any) -> None:
         if not path.exists():
@@ -286,21 +286,21 @@ class Contents:
 
     def _read_gradients(self, folder: Path, saved: Saved) -> None:
         path = folder / gradients_name(self.process_index)
-        held = read_tensors(path) if path.exists() else {}
+        gradients = read_tensors(path) if path.exists() else {}
         for name, parameter in self._parameters():
             if f"gradient.{name}" in saved:
                 parameter.grad = torch.empty_like(parameter.detach())
                 saved.fill(f"gradient.{name}", parameter.grad)
                 continue
-            gradient = held.get(name)
+            gradient = gradients.get(name)
             parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
 
 
-def _own_state(loader: Any) -> Any:
+def _loader_state(loader: Any) -> Any:
     return loader.own_state_dict() if hasattr(loader, "own_state_dict") else None
 
 
-def _misfit(name: str, item: Any, error: Exception) -> CheckpointError:
+def _mismatch_error(name: str, item: Any, error: Exception) -> CheckpointError:
     detail = " ".join(str(error).split())
     return CheckpointError(f"{name} does not fit the {type(item).__name__} prepared in this run: {detail}")
 
@@ -309,15 +309,15 @@ def _load(item: Any, name: str, state: Any) -> None:
     try:
         item.load_state_dict(state)
     except (ValueError, KeyError, RuntimeError, TypeError) as error:
-        raise _misfit(name, item, error) from error
+        raise _mismatch_error(name, item, error) from error
 
 
-def _retie(state: dict[str, Any], wanted: dict[str, Any]) -> None:
+def _retie(state: dict[str, Any], expected: dict[str, Any]) -> None:
     """Add to ``state`` the tied names that it holds under another name, as files by Accelerate do."""
     owners: dict[tuple[int, Any], str] = {}
-    for name in wanted:
-        if name in state and isinstance(wanted[name], torch.Tensor) and wanted[name].numel():
-            owners.setdefault((wanted[name].data_ptr(), wanted[name].shape), name)
-    for name, value in wanted.items():
+    for name in expected:
+        if name in state and isinstance(expected[name], torch.Tensor) and expected[name].numel():
+            owners.setdefault((expected[name].data_ptr(), expected[name].shape), name)
+    for name, value in expected.items():
         if name not in state and isinstance(value, torch.Tensor) and (value.data_ptr(), value.shape) in owners:
             state[name] = state[owners[value.data_ptr(), value.shape]]

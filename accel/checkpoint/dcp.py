@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from accel.checkpoint.all_ranks import together
+from accel.checkpoint.all_ranks import run_on_all_ranks
 from accel.checkpoint.chunks import Saved
 from accel.checkpoint.tensors import TYPES
 from accel.checkpoint.weights import load
@@ -48,31 +48,31 @@ class DcpFolder:
 
         self.tensors = Saved(str(self.folder))
         self.paths: dict[str, tuple[Any, ...]] = {}
-        self._others: dict[str, Any] = {}
+        self._object_items: dict[str, Any] = {}
         paths = metadata.planner_data or {}
-        for name, about in metadata.state_dict_metadata.items():
+        for name, item_metadata in metadata.state_dict_metadata.items():
             self.paths[name] = paths.get(name, (name,))
-            if not isinstance(about, TensorStorageMetadata):
-                self._others[name] = metadata.storage_data[MetadataIndex(name)]
+            if not isinstance(item_metadata, TensorStorageMetadata):
+                self._object_items[name] = metadata.storage_data[MetadataIndex(name)]
                 continue
-            for chunk in about.chunks:
+            for chunk in item_metadata.chunks:
                 entry = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
-                stored = _Stored(self.folder, entry, about.properties.dtype, tuple(chunk.sizes))
-                self.tensors.add(name, tuple(about.size), tuple(chunk.offsets), stored)
+                stored = _Stored(self.folder, entry, item_metadata.properties.dtype, tuple(chunk.sizes))
+                self.tensors.add(name, tuple(item_metadata.size), tuple(chunk.offsets), stored)
 
     def nested(self, key: str, skip: Collection[str]) -> dict[str, Any]:
         """Read the items saved under ``key`` as nested dicts and lists, without those named in ``skip``."""
         names = [name for name, path in self.paths.items() if path[0] == key and len(path) > 1 and name not in skip]
-        whole = self.tensors.renamed({name: name for name in names if name in self.tensors}).gathered("")
+        tensors = self.tensors.renamed({name: name for name in names if name in self.tensors}).gathered("")
         tree: dict[Any, Any] = {}
         for name in names:
             branch = tree
             for step in self.paths[name][1:-1]:
                 branch = branch.setdefault(step, {})
-            value = whole[name] if name in whole else _read_item(self.folder, self._others[name])
+            value = tensors[name] if name in tensors else _read_item(self.folder, self._object_items[name])
             branch[self.paths[name][-1]] = value
-        found: dict[str, Any] = _with_lists(tree)
-        return found
+        nested_state: dict[str, Any] = _with_lists(tree)
+        return nested_state
 
 
 def write_dcp(folder: Path, state: dict[str, Any]) -> None:
@@ -81,7 +81,7 @@ def write_dcp(folder: Path, state: dict[str, Any]) -> None:
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    together(f"saving {folder}", lambda: _clear(folder))
+    run_on_all_ranks(f"saving {folder}", lambda: _clear(folder))
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # in a world of one process
@@ -155,10 +155,10 @@ _ALLOWED: Mapping[str, set[str] | None] = {
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         names = _ALLOWED.get(module, set())
-        found = super().find_class(module, name) if names is None or name in names else None
-        if found is None or (names is None and not isinstance(found, type)) or "." in name:
+        attribute = super().find_class(module, name) if names is None or name in names else None
+        if attribute is None or (names is None and not isinstance(attribute, type)) or "." in name:
             raise pickle.UnpicklingError(f"its {METADATA} names {module}.{name}, which belongs in no checkpoint")
-        return found
+        return attribute
 
 
 def _read_metadata(folder: Path) -> Any:

@@ -51,13 +51,13 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         "save": manifest.save,
         "files": {name: {"bytes": d.length, "crc32": d.crc32} for name, d in sorted(manifest.files.items())},
     }
-    document["manifest_crc32"] = _own_checksum(document)
+    document["manifest_crc32"] = _manifest_checksum(document)
     write_bytes(folder / NAME, json.dumps(document, indent=1).encode())
 
 
-def _own_checksum(document: dict[str, Any]) -> str:
-    rest = {key: value for key, value in document.items() if key != "manifest_crc32"}
-    return f"{zlib.crc32(json.dumps(rest, sort_keys=True).encode()):08x}"
+def _manifest_checksum(document: dict[str, Any]) -> str:
+    content = {key: value for key, value in document.items() if key != "manifest_crc32"}
+    return f"{zlib.crc32(json.dumps(content, sort_keys=True).encode()):08x}"
 
 
 def read_manifest(folder: Path) -> Manifest | None:
@@ -73,7 +73,7 @@ def read_manifest(folder: Path) -> Manifest | None:
                 f"{folder / NAME} was written by an older accel (schema {document['schema']}), which this one cannot "
                 "verify: delete that file to load the rest unverified"
             )
-        if document["manifest_crc32"] != _own_checksum(document):
+        if document["manifest_crc32"] != _manifest_checksum(document):
             raise ValueError("its checksum differs")
         files = {name: Digest(entry["bytes"], entry["crc32"]) for name, entry in document["files"].items()}
         return Manifest(num_processes=document["num_processes"], save=document.get("save"), files=files)
@@ -83,13 +83,13 @@ def read_manifest(folder: Path) -> Manifest | None:
         raise CheckpointError(f"{folder / NAME} is damaged: {error}") from error
 
 
-def damage(folder: Path) -> str | None:
+def find_damage(folder: Path) -> str | None:
     """Return the first problem of the checkpoint in ``folder`` in one line, or ``None`` if every file is intact."""
-    return misfit(folder) or differing(folder)
+    return find_size_mismatch(folder) or find_changed_file(folder)
 
 
-def misfit(folder: Path) -> str | None:
-    """Like `damage`, but compare only the lengths of the files."""
+def find_size_mismatch(folder: Path) -> str | None:
+    """Like `find_damage`, but compare only the lengths of the files."""
     try:
         manifest = read_manifest(folder)
     except CheckpointError as error:
@@ -110,7 +110,7 @@ def _measure(path: Path, digest: Digest) -> str | None:
     return None if length == digest.length else f"{path} has {length} bytes where {digest.length} were written"
 
 
-def differing(folder: Path, part: int = 0, parts: int = 1) -> str | None:
+def find_changed_file(folder: Path, part: int = 0, parts: int = 1) -> str | None:
     """Return one line about the first file with a changed block, or None. Blocks are read in parallel.
 
     If ``parts`` processes call this, each reads its own blocks; files of chunks are divided by the rank in their
@@ -125,101 +125,101 @@ def differing(folder: Path, part: int = 0, parts: int = 1) -> str | None:
     ]
     with ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1)) as pool:
         futures = [pool.submit(_compare, *block) for block in blocks]
-        found = next(filter(None, (future.result() for future in futures)), None)
+        problem = next(filter(None, (future.result() for future in futures)), None)
         pool.shutdown(cancel_futures=True)  # one is enough to know: the rest is not read
-    return found
+    return problem
 
 
 def _compare(path: Path, number: int, expected: str) -> str | None:
     try:
-        found = block_checksum(path, number)
+        checksum = block_checksum(path, number)
     except OSError as error:
         return f"{path} cannot be read: {error.strerror}"
-    return None if found == expected else f"{path} is not as it was written (its checksum differs)"
+    return None if checksum == expected else f"{path} is not as it was written (its checksum differs)"
 
 
 # The directory.
 
-_GONE = re.compile(r"\..+\.gone-[0-9a-f]{8}")
+_DELETED = re.compile(r"\..+\.gone-[0-9a-f]{8}")
 _ASIDE = re.compile(r"\.(.+)\.(?:draft|old)-[0-9a-f]{8}")
 
 
-def beside(place: Path, kind: str) -> Path:
-    """Return a new name of ``kind`` (draft, old, gone) for ``place``."""
-    return place.parent / f".{place.name}.{kind}-{secrets.token_hex(4)}"
+def sibling_path(final: Path, kind: str) -> Path:
+    """Return a new name of ``kind`` (draft, old, gone) for ``final``."""
+    return final.parent / f".{final.name}.{kind}-{secrets.token_hex(4)}"
 
 
-def leftovers(place: Path, kind: str) -> list[Path]:
-    """Return the directories next to ``place`` with names of ``kind``."""
-    pattern = re.compile(re.escape(f".{place.name}.{kind}-") + r"[0-9a-f]{8}")
+def leftovers(final: Path, kind: str) -> list[Path]:
+    """Return the directories next to ``final`` with names of ``kind``."""
+    pattern = re.compile(re.escape(f".{final.name}.{kind}-") + r"[0-9a-f]{8}")
     try:
-        return sorted(entry for entry in place.parent.iterdir() if pattern.fullmatch(entry.name))
+        return sorted(entry for entry in final.parent.iterdir() if pattern.fullmatch(entry.name))
     except FileNotFoundError:
         return []
 
 
-def start_draft(place: Path) -> Path:
-    """Create the directory in which a checkpoint for ``place`` is written.
+def start_draft(final: Path) -> Path:
+    """Create the directory in which a checkpoint for ``final`` is written.
 
     Deletes its abandoned drafts, and directories in the same parent that a killed process was deleting.
     """
-    place.parent.mkdir(parents=True, exist_ok=True)
-    recover(place)
-    gone = [entry for entry in place.parent.iterdir() if _GONE.fullmatch(entry.name)]
-    for stale in leftovers(place, "draft") + gone:
+    final.parent.mkdir(parents=True, exist_ok=True)
+    recover(final)
+    deleted = [entry for entry in final.parent.iterdir() if _DELETED.fullmatch(entry.name)]
+    for stale in leftovers(final, "draft") + deleted:
         shutil.rmtree(stale, ignore_errors=True)
-    draft = beside(place, "draft")
+    draft = sibling_path(final, "draft")
     draft.mkdir()
     return draft
 
 
-def publish(draft: Path, place: Path) -> None:
-    """Move the complete checkpoint in ``draft`` to ``place``, replacing an older one; the script's own files stay."""
+def publish(draft: Path, final: Path) -> None:
+    """Move the complete checkpoint in ``draft`` to ``final``, replacing an older one; the script's own files stay."""
     fsync_directory(draft)
-    aside = None
-    if os.path.lexists(place):
-        aside = beside(place, "old")
-        os.rename(place, aside)
-    os.rename(draft, place)
-    fsync_directory(place.parent)
-    if aside is not None:
-        _retire(aside, place)
+    predecessor = None
+    if os.path.lexists(final):
+        predecessor = sibling_path(final, "old")
+        os.rename(final, predecessor)
+    os.rename(draft, final)
+    fsync_directory(final.parent)
+    if predecessor is not None:
+        _retire(predecessor, final)
 
 
-def _retire(aside: Path, place: Path) -> None:
-    """Delete a predecessor, after moving the script's own files in it to ``place``."""
+def _retire(predecessor: Path, final: Path) -> None:
+    """Delete a predecessor, after moving the script's own files in it to ``final``."""
     try:
-        manifest = read_manifest(aside)
+        manifest = read_manifest(predecessor)
     except CheckpointError:
         manifest = None
-    ours = {NAME, *(manifest.files if manifest else ())}
-    tops = {name.split("/")[0] for name in ours}
-    for entry in aside.iterdir():
-        if entry.name not in tops and not os.path.lexists(place / entry.name):
-            os.rename(entry, place / entry.name)
-    remove(aside)
+    own_names = {NAME, *(manifest.files if manifest else ())}
+    top_names = {name.split("/")[0] for name in own_names}
+    for entry in predecessor.iterdir():
+        if entry.name not in top_names and not os.path.lexists(final / entry.name):
+            os.rename(entry, final / entry.name)
+    remove(predecessor)
 
 
 def remove(folder: Path) -> None:
     """Delete a directory so that no reader ever sees it half deleted: it is renamed first."""
-    aside = _ASIDE.fullmatch(folder.name)
-    gone = beside(folder.parent / (aside[1] if aside else folder.name), "gone")
-    os.rename(folder, gone)
-    shutil.rmtree(gone, ignore_errors=True)
+    match = _ASIDE.fullmatch(folder.name)
+    trash = sibling_path(folder.parent / (match[1] if match else folder.name), "gone")
+    os.rename(folder, trash)
+    shutil.rmtree(trash, ignore_errors=True)
 
 
-def recover(place: Path) -> str | None:
-    """Finish a `publish` that was killed; return one line about it if a checkpoint was moved to ``place``."""
-    if os.path.lexists(place):
-        for aside in leftovers(place, "old"):
-            _retire(aside, place)
+def recover(final: Path) -> str | None:
+    """Finish a `publish` that was killed; return one line about it if a checkpoint was moved to ``final``."""
+    if os.path.lexists(final):
+        for predecessor in leftovers(final, "old"):
+            _retire(predecessor, final)
         return None
     for kind in ("draft", "old"):
-        for candidate in leftovers(place, kind):
-            if damage(candidate) is None:
-                os.rename(candidate, place)
-                fsync_directory(place.parent)
-                return f"{place} was being replaced when its writer was killed: went on with {candidate.name}"
+        for candidate in leftovers(final, kind):
+            if find_damage(candidate) is None:
+                os.rename(candidate, final)
+                fsync_directory(final.parent)
+                return f"{final} was being replaced when its writer was killed: went on with {candidate.name}"
     return None
 
 
@@ -227,8 +227,8 @@ def interrupted(parent: Path) -> set[str]:
     """Return the names in ``parent`` that exist only as a draft or predecessor."""
     if not parent.is_dir():
         return set()
-    found = (_ASIDE.fullmatch(entry.name) for entry in parent.iterdir())
-    return {match[1] for match in found if match and not os.path.lexists(parent / match[1])}
+    matches = (_ASIDE.fullmatch(entry.name) for entry in parent.iterdir())
+    return {match[1] for match in matches if match and not os.path.lexists(parent / match[1])}
 
 
 def numbered(parent: Path, prefix: str) -> list[tuple[int, Path]]:
@@ -238,14 +238,14 @@ def numbered(parent: Path, prefix: str) -> list[tuple[int, Path]]:
     pattern = re.compile(re.escape(prefix) + r"(\d+)")
     if not parent.is_dir():
         return []
-    found = ((pattern.fullmatch(entry.name), entry) for entry in parent.iterdir() if entry.is_dir())
-    return sorted((int(match[1]), entry) for match, entry in found if match)
+    matches = ((pattern.fullmatch(entry.name), entry) for entry in parent.iterdir() if entry.is_dir())
+    return sorted((int(match[1]), entry) for match, entry in matches if match)
 
 
-def delete_given_up(place: Path, prefix: str) -> None:
+def delete_abandoned(final: Path, prefix: str) -> None:
     """Delete drafts and predecessors of checkpoints with lower numbers: nobody writes those again."""
-    for entry in place.parent.iterdir():
+    for entry in final.parent.iterdir():
         match = _ASIDE.fullmatch(entry.name)
         number = match[1].removeprefix(prefix) if match else ""
-        if number.isdecimal() and int(number) < int(place.name.removeprefix(prefix)):
+        if number.isdecimal() and int(number) < int(final.name.removeprefix(prefix)):
             remove(entry)

@@ -143,8 +143,8 @@ class DurableFile:
                 self._finish()
             elif self._disk is not None and issubclass(kind, Exception):
                 self._disk.check()
-        except OSError as failed:
-            failed.filename = self._path
+        except OSError as disk_error:
+            disk_error.filename = self._path
             raise
         finally:
             os.close(self._file)
@@ -154,13 +154,13 @@ class DurableFile:
     def write(self, data: bytes | memoryview) -> int:
         """Copy ``data`` to a buffer; the caller may change it when this returns."""
         source = memoryview(data).cast("B")
-        done, length = 0, len(source)
-        while done < length:
+        written, length = 0, len(source)
+        while written < length:
             buffer = self._buffer or self._next_buffer()
-            taken = min(length - done, _BUFFER - self._filled)
-            buffer[self._filled : self._filled + taken] = source[done : done + taken]
-            self._filled += taken
-            done += taken
+            count = min(length - written, _BUFFER - self._filled)
+            buffer[self._filled : self._filled + count] = source[written : written + count]
+            self._filled += count
+            written += count
             if self._filled == _BUFFER:
                 self._send(buffer)
         return length
@@ -238,8 +238,8 @@ def digest_of(path: Path) -> Digest:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
         filled = 0
-        while got := file.readinto(buffer[filled:]):
-            filled += got
+        while count := file.readinto(buffer[filled:]):
+            filled += count
             if filled == _BUFFER:
                 checksum.feed(buffer)
                 filled = 0
@@ -250,21 +250,21 @@ def digest_of(path: Path) -> Digest:
 def block_checksum(path: Path, number: int) -> str:
     """Return the checksum of block ``number`` of a file, as in `Digest`; beyond the end, that of empty data."""
     checksum = 0
-    place, end = number * BLOCK, (number + 1) * BLOCK
+    position, end = number * BLOCK, (number + 1) * BLOCK
     buffer = memoryview(bytearray(_BUFFER))
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(file, place, BLOCK, os.POSIX_FADV_SEQUENTIAL)
-        while place < end and (got := os.preadv(file, [buffer[: end - place]], place)):
-            checksum = zlib.crc32(buffer[:got], checksum)
-            place += got
+            os.posix_fadvise(file, position, BLOCK, os.POSIX_FADV_SEQUENTIAL)
+        while position < end and (count := os.preadv(file, [buffer[: end - position]], position)):
+            checksum = zlib.crc32(buffer[:count], checksum)
+            position += count
     finally:
         os.close(file)
     return f"{checksum:08x}"
 
 
-def settle(path: Path) -> Digest:
+def fsync_and_digest(path: Path) -> Digest:
     """Flush a file that another writer wrote to the disk, and return its digest."""
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -290,29 +290,29 @@ _LITTLE = 1 << 20
 
 
 @contextmanager
-def reporting_full_disk(place: Path, more: str = "") -> Iterator[None]:
-    """Raise `CheckpointError` with the free space and ``more`` if the block fails because the disk is full.
+def reporting_full_disk(path: Path, hint: str = "") -> Iterator[None]:
+    """Raise `CheckpointError` with the free space and ``hint`` if the block fails because the disk is full.
 
-    The disk is that of the file that the error names, otherwise that of ``place``.
+    The disk is that of the file that the error names, otherwise that of ``path``.
     """
     try:
         yield
     except AccelError:
         raise
     except Exception as error:
-        failed = _system_error(error)
-        name = failed.filename if failed is not None else None
-        folder = _existing(Path(name) if isinstance(name, str) else place)
+        system_error = _system_error(error)
+        name = system_error.filename if system_error is not None else None
+        folder = _existing(Path(name) if isinstance(name, str) else path)
         disk = os.statvfs(folder)
         free = disk.f_bavail * disk.f_frsize
-        number = failed.errno if failed is not None else _number_without(error, free)
+        number = system_error.errno if system_error is not None else _number_without(error, free)
         if number not in _FULL:
             raise
         no_inodes = number == errno.ENOSPC and disk.f_files and not disk.f_favail
         problem = "the disk has no inodes left" if no_inodes else _FULL[number]
         mount = next(parent for parent in (folder.resolve(), *folder.resolve().parents) if parent.is_mount())
-        room = f"{free // 10**6} MB left on {mount}"
-        raise CheckpointError(f"{problem} ({room}){more}") from error
+        free_space = f"{free // 10**6} MB left on {mount}"
+        raise CheckpointError(f"{problem} ({free_space}){hint}") from error
 
 
 def _system_error(error: BaseException | None) -> OSError | None:
@@ -326,9 +326,9 @@ def _number_without(error: BaseException, free: int) -> int | None:
     """Return the number of a full disk for an error without one, judged by its text or by the ``free`` bytes."""
     if isinstance(error, OSError):
         return None
-    named = (number for number in _FULL if os.strerror(number) in str(error))
-    return next(named, errno.ENOSPC if free < _LITTLE else None)
+    numbers = (number for number in _FULL if os.strerror(number) in str(error))
+    return next(numbers, errno.ENOSPC if free < _LITTLE else None)
 
 
-def _existing(place: Path) -> Path:
-    return next(folder for folder in (place, *place.resolve().parents) if folder.is_dir())
+def _existing(path: Path) -> Path:
+    return next(folder for folder in (path, *path.resolve().parents) if folder.is_dir())

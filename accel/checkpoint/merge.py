@@ -11,7 +11,7 @@ import torch
 
 from accel.checkpoint.chunks import Saved
 from accel.checkpoint.dcp import METADATA, DcpFolder
-from accel.checkpoint.directory import damage
+from accel.checkpoint.directory import find_damage
 from accel.checkpoint.durable import fsync_directory, reporting_full_disk
 from accel.checkpoint.file_names import CHUNKS, MANIFEST, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from accel.checkpoint.tensors import TYPES, write_tensors
@@ -58,7 +58,7 @@ def _has_chunks(folder: Path) -> bool:
 
 
 def _read_chunks(folder: Path) -> dict[str, torch.Tensor]:
-    problem = damage(folder) if (folder / MANIFEST).exists() else None
+    problem = find_damage(folder) if (folder / MANIFEST).exists() else None
     if problem is not None:
         raise CheckpointError(problem)
     state = Saved.in_folder(folder).gathered("model.0.")
@@ -81,10 +81,13 @@ def read_sharded(folder: Path) -> dict[str, torch.Tensor]:
 
 def _unwrapped(state: Mapping[str, torch.Tensor], paths: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Remove the common first key, as in ``{"model": {…}}``, from all names: no loader expects it."""
-    ways = [paths[name] for name in state]
-    if len({way[0] for way in ways}) > 1 or any(len(way) < 2 for way in ways):
+    key_paths = [paths[name] for name in state]
+    if len({key_path[0] for key_path in key_paths}) > 1 or any(len(key_path) < 2 for key_path in key_paths):
         return dict(state)
-    return {".".join(str(step) for step in way[1:]): state[name] for name, way in zip(state, ways, strict=True)}
+    return {
+        ".".join(str(step) for step in key_path[1:]): state[name]
+        for name, key_path in zip(state, key_paths, strict=True)
+    }
 
 
 def _check(source: Path, folder: Path, *, remove: bool) -> None:

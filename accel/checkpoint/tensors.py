@@ -19,7 +19,7 @@ import torch
 
 from accel.checkpoint.durable import Digest, DurableFile, write_durably
 from accel.errors import CheckpointError
-from accel.parallel.shares import is_spread
+from accel.parallel.shares import is_sharded
 from accel.pytree import map_nested
 
 TYPES = {
@@ -57,10 +57,10 @@ def write_tensors(
     Of names that share memory (tied weights) the first is written and the header lists the others. ``fetch`` is
     called with each tensor in order, and its result is written instead.
     """
-    kept, aliases = untie(tensors)
+    unique, aliases = untie(tensors)
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {}), **aliases}}
     end = 0
-    for name, tensor in kept.items():
+    for name, tensor in unique.items():
         start, end = end, end + tensor.numel() * tensor.element_size()
         header[name] = {
             "dtype": _type_name(path, name, tensor),
@@ -73,7 +73,7 @@ def write_tensors(
     def fill(file: DurableFile) -> None:
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
-        for tensor in kept.values():
+        for tensor in unique.values():
             _write_elements(file, tensor if fetch is None else fetch(tensor))
 
     return write_durably(path, fill)
@@ -93,22 +93,22 @@ def _type_name(path: Path, name: str, tensor: torch.Tensor) -> str:
 
 def untie(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Return the tensors with each memory once, under its first name, and a map from every other name to it."""
-    kept: dict[str, torch.Tensor] = {}
+    unique: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
-    seen: dict[Any, str] = {}
+    first_names: dict[Any, str] = {}
     for name, tensor in tensors.items():
         key = identity(tensor)
-        if tensor.numel() and key in seen:
-            aliases[name] = seen[key]
+        if tensor.numel() and key in first_names:
+            aliases[name] = first_names[key]
         else:
-            seen[key] = name
-            kept[name] = tensor
-    return kept, aliases
+            first_names[key] = name
+            unique[name] = tensor
+    return unique, aliases
 
 
 def identity(tensor: torch.Tensor) -> Any:
     """Return a key that is equal for tensors that are the same view of the same memory."""
-    if is_spread(tensor):  # this process may have no memory of it
+    if is_sharded(tensor):  # this process may have no memory of it
         return id(tensor)
     return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
@@ -116,7 +116,7 @@ def identity(tensor: torch.Tensor) -> Any:
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     """Read a safetensors file; tied names have the same tensor.
 
-    The tensors are memory-mapped, read on access: see `let_go`. Writes to them stay in memory. Raises
+    The tensors are memory-mapped, read on access: see `evict`. Writes to them stay in memory. Raises
     `CheckpointError` for a damaged file.
     """
     return read_tensors_and_metadata(path)[0]
@@ -152,26 +152,26 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
 
 def _map_tensors(path: Path, header: Mapping[str, Any], start: int) -> dict[str, torch.Tensor]:
     size = path.stat().st_size
-    whole: Any = torch.UntypedStorage.from_file(str(path), shared=False, nbytes=size)
+    storage: Any = torch.UntypedStorage.from_file(str(path), shared=False, nbytes=size)
     tensors: dict[str, torch.Tensor] = {}
     end = start
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         kind, shape = _BY_NAME[entry["dtype"]], torch.Size(entry["shape"])
-        first, past = (start + offset for offset in entry["data_offsets"])
-        if first != end or past > size or past - first != shape.numel() * kind.itemsize:
+        first, stop = (start + offset for offset in entry["data_offsets"])
+        if first != end or stop > size or stop - first != shape.numel() * kind.itemsize:
             raise ValueError(f"{name} has not the place in the file that its header says")
-        tensors[name], end = _view(whole, first, past, kind, shape), past
+        tensors[name], end = _view(storage, first, stop, kind, shape), stop
     if end != size:
         raise ValueError(f"it has {size} bytes where its header tells of {end}")
     return {name: tensors[name] for name in header}
 
 
-def _view(whole: Any, first: int, past: int, kind: torch.dtype, shape: torch.Size) -> torch.Tensor:
+def _view(storage: Any, first: int, stop: int, kind: torch.dtype, shape: torch.Size) -> torch.Tensor:
     if first % kind.itemsize:  # other writers need not align what they write
-        piece = torch.empty(0, dtype=torch.uint8).set_(whole, first, (past - first,), (1,))
+        piece = torch.empty(0, dtype=torch.uint8).set_(storage, first, (stop - first,), (1,))
         return piece.clone().view(kind).reshape(shape)
     strides = torch.empty(shape, device="meta").stride()
-    return torch.empty(0, dtype=kind).set_(whole, first // kind.itemsize, shape, strides)
+    return torch.empty(0, dtype=kind).set_(storage, first // kind.itemsize, shape, strides)
 
 
 @functools.cache
@@ -191,12 +191,12 @@ def _advise(mapped: torch.Tensor, advice: int) -> None:
         advise(start, end - start, advice)
 
 
-def bring(mapped: torch.Tensor) -> None:
+def prefetch(mapped: torch.Tensor) -> None:
     """Read the memory-mapped tensor into memory at once, where the system can; access alone does so page by page."""
     _advise(mapped, _POPULATE_READ)
 
 
-def let_go(mapped: torch.Tensor) -> None:
+def evict(mapped: torch.Tensor) -> None:
     """Evict the pages of a memory-mapped tensor from memory; the next access reads them again."""
     if sys.platform == "linux":
         _advise(mapped, mmap.MADV_DONTNEED)
@@ -212,16 +212,16 @@ def load_module(module: torch.nn.Module, state: dict[str, Any], **kwargs: Any) -
     the size of the largest submodule.
     """
     if kwargs.get("assign"):
-        state = {name: _own(value) for name, value in state.items()}  # else the file would be the parameters
+        state = {name: _cloned(value) for name, value in state.items()}  # else the file would be the parameters
         return module.load_state_dict(state, **kwargs)
     pages = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
     handles = []
     for prefix, part in module.named_modules():
         names = [f"{prefix}.{name}" if prefix else name for name in (*part._parameters, *part._buffers)]
-        mine = [pages[name] for name in names if name in pages]
-        if mine:
-            handles.append(part.register_load_state_dict_pre_hook(_for_each(bring, mine)))
-            handles.append(part.register_load_state_dict_post_hook(_for_each(let_go, mine)))
+        module_pages = [pages[name] for name in names if name in pages]
+        if module_pages:
+            handles.append(part.register_load_state_dict_pre_hook(_compose(prefetch, module_pages)))
+            handles.append(part.register_load_state_dict_post_hook(_compose(evict, module_pages)))
     try:
         return module.load_state_dict(state, **kwargs)
     finally:
@@ -229,7 +229,7 @@ def load_module(module: torch.nn.Module, state: dict[str, Any], **kwargs: Any) -
             handle.remove()
 
 
-def _for_each(action: Callable[[torch.Tensor], None], pages: list[torch.Tensor]) -> Callable[..., None]:
+def _compose(action: Callable[[torch.Tensor], None], pages: list[torch.Tensor]) -> Callable[..., None]:
     def hook(*_: Any) -> None:
         for tensor in pages:
             action(tensor)
@@ -237,11 +237,11 @@ def _for_each(action: Callable[[torch.Tensor], None], pages: list[torch.Tensor])
     return hook
 
 
-def _own(value: Any) -> Any:
+def _cloned(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
-def owned(state: Any, mapped: bool) -> Any:
+def copied_to_memory(state: Any, mapped: bool) -> Any:
     """Return ``state`` with every memory-mapped tensor copied to memory of its own."""
     if not mapped:
         return state
@@ -250,7 +250,7 @@ def owned(state: Any, mapped: bool) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         copied = leaf.clone()
-        let_go(leaf)
+        evict(leaf)
         return copied
 
     return map_nested(take, state)
@@ -264,13 +264,13 @@ def load_optimizer(optimizer: Any, state: dict[str, Any], mapped: bool) -> None:
     """
     parameters = _parameters(optimizer, state)
     if parameters is None:
-        optimizer.load_state_dict(owned(state, mapped))
+        optimizer.load_state_dict(copied_to_memory(state, mapped))
         return
-    placed = {
+    owned_state = {
         number: _place(entry, optimizer.state.get(parameters.get(number), {}), parameters.get(number), mapped)
         for number, entry in state["state"].items()
     }
-    optimizer.load_state_dict({**state, "state": placed})
+    optimizer.load_state_dict({**state, "state": owned_state})
 
 
 def _parameters(optimizer: Any, state: Any) -> dict[Any, torch.Tensor] | None:
@@ -291,30 +291,30 @@ def _parameters(optimizer: Any, state: Any) -> dict[Any, torch.Tensor] | None:
 
 def _place(entry: Any, present: Any, parameter: torch.Tensor | None, mapped: bool) -> Any:
     if not isinstance(entry, dict):
-        return owned(entry, mapped)
-    placed = {}
+        return copied_to_memory(entry, mapped)
+    owned_state = {}
     for name, value in entry.items():
-        held = present.get(name) if isinstance(present, dict) else None
+        current = present.get(name) if isinstance(present, dict) else None
         if not isinstance(value, torch.Tensor):
-            placed[name] = owned(value, mapped)
+            owned_state[name] = copied_to_memory(value, mapped)
             continue
         if mapped:
-            bring(value)
-        if _fits(held, value):
-            placed[name] = held.copy_(value)  # type: ignore[union-attr]
+            prefetch(value)
+        if _is_compatible(current, value):
+            owned_state[name] = current.copy_(value)  # type: ignore[union-attr]
         else:
             # Steps are counted where the optimizer wants them; the rest lies beside its parameter.
             target = parameter.device if parameter is not None and value.ndim else value.device
-            placed[name] = value.to(target, copy=mapped)
+            owned_state[name] = value.to(target, copy=mapped)
         if mapped:
-            let_go(value)
-    return placed
+            evict(value)
+    return owned_state
 
 
-def _fits(held: Any, value: torch.Tensor) -> bool:
+def _is_compatible(current: Any, value: torch.Tensor) -> bool:
     return (
-        isinstance(held, torch.Tensor)
-        and held.shape == value.shape
-        and held.dtype == value.dtype
-        and not held.requires_grad
+        isinstance(current, torch.Tensor)
+        and current.shape == value.shape
+        and current.dtype == value.dtype
+        and not current.requires_grad
     )

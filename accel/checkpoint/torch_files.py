@@ -35,10 +35,10 @@ def write_safe_object(path: Path, value: Any) -> Digest:
     Raises `CheckpointError` for a type that `read_object` would refuse, while the script can still change it.
     """
     digest = write_object(path, value)
-    refused = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-    if refused:
+    unsafe_globals = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    if unsafe_globals:
         raise CheckpointError(
-            f"{path.name} would hold {', '.join(sorted(set(refused)))}, which cannot be loaded safely: "
+            f"{path.name} would hold {', '.join(sorted(set(unsafe_globals)))}, which cannot be loaded safely: "
             "keep tensors, numbers, strings, lists, tuples and dicts in a state_dict"
         )
     return digest
@@ -47,7 +47,7 @@ def write_safe_object(path: Path, value: Any) -> Digest:
 def read_object(path: Path, *, mapped: bool = False, allowed: Iterable[Any] = (), **options: Any) -> Any:
     """Read a file by `torch.save`, its tensors on the CPU.
 
-    ``mapped``: memory-map the tensors of a file in torch's present format; see `accel.checkpoint.tensors.let_go`.
+    ``mapped``: memory-map the tensors of a file in torch's present format; see `accel.checkpoint.tensors.evict`.
     ``allowed``: types that may be in the file besides torch's defaults.
     ``options``: further options of `torch.load`.
 
@@ -93,10 +93,10 @@ _DEVICE_KEY = "torch_{}_manual_seed"
 def random_states(step: int, device: torch.device) -> dict[str, Any]:
     """Return the states of Python's, NumPy's, torch's and the device's generators, and ``step``."""
     host = host_rng_state()
-    version, words, gauss = host["random_state"]
+    version, internal_state, gauss = host["random_state"]
     states: dict[str, Any] = {
         "step": step,
-        "random_state": (version, tuple(words), gauss),
+        "random_state": (version, tuple(internal_state), gauss),
         "torch_manual_seed": host["torch_manual_seed"],
     }
     if "numpy_random_seed" in host:
@@ -126,11 +126,11 @@ def set_random_states(path: Path, device: torch.device) -> dict[str, Any]:
 
 
 def _of_device(states: dict[str, Any], device: torch.device) -> torch.Tensor | None:
-    everyones = states.get(_DEVICE_KEY.format(device.type))
-    if everyones is None:
+    device_states = states.get(_DEVICE_KEY.format(device.type))
+    if device_states is None:
         return states.get("device_rng")
     index = device.index or 0
-    state: torch.Tensor | None = everyones[index] if index < len(everyones) else None
+    state: torch.Tensor | None = device_states[index] if index < len(device_states) else None
     return state
 
 

@@ -26,7 +26,7 @@ from accel.checkpoint.file_names import (
 from accel.checkpoint.tensors import read_tensors, untie, write_tensors
 from accel.checkpoint.torch_files import numpy_types, read_object, replacing, write_bytes, write_object
 from accel.errors import ArgumentError, CheckpointError
-from accel.parallel.shares import is_spread, whole
+from accel.parallel.shares import full_tensor, is_sharded
 from accel.state import PartialState
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B", re.IGNORECASE)
@@ -45,34 +45,34 @@ def size_in_bytes(size: int | str) -> int:
     return int(float(match[1]) * base ** _POWERS[match[2].upper()])
 
 
-def shards(state: Mapping[str, Any], most: int) -> list[dict[str, Any]]:
-    """Split ``state``, in its order, into parts of at most ``most`` bytes; a larger tensor gets a part of its own.
+def shards(state: Mapping[str, Any], max_bytes: int) -> list[dict[str, Any]]:
+    """Split ``state``, in its order, into parts of at most ``max_bytes`` bytes; a larger tensor gets a part of its own.
 
     Names that share memory (tied weights) are in one part.
     """
     parts: list[dict[str, Any]] = [{}]
     filled = 0
-    home: dict[Any, dict[str, Any]] = {}
+    part_by_memory: dict[Any, dict[str, Any]] = {}
     for name, value in state.items():
         memory = _memory_of(value)
-        if memory in home:
-            home[memory][name] = value
+        if memory in part_by_memory:
+            part_by_memory[memory][name] = value
             continue
         size = value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
-        if parts[-1] and filled + size > most:
+        if parts[-1] and filled + size > max_bytes:
             parts.append({})
             filled = 0
         parts[-1][name] = value
         filled += size
         if memory is not None:
-            home[memory] = parts[-1]
+            part_by_memory[memory] = parts[-1]
     return parts
 
 
 def _memory_of(value: Any) -> Any:
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or not value.numel():
         return None
-    if is_spread(value):
+    if is_sharded(value):
         return id(value)
     return value.device, value.untyped_storage().data_ptr()
 
@@ -106,12 +106,12 @@ def save_weights(
     Each file is replaced atomically, the index after all files in it, and files of an earlier save are deleted
     last. ``fetch`` is that of `write_tensors`. Raises `ArgumentError` for what safetensors cannot hold.
     """
-    most = size_in_bytes(max_shard_size)
+    max_bytes = size_in_bytes(max_shard_size)
     aliases: dict[str, str] = {}
     if safe:
         _refuse_objects(state)
         state, aliases = untie(state)
-    parts = shards(state, most)
+    parts = shards(state, max_bytes)
     pattern = SAFE_WEIGHTS_PATTERN_NAME if safe else WEIGHTS_PATTERN_NAME
     index_name = SAFE_WEIGHTS_INDEX_NAME if safe else WEIGHTS_INDEX_NAME
     names = [shard_name(pattern, number, len(parts)) for number in range(1, len(parts) + 1)]
@@ -124,8 +124,8 @@ def save_weights(
                 write_object(draft, part)
     if len(parts) > 1:
         total = sum(v.numel() * v.element_size() for v in state.values() if isinstance(v, torch.Tensor))
-        where = {key: name for name, part in zip(names, parts, strict=True) for key in part}
-        index = {"metadata": {"total_size": total}, "weight_map": where}
+        weight_map = {key: name for name, part in zip(names, parts, strict=True) for key in part}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         with replacing(folder / index_name) as draft:
             write_bytes(draft, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
     _clear(folder, keep={*names, *([index_name] if len(parts) > 1 else [])}, pattern=pattern, index_name=index_name)
@@ -133,22 +133,22 @@ def save_weights(
     return names
 
 
-def save_spread_weights(state: Mapping[str, Any], folder: Path, max_shard_size: int | str, writes: bool) -> None:
+def save_sharded_weights(state: Mapping[str, Any], folder: Path, max_shard_size: int | str, writes: bool) -> None:
     """Write sharded tensors as safetensors like `save_weights`, gathering one tensor at a time.
 
     All processes must call it; those that do not write take part in gathering even if the writer fails.
     """
-    most = size_in_bytes(max_shard_size)
+    max_bytes = size_in_bytes(max_shard_size)
     _refuse_objects(state)
-    kept, _ = untie(state)
-    ahead = iter([value for part in shards(kept, most) for value in part.values()])
+    unique, _ = untie(state)
+    remaining = iter([value for part in shards(unique, max_bytes) for value in part.values()])
     try:
         refuse_unsavable(state, folder, max_shard_size, True)
         if writes:
-            save_weights(state, folder, max_shard_size, True, lambda _: whole(next(ahead)))
+            save_weights(state, folder, max_shard_size, True, lambda _: full_tensor(next(remaining)))
     finally:
-        for value in ahead:
-            whole(value)
+        for value in remaining:
+            full_tensor(value)
 
 
 def refuse_unsavable(state: Mapping[str, Any], folder: Path, max_shard_size: int | str, safe: bool) -> None:
@@ -173,8 +173,8 @@ def _clear(folder: Path, *, keep: set[str], pattern: str, index_name: str) -> No
     stem, suffix = pattern.split("{suffix}")
     for entry in folder.iterdir():
         shard = _SHARD.fullmatch(entry.name)
-        ours = entry.name in (index_name, f"{stem}{suffix}") or (shard and (shard[1], shard[2]) == (stem, suffix))
-        if ours and entry.name not in keep:
+        stale = entry.name in (index_name, f"{stem}{suffix}") or (shard and (shard[1], shard[2]) == (stem, suffix))
+        if stale and entry.name not in keep:
             entry.unlink()
 
 
@@ -185,11 +185,11 @@ def read_weights(folder: Path, index: int = 0) -> dict[str, Any]:
     """
     readers = ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, read_tensors), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME, _mapped))
     for name, index_name, read in readers:
-        whole, parts = folder / numbered_name(name, index), folder / index_name
-        if whole.exists():
-            return dict(read(whole))
-        if index == 0 and parts.exists():
-            return _read_shards(parts, read)
+        path, index_path = folder / numbered_name(name, index), folder / index_name
+        if path.exists():
+            return dict(read(path))
+        if index == 0 and index_path.exists():
+            return _read_shards(index_path, read)
     raise CheckpointError(
         f"{folder} has no {numbered_name(SAFE_WEIGHTS_NAME, index)} and no {numbered_name(WEIGHTS_NAME, index)}: "
         "it was saved with fewer objects prepared, or by another program"
@@ -219,7 +219,7 @@ def _read_shards(index: Path, read: Callable[[Path], dict[str, Any]]) -> dict[st
 # Single objects in files, apart from checkpoints.
 
 
-def keeps(state: PartialState, save_on_each_node: bool) -> bool:
+def is_writer(state: PartialState, save_on_each_node: bool) -> bool:
     """Return True if this process writes shared data: one process in the world, or one per node."""
     return state.is_local_main_process if save_on_each_node else state.is_main_process
 
@@ -231,22 +231,22 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
     written as a safetensors file; of names that share memory only the first is kept, with a warning. Otherwise
     `torch.save` writes it, and ``f`` may be an open file.
     """
-    if not keeps(PartialState(), save_on_each_node):
+    if not is_writer(PartialState(), save_on_each_node):
         return
     if hasattr(f, "write"):
         if safe_serialization:
             raise ArgumentError("save(safe_serialization=True) needs the name of a file, not an open one")
         torch.save(obj, f)
         return
-    place = Path(f)
+    path = Path(f)
     try:
-        with reporting_full_disk(place.parent), replacing(place) as draft:
+        with reporting_full_disk(path.parent), replacing(path) as draft:
             if safe_serialization:
                 write_tensors(draft, clean_state_dict_for_safetensors(_tensors(obj)))
             else:
                 write_object(draft, obj)
     except CheckpointError as error:
-        raise CheckpointError(f"saving {place}: {error}") from error
+        raise CheckpointError(f"saving {path}: {error}") from error
 
 
 def _tensors(obj: Any) -> dict[str, torch.Tensor]:

@@ -10,15 +10,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from accel.checkpoint.all_ranks import Result, refuse_absent, side_group, together
+from accel.checkpoint.all_ranks import Result, check_all_ranks_present, new_gloo_group, run_on_all_ranks
 from accel.checkpoint.background import Background, Staging
-from accel.checkpoint.contents import Contents, Piece
+from accel.checkpoint.contents import CheckpointContents, Piece
 from accel.checkpoint.directory import (
     Manifest,
-    delete_given_up,
-    differing,
+    delete_abandoned,
+    find_changed_file,
+    find_size_mismatch,
     leftovers,
-    misfit,
     numbered,
     publish,
     read_manifest,
@@ -27,9 +27,9 @@ from accel.checkpoint.directory import (
     start_draft,
     write_manifest,
 )
-from accel.checkpoint.durable import Digest, fsync_directory, reporting_full_disk, settle
+from accel.checkpoint.durable import Digest, fsync_and_digest, fsync_directory, reporting_full_disk
 from accel.checkpoint.file_names import CHECKPOINT_PREFIX, MANIFEST, random_states_name
-from accel.checkpoint.weights import keeps
+from accel.checkpoint.weights import is_writer
 from accel.errors import CheckpointError
 from accel.logging import get_logger
 from accel.plugins import ProjectConfiguration
@@ -59,10 +59,10 @@ def check_fence() -> None:
         newest = Path(name).read_text().strip()
     except FileNotFoundError:
         return
-    own = os.environ.get(ATTEMPT, "0")
-    if newest.isdigit() and own.isdigit() and int(newest) > int(own):
+    attempt = os.environ.get(ATTEMPT, "0")
+    if newest.isdigit() and attempt.isdigit() and int(newest) > int(attempt):
         raise CheckpointError(
-            f"start {newest} of this job has begun ({name}), and this process belongs to start {own}: "
+            f"start {newest} of this job has begun ({name}), and this process belongs to start {attempt}: "
             "it leaves the checkpoints alone"
         )
 
@@ -82,15 +82,15 @@ class Copy:
     problem: str | None = None
 
 
-def copy_in(place: Path, num_processes: int) -> Copy:
-    """Return this node's copy of the checkpoint in ``place``, checked only by file lengths.
+def copy_in(path: Path, num_processes: int) -> Copy:
+    """Return this node's copy of the checkpoint in ``path``, checked only by file lengths.
 
     If another number of processes wrote the checkpoint, a new node has no copy: it uses that of node 0.
     """
-    folder = environment.own_copy(place)
-    if not folder.is_dir() and folder != place and _written_by(place) not in (None, num_processes):
-        folder = place
-    problem = misfit(folder) if folder.is_dir() else f"{folder} is not there"
+    folder = environment.own_copy(path)
+    if not folder.is_dir() and folder != path and _written_by(path) not in (None, num_processes):
+        folder = path
+    problem = find_size_mismatch(folder) if folder.is_dir() else f"{folder} is not there"
     manifest = None if problem else read_manifest(folder)
     return Copy(folder=str(folder), save=manifest.save if manifest else None, problem=problem)
 
@@ -117,7 +117,7 @@ class Checkpoints:
         self._background = Background()
         self._staging: Staging | None = None
         self._group: Any = None
-        self._roll_call = side_group() if state.debug else None
+        self._roll_call = new_gloo_group() if state.debug else None
         self._last: Path | None = None  # the last checkpoint that this run has saved or loaded
         self._passed_over: set[Path] = set()
 
@@ -127,16 +127,16 @@ class Checkpoints:
         return self.config.save_on_each_node or environment.project_root() is not None
 
     @property
-    def keeper(self) -> bool:
+    def is_writer(self) -> bool:
         """True if this process writes shared data: one process in the world, or one per node."""
-        return keeps(self.state, self.on_each_node)
+        return is_writer(self.state, self.on_each_node)
 
     def next_place(self) -> Path:
         """Return the path of the next automatically named checkpoint. Raises `CheckpointError` if it exists."""
-        place = self.config.checkpoints / f"{CHECKPOINT_PREFIX}{self.config.iteration}"
-        if environment.own_copy(place).exists() and place not in self._passed_over:
-            raise CheckpointError(f"{place} exists: load_state() first to go on from it, or set save_iteration")
-        return place
+        path = self.config.checkpoints / f"{CHECKPOINT_PREFIX}{self.config.iteration}"
+        if environment.own_copy(path).exists() and path not in self._passed_over:
+            raise CheckpointError(f"{path} exists: load_state() first to go on from it, or set save_iteration")
+        return path
 
     def wait(self) -> None:
         """Wait for the save in progress. Raises `CheckpointError`, on every process, if it failed."""
@@ -149,50 +149,50 @@ class Checkpoints:
             self._staging.free()
 
     def save(
-        self, place: Path, collect: Callable[[Path], Sequence[Piece]], *, beside: bool = False, prune: bool = False
+        self, final: Path, collect: Callable[[Path], Sequence[Piece]], *, background: bool = False, prune: bool = False
     ) -> None:
-        """Write a checkpoint to ``place`` from the files that ``collect`` returns for a draft directory.
+        """Write a checkpoint to ``final`` from the files that ``collect`` returns for a draft directory.
 
-        When this returns or raises, ``place`` is complete: the new checkpoint or the old one. With ``beside`` it
+        When this returns or raises, ``final`` is complete: the new checkpoint or the old one. With ``background`` it
         returns once the state is copied and writes in the background; `wait` raises its error. ``prune`` then deletes
         the oldest automatically named checkpoints beyond ``total_limit``, and the remains of older interrupted saves.
         """
-        refuse_absent("save_state", self._roll_call)
+        check_all_ranks_present("save_state", self._roll_call)
         self.wait()
-        place = environment.own_copy(place.resolve())
-        drafts = self._saving(place, lambda: self._start(place))
-        draft = Path(self._own(drafts))
-        publish = partial(self._publish, draft, place, str(drafts[0])[-8:], prune)
-        if beside:
-            self._save_beside(draft, place, collect, publish)
+        final = environment.own_copy(final.resolve())
+        drafts = self._saving(final, lambda: self._start(final))
+        draft = Path(self._writer_result(drafts))
+        publish = partial(self._publish, draft, final, str(drafts[0])[-8:], prune)
+        if background:
+            self._save_in_background(draft, final, collect, publish)
         else:
-            self._finish(draft, place, lambda: collect(draft), publish, None)
+            self._finish(draft, final, lambda: collect(draft), publish, None)
 
-    def _saving(self, place: Path, action: Callable[[], Result], group: Any = None) -> list[Result]:
-        """Run one step of saving a checkpoint in ``place`` with `together`."""
+    def _saving(self, final: Path, action: Callable[[], Result], group: Any = None) -> list[Result]:
+        """Run one step of saving a checkpoint in ``final`` with `run_on_all_ranks`."""
         last = f"; the last whole checkpoint is {self._last}" if self._last is not None else ""
-        return together(f"saving {place}", reporting_full_disk(place, last)(action), group)
+        return run_on_all_ranks(f"saving {final}", reporting_full_disk(final, last)(action), group)
 
-    def _start(self, place: Path) -> str | None:
-        if not self.keeper:
+    def _start(self, final: Path) -> str | None:
+        if not self.is_writer:
             return None
         check_fence()  # before it deletes what looks like drafts that were given up
-        return str(start_draft(place))
+        return str(start_draft(final))
 
-    def _save_beside(
-        self, draft: Path, place: Path, collect: Callable[[Path], Sequence[Piece]], publish: _Publish
+    def _save_in_background(
+        self, draft: Path, final: Path, collect: Callable[[Path], Sequence[Piece]], publish: _Publish
     ) -> None:
         if self._group is None:
-            self._group = side_group()
+            self._group = new_gloo_group()
         if self._staging is None:
             self._staging = Staging(self.state.device)
         staged: list[Piece] = []
         try:
-            self._saving(place, lambda: staged.extend(self._copied(collect(draft))))
+            self._saving(final, lambda: staged.extend(self._copied(collect(draft))))
         except BaseException:
             self._abandon(draft)
             raise
-        self._background.start(lambda: self._finish(draft, place, lambda: staged, publish, self._group))
+        self._background.start(lambda: self._finish(draft, final, lambda: staged, publish, self._group))
 
     def _copied(self, pieces: Sequence[Piece]) -> list[Piece]:
         assert self._staging is not None
@@ -202,91 +202,93 @@ class Checkpoints:
         ]
 
     def _finish(
-        self, draft: Path, place: Path, pieces: Callable[[], Sequence[Piece]], publish: _Publish, group: Any
+        self, draft: Path, final: Path, pieces: Callable[[], Sequence[Piece]], publish: _Publish, group: Any
     ) -> None:
         """Write the files, agree that all are written, and publish."""
         try:
             digests: dict[str, Digest] = {}
-            everyones = self._saving(place, lambda: _written(draft, pieces), group)
-            for written in (*everyones, everyones[self.state.process_index]):
-                digests.update(written)  # its own last: a node without the others' disks has files of its own
-            self._saving(place, lambda: publish(digests), group)
-            self._last = place
+            digests_by_rank = self._saving(final, lambda: _write_pieces(draft, pieces), group)
+            for rank_digests in (*digests_by_rank, digests_by_rank[self.state.process_index]):
+                digests.update(rank_digests)  # its own last: a node without the others' disks has files of its own
+            self._saving(final, lambda: publish(digests), group)
+            self._last = final
         except BaseException:
             self._abandon(draft)
             raise
 
     def _abandon(self, draft: Path) -> None:
-        if self.keeper:
+        if self.is_writer:
             shutil.rmtree(draft, ignore_errors=True)
 
-    def _own(self, keepers: list[Result | None]) -> Result:
+    def _writer_result(self, results: list[Result | None]) -> Result:
         """Return the result of this node's writer: the last writer up to this rank."""
-        return next(said for said in reversed(keepers[: self.state.process_index + 1]) if said is not None)
+        return next(result for result in reversed(results[: self.state.process_index + 1]) if result is not None)
 
-    def _publish(self, draft: Path, place: Path, save: str, prune: bool, digests: dict[str, Digest]) -> None:
-        if not self.keeper:
+    def _publish(self, draft: Path, final: Path, save: str, prune: bool, digests: dict[str, Digest]) -> None:
+        if not self.is_writer:
             return
         present = sorted(draft.rglob("*"))
         names = [str(path.relative_to(draft)) for path in present if path.is_file()]
-        files = {name: digests.get(name) or settle(draft / name) for name in names}
+        files = {name: digests.get(name) or fsync_and_digest(draft / name) for name in names}
         for folder in present:
             if folder.is_dir():
                 fsync_directory(folder)
         write_manifest(draft, Manifest(num_processes=self.state.num_processes, save=save, files=files))
         check_fence()
-        publish(draft, place)
+        publish(draft, final)
         if not prune:
             return
-        named = numbered(place.parent, CHECKPOINT_PREFIX)
-        delete_given_up(place, CHECKPOINT_PREFIX)
+        checkpoints = numbered(final.parent, CHECKPOINT_PREFIX)
+        delete_abandoned(final, CHECKPOINT_PREFIX)
         if self.config.total_limit is not None:
-            for _, folder in named[: -self.config.total_limit]:
+            for _, folder in checkpoints[: -self.config.total_limit]:
                 remove(folder)
 
-    def find(self, asked: Path | None) -> Path:
-        """Return the verified checkpoint in ``asked``, by default the newest complete one with an automatic name.
+    def find(self, requested: Path | None) -> Path:
+        """Return the verified checkpoint in ``requested``, by default the newest complete one with an automatic name.
 
         Raises `CheckpointError` naming the file that is missing or damaged.
         """
         self.wait()
-        if asked is None:
+        if requested is None:
             return self._newest()
-        copies = self._verified(lambda: self._find(asked))
+        copies = self._verified(lambda: self._find(requested))
         problem = _disagreement(copies)
         if problem is not None:
             raise CheckpointError(f"loading a checkpoint: {problem}")
-        return Path(self._own(copies).folder)
+        return Path(self._writer_result(copies).folder)
 
     def _copies(self, find: Callable[[], Result]) -> list[Result | None]:
         """Return the results of ``find`` on the writers, and None for other processes, in rank order."""
-        return together("loading a checkpoint", lambda: find() if self.keeper else None)
+        return run_on_all_ranks("loading a checkpoint", lambda: find() if self.is_writer else None)
 
     def _verified(self, find: Callable[[], Copy]) -> list[Copy | None]:
         """Return the writers' copies after reading every file: each process reads its part of its writer's copy."""
         copies = self._copies(find)
-        keepers = [rank for rank, copy in enumerate(copies) if copy is not None]
-        mine = [max(k for k in keepers if k <= rank) for rank in range(self.state.num_processes)]
-        copy, here = self._own(copies), mine[self.state.process_index]
-        part, parts = self.state.process_index - here, mine.count(here)
-        problems = together("loading a checkpoint", lambda: copy.problem or differing(Path(copy.folder), part, parts))
-        for keeper, problem in zip(mine, problems, strict=True):
-            found = copies[keeper]
-            if found is not None and found.problem is None and problem is not None:
-                copies[keeper] = replace(found, problem=problem)
+        writers = [rank for rank, copy in enumerate(copies) if copy is not None]
+        writer_ranks = [max(k for k in writers if k <= rank) for rank in range(self.state.num_processes)]
+        copy, writer_rank = self._writer_result(copies), writer_ranks[self.state.process_index]
+        part, parts = self.state.process_index - writer_rank, writer_ranks.count(writer_rank)
+        problems = run_on_all_ranks(
+            "loading a checkpoint", lambda: copy.problem or find_changed_file(Path(copy.folder), part, parts)
+        )
+        for writer, problem in zip(writer_ranks, problems, strict=True):
+            node_copy = copies[writer]
+            if node_copy is not None and node_copy.problem is None and problem is not None:
+                copies[writer] = replace(node_copy, problem=problem)
         return copies
 
-    def _find(self, asked: Path) -> Copy:
-        place = environment.own_copy(asked.resolve())
-        done = recover(place)
-        if done is not None:
-            logger.warning(done)
-        copy = copy_in(asked.resolve(), self.state.num_processes)
+    def _find(self, requested: Path) -> Copy:
+        path = environment.own_copy(requested.resolve())
+        recovered = recover(path)
+        if recovered is not None:
+            logger.warning(recovered)
+        copy = copy_in(requested.resolve(), self.state.num_processes)
         folder = Path(copy.folder)
         if not folder.is_dir():
-            waiting = leftovers(place, "draft") + leftovers(place, "old")
-            more = f" (only {waiting[0].name}, which is not whole)" if waiting else ""
-            raise CheckpointError(f"{asked if folder == asked.resolve() else folder} is not there{more}")
+            unfinished = leftovers(path, "draft") + leftovers(path, "old")
+            hint = f" (only {unfinished[0].name}, which is not whole)" if unfinished else ""
+            raise CheckpointError(f"{requested if folder == requested.resolve() else folder} is not there{hint}")
         if copy.problem is not None and (folder / MANIFEST).exists():
             raise CheckpointError(copy.problem)
         if copy.problem is not None:
@@ -296,38 +298,38 @@ class Checkpoints:
     def _newest(self) -> Path:
         """Return the newest checkpoint with a complete copy of the same save on every node."""
         checkpoints = self.config.checkpoints.resolve()
-        held = self._copies(
+        numbers_by_rank = self._copies(
             lambda: [number for number, _ in numbered(environment.own_copy(checkpoints), CHECKPOINT_PREFIX)]
         )
         problems: list[str] = []
-        for number in sorted({number for numbers in held for number in numbers or ()}, reverse=True):
-            place = self.config.checkpoints / f"{CHECKPOINT_PREFIX}{number}"
-            copies = self._verified(partial(copy_in, place.resolve(), self.state.num_processes))
+        for number in sorted({number for numbers in numbers_by_rank for number in numbers or ()}, reverse=True):
+            path = self.config.checkpoints / f"{CHECKPOINT_PREFIX}{number}"
+            copies = self._verified(partial(copy_in, path.resolve(), self.state.num_processes))
             problem = _disagreement(copies)
             if problem is None:
-                for told in problems:
-                    logger.warning(f"passed over: {told}")
-                return Path(self._own(copies).folder)
+                for reason in problems:
+                    logger.warning(f"passed over: {reason}")
+                return Path(self._writer_result(copies).folder)
             problems.append(problem)
-            self._passed_over.add(place)
-        why = f": {'; '.join(problems)}" if problems else ""
-        raise CheckpointError(f"loading a checkpoint: {self.config.checkpoints} holds no whole checkpoint{why}")
+            self._passed_over.add(path)
+        detail = f": {'; '.join(problems)}" if problems else ""
+        raise CheckpointError(f"loading a checkpoint: {self.config.checkpoints} holds no whole checkpoint{detail}")
 
-    def load(self, folder: Path, contents: Contents, **load_model_kwargs: Any) -> int:
+    def load(self, folder: Path, contents: CheckpointContents, **load_model_kwargs: Any) -> int:
         """Restore ``contents`` from ``folder``; return the step of the accumulation window.
 
         If another number of processes saved it, new processes keep their generators' state, the step is that of
         process 0, and a warning is logged.
         """
-        steps = together(f"loading {folder}", lambda: contents.read(folder, **load_model_kwargs))
+        steps = run_on_all_ranks(f"loading {folder}", lambda: contents.read(folder, **load_model_kwargs))
         self._last = folder
         manifest = read_manifest(folder)
-        saved_by = manifest.num_processes if manifest is not None else _writers(folder)
-        if steps[0] is None or (None in steps and saved_by == self.state.num_processes):
+        writer_count = manifest.num_processes if manifest is not None else _writers(folder)
+        if steps[0] is None or (None in steps and writer_count == self.state.num_processes):
             raise CheckpointError(f"{folder} has no {random_states_name(steps.index(None))}")
-        if saved_by != self.state.num_processes:
+        if writer_count != self.state.num_processes:
             logger.warning(
-                f"{folder} was saved by {saved_by} process(es), this run has {self.state.num_processes}: "
+                f"{folder} was saved by {writer_count} process(es), this run has {self.state.num_processes}: "
                 "random numbers, and what each process sees of an interrupted epoch, are not those of the saved run"
             )
         return steps[self.state.process_index] or steps[0]
@@ -335,15 +337,15 @@ class Checkpoints:
 
 def _disagreement(copies: Sequence[Copy | None]) -> str | None:
     """Return one line on why the nodes' copies are not one complete checkpoint, or None if they are."""
-    found = [copy for copy in copies if copy is not None]
-    problem = next((copy.problem for copy in found if copy.problem is not None), None)
-    other = next((copy.folder for copy in found if copy.save != found[0].save), None)
-    if problem is None and other is not None:
-        problem = f"{other} and {found[0].folder} are of different saves"
+    node_copies = [copy for copy in copies if copy is not None]
+    problem = next((copy.problem for copy in node_copies if copy.problem is not None), None)
+    other_folder = next((copy.folder for copy in node_copies if copy.save != node_copies[0].save), None)
+    if problem is None and other_folder is not None:
+        problem = f"{other_folder} and {node_copies[0].folder} are of different saves"
     return problem
 
 
-def _written(draft: Path, pieces: Callable[[], Sequence[Piece]]) -> dict[str, Digest]:
+def _write_pieces(draft: Path, pieces: Callable[[], Sequence[Piece]]) -> dict[str, Digest]:
     if not draft.is_dir():
         raise CheckpointError(
             f"{draft.parent} is not, on this node, the directory that it is for process 0: with "

@@ -58,14 +58,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     SystemExit propagates: `--help` raises it, and so does the user's program in a rank forked by `accel launch`.
     """
-    words = sys.argv[1:] if argv is None else argv  # `list` would be the command of that name, once it is imported
+    arguments = sys.argv[1:] if argv is None else argv  # `list` would be the command of that name, once it is imported
     _make_output_safe()
     # `launch` may go on as the user's program, and a caller with words of its own goes on as itself.
-    whole_process = argv is None and words[:1] != ["launch"]
+    owns_process = argv is None and arguments[:1] != ["launch"]
     try:
-        if whole_process:
+        if owns_process:
             _collect_rarely()
-        code = _dispatch(words)
+        code = _dispatch(arguments)
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
@@ -74,20 +74,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         _forget_output()
         return exit_status.BROKEN_PIPE
     except Exception as error:
-        return _report(error, words[0] if words and words[0] in COMMANDS else "")
+        return _report(error, arguments[0] if arguments and arguments[0] in COMMANDS else "")
     finally:
-        if whole_process:
+        if owns_process:
             gc.freeze()  # the interpreter would search all there is for cycles once more, 10 ms long, before it ends
 
 
-def _dispatch(words: Sequence[str]) -> int:
-    if not words:
+def _dispatch(arguments: Sequence[str]) -> int:
+    if not arguments:
         print(_map(), end="", file=sys.stderr)
         return exit_status.USAGE
-    if words[0] in ("-h", "--help"):
+    if arguments[0] in ("-h", "--help"):
         print(_help(), end="")
         return exit_status.OK
-    name, *rest = words
+    name, *rest = arguments
     if name == "help":
         if len(rest) > 1:
             raise UsageError("accel help", f"one command at a time, not {' '.join(rest)!r}")
@@ -169,8 +169,8 @@ def _unknown(name: str) -> UsageError:
         return UsageError("accel", f"{name!r} is not a command; to run a script: accel submit {name}")
     from schedulers.errors import nearest
 
-    near = nearest(name, [*COMMANDS, "help"])
-    return UsageError("accel", f"unknown command {name!r}{near} (accel --help lists them)")
+    suggestion = nearest(name, [*COMMANDS, "help"])
+    return UsageError("accel", f"unknown command {name!r}{suggestion} (accel --help lists them)")
 
 
 def _report(error: Exception, command: str) -> int:
@@ -180,13 +180,13 @@ def _report(error: Exception, command: str) -> int:
 
     if os.environ.get("ACCEL_DEBUG") == "1" or not isinstance(error, (UsageError, SchedulerError, OSError)):
         raise error
-    where = error.command if isinstance(error, UsageError) else f"accel {command}".rstrip()
+    prefix = error.command if isinstance(error, UsageError) else f"accel {command}".rstrip()
     code = exit_status.USAGE if isinstance(error, (UsageError, SpecError, ConfigError)) else exit_status.ERROR
     try:
         sys.stdout.flush()
     except OSError:
         _forget_output()
-    print(f"{where}: {one_line(str(error))}", file=sys.stderr)
+    print(f"{prefix}: {one_line(str(error))}", file=sys.stderr)
     return code
 
 
@@ -213,6 +213,6 @@ def _forget_output() -> None:
         descriptor = sys.stdout.fileno()
     except (io.UnsupportedOperation, ValueError):
         return
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, descriptor)
-    os.close(nowhere)
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, descriptor)
+    os.close(devnull)

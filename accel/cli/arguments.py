@@ -44,15 +44,22 @@ class Parser(argparse.ArgumentParser):
 
     def read(self, argv: Sequence[str]) -> argparse.Namespace:
         """Parse options and words in any order. Raises UsageError."""
-        own, positional = words.split(
-            self.prog, self._takes_value(), argv, first_word_ends=False, many=self._with("+"), maybe=self._with("?")
+        own_options, positional = words.split(
+            self.prog,
+            self._takes_value(),
+            argv,
+            first_word_ends=False,
+            multi_value=self._with("+"),
+            optional_value=self._with("?"),
         )
-        return self.parse_args([*own, "--", *positional] if positional else own)
+        return self.parse_args([*own_options, "--", *positional] if positional else own_options)
 
     def read_before_script(self, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         """Parse the options before the script; return them, and the script with all after it untouched."""
-        own, script = words.split(self.prog, self._takes_value(), argv, first_word_ends=True, maybe=self._with("?"))
-        return self.parse_args(own), script
+        own_options, script = words.split(
+            self.prog, self._takes_value(), argv, first_word_ends=True, optional_value=self._with("?")
+        )
+        return self.parse_args(own_options), script
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(self.prog, message.removeprefix("argument ").replace(" with argument ", " with "))
@@ -109,7 +116,7 @@ def memory(text: str) -> float:
     return float(match[1]) * _GIGABYTES[match[2].upper()]
 
 
-def whole(text: str) -> int:
+def integer(text: str) -> int:
     if not re.fullmatch(r"[+-]?\d+", text, re.ASCII):
         raise ArgumentTypeError(f"not a whole number: {text!r}")
     return int(text)
@@ -125,7 +132,7 @@ def count(text: str) -> int:
 def nodes(text: str) -> tuple[int, int | None]:
     """Parse `4`, or `2:8` for a world that may grow from 2 to 8 nodes."""
     low, colon, high = text.partition(":")
-    return whole(low), whole(high) if colon else None
+    return integer(low), integer(high) if colon else None
 
 
 def key_value(text: str) -> tuple[str, str]:
@@ -140,12 +147,12 @@ def command(text: str) -> tuple[str, ...]:
     import shlex
 
     try:
-        words = tuple(shlex.split(text))
+        argv = tuple(shlex.split(text))
     except ValueError as error:
         raise ArgumentTypeError(f"not a command: {text!r} ({str(error).lower()})") from None
-    if not words or not words[0]:
+    if not argv or not argv[0]:
         raise ArgumentTypeError(f"not a command: {text!r} (it names no program)")
-    return words
+    return argv
 
 
 def axis(text: str) -> tuple[str, list[str]]:
@@ -187,14 +194,14 @@ def target_option(text: str) -> tuple[str, Any]:
     import yaml
 
     try:
-        typed = yaml.safe_load(value)
-        json.dumps(typed)
+        parsed = yaml.safe_load(value)
+        json.dumps(parsed)
     except yaml.YAMLError as error:
         problem = getattr(error, "problem", None) or "not YAML"
         raise ArgumentTypeError(f"the value of {key} is not a YAML value: {value!r} ({problem})") from None
     except TypeError:
-        typed = value  # YAML made a date of it, which no target's options hold
-    return key, typed
+        parsed = value  # YAML made a date of it, which no target's options hold
+    return key, parsed
 
 
 # Jobs that a command line names: those known here, and those that a target is to be asked for.
@@ -229,16 +236,16 @@ def target_options(command: str, args: Namespace) -> dict[str, Any]:
 
     Raises UsageError.
     """
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for key, value in args.option:
-        if found.setdefault(key, value) != value:
+        if options.setdefault(key, value) != value:
             raise UsageError(command, f"--option gives {key} twice, with two values: keep one")
     if "hosts" not in args:
-        return found
+        return options
     if args.hosts is not None and args.hostfile is not None:
         raise UsageError(command, "--hosts and --hostfile both say where: keep one")
     if args.hosts is not None:
-        found |= {"hosts": args.hosts, "hostfile": None}
+        options |= {"hosts": args.hosts, "hostfile": None}
     if args.hostfile is not None:
-        found |= {"hostfile": os.path.abspath(args.hostfile), "hosts": None}
-    return found
+        options |= {"hostfile": os.path.abspath(args.hostfile), "hosts": None}
+    return options

@@ -24,60 +24,60 @@ def split(
     argv: Sequence[str],
     *,
     first_word_ends: bool,
-    many: Collection[str] = (),
-    maybe: Collection[str] = (),
+    multi_value: Collection[str] = (),
+    optional_value: Collection[str] = (),
 ) -> tuple[list[str], list[str]]:
     """Return a command's own options, each as one word (`--name=value` or `--flag`), and all other words.
 
     options:         every option -> True if it has a value; `-` and `_` in a name are the same.
     first_word_ends: return the first word that is not an option, and all that follow it, untouched. A `--` before
                      that word marks it as no option and is dropped; any later one is kept.
-    many:            options with one or more values, up to the next option: `--name=a --name=b`.
-    maybe:           options whose value is optional, and then follows a `=` only.
+    multi_value:            options with one or more values, up to the next option: `--name=a --name=b`.
+    optional_value:           options whose value is optional, and then follows a `=` only.
 
     Raises UsageError for an unknown option, a missing value and an unexpected one.
     """
     known = {_dashed(spelling): spelling for spelling in options}
-    own: list[str] = []
-    words: list[str] = []
-    rest = iter(argv)
+    own_options: list[str] = []
+    positionals: list[str] = []
+    remaining = iter(argv)
     open_option = ""
-    for word in rest:
-        if open_option and word[:1] != "-":
-            own.append(f"{open_option}={word}")
+    for argument in remaining:
+        if open_option and argument[:1] != "-":
+            own_options.append(f"{open_option}={argument}")
             continue
         open_option = ""
-        if word == "--":
-            return own, [*words, *rest]
-        if len(word) < 2 or word[0] != "-":
+        if argument == "--":
+            return own_options, [*positionals, *remaining]
+        if len(argument) < 2 or argument[0] != "-":
             if first_word_ends:
-                return own, [word, *rest]
-            words.append(word)
+                return own_options, [argument, *remaining]
+            positionals.append(argument)
         else:
-            spelled, equals, value = word.partition("=")
+            spelled, equals, value = argument.partition("=")
             name = known.get(_dashed(spelled))
             if name is None:
                 from schedulers.errors import nearest
 
-                near = nearest(_dashed(spelled), options)
-                raise UsageError(command, f"unknown option {spelled!r}{near} ({command} --help lists them)")
-            if options[name] and (equals or name not in maybe):
-                own.append(f"{name}={value if equals else _next_word(command, known, name, rest)}")
-                open_option = name if name in many and not equals else ""
+                suggestion = nearest(_dashed(spelled), options)
+                raise UsageError(command, f"unknown option {spelled!r}{suggestion} ({command} --help lists them)")
+            if options[name] and (equals or name not in optional_value):
+                own_options.append(f"{name}={value if equals else _next_value(command, known, name, remaining)}")
+                open_option = name if name in multi_value and not equals else ""
             elif equals:
                 raise UsageError(command, f"{name} takes no value, so write it without {equals + value!r}")
             else:
-                own.append(name)
-    return own, words
+                own_options.append(name)
+    return own_options, positionals
 
 
-def _next_word(command: str, known: Mapping[str, str], name: str, rest: Iterator[str]) -> str:
-    word = next(rest, None)
-    if word is None:
+def _next_value(command: str, known: Mapping[str, str], name: str, remaining: Iterator[str]) -> str:
+    argument = next(remaining, None)
+    if argument is None:
         raise UsageError(command, f"{name} needs a value")
-    if word == "--" or _dashed(word) in known:
-        raise UsageError(command, f"{name} needs a value (if {word!r} is the value: {name}={word})")
-    return word
+    if argument == "--" or _dashed(argument) in known:
+        raise UsageError(command, f"{name} needs a value (if {argument!r} is the value: {name}={argument})")
+    return argument
 
 
 def _dashed(option: str) -> str:

@@ -17,14 +17,14 @@ def write(command: str, files: Sequence[tuple[str, str]]) -> None:
     drafts: list[tuple[str, str, str]] = []
     try:
         for path, text in files:
-            with _told(command, path):
-                place = os.path.realpath(path)
-                draft = os.path.join(os.path.dirname(place), f".{os.path.basename(place)}.{os.getpid()}")
-                drafts.append((path, place, draft))
-                _write(draft, text, place)
-        for path, place, draft in drafts:
-            with _told(command, path):
-                os.replace(draft, place)
+            with _usage_errors(command, path):
+                target = os.path.realpath(path)
+                draft = os.path.join(os.path.dirname(target), f".{os.path.basename(target)}.{os.getpid()}")
+                drafts.append((path, target, draft))
+                _write(draft, text, target)
+        for path, target, draft in drafts:
+            with _usage_errors(command, path):
+                os.replace(draft, target)
     finally:
         for _, _, draft in drafts:
             with contextlib.suppress(OSError):
@@ -32,17 +32,17 @@ def write(command: str, files: Sequence[tuple[str, str]]) -> None:
 
 
 @contextlib.contextmanager
-def _told(command: str, path: str) -> Iterator[None]:
+def _usage_errors(command: str, path: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         raise UsageError(command, f"cannot write {path}: {error.strerror}") from None
 
 
-def _write(draft: str, text: str, place: str) -> None:
+def _write(draft: str, text: str, target: str) -> None:
     with contextlib.suppress(FileExistsError):
-        os.makedirs(os.path.dirname(place))
-    mode = os.stat(place).st_mode & 0o7777 if os.path.exists(place) else None
+        os.makedirs(os.path.dirname(target))
+    mode = os.stat(target).st_mode & 0o7777 if os.path.exists(target) else None
     # What only some may read is at no moment there for all.
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666 if mode is None else 0o600)
     with open(descriptor, "w", encoding="utf-8") as file:

@@ -39,26 +39,28 @@ def add_arguments(parser: Parser) -> None:
 def run(args: Namespace) -> int:
     jobs = arguments.find_jobs("accel cancel", args.jobs, args)
     code = exit_status.OK
-    asked = [job for job in jobs if _ask(job)]  # all are asked before any is waited for: their graces run together
-    for job in asked:
-        if not args.no_wait and not _ended(job):
+    cancelled = [
+        job for job in jobs if _request_cancel(job)
+    ]  # all are asked before any is waited for: their graces run together
+    for job in cancelled:
+        if not args.no_wait and not _wait_for_end(job):
             code = exit_status.ERROR
         if not args.json:
             print(f"{job.id}\t{job.record.status.state.value}", flush=True)
     if args.json:
         print_json({"jobs": [record_json(job.record) for job in jobs]})
-    return code if len(asked) == len(jobs) else exit_status.ERROR
+    return code if len(cancelled) == len(jobs) else exit_status.ERROR
 
 
-def _ask(job: Job) -> bool:
+def _request_cancel(job: Job) -> bool:
     """Cancel a job. Return False, with a note, if that fails, so that the other jobs are still cancelled."""
     from schedulers.errors import SchedulerError
 
     try:
         state = job.status(refresh=not job.record.incomplete).state  # of a job that was not sent, that would send it
         if state.final:
-            rest = "; what still ran of it is cancelled" if job.cancel_rest() else ""
-            note(f"job {job.id} had already ended: {state.value}{rest}")
+            suffix = "; what still ran of it is cancelled" if job.cancel_rest() else ""
+            note(f"job {job.id} had already ended: {state.value}{suffix}")
         else:
             job.cancel(wait=False)
         if job.record.warning:
@@ -69,7 +71,7 @@ def _ask(job: Job) -> bool:
     return True
 
 
-def _ended(job: Job) -> bool:
+def _wait_for_end(job: Job) -> bool:
     try:
         job.wait(job.spec.grace_s + KILL_ALLOWANCE_S)
     except TimeoutError:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from .argv import UsageError
 
 
-class Carried(NamedTuple):
+class LaunchDefaults(NamedTuple):
     """A configuration file's settings for a job.
 
     nodes:                the least number, and the most if that is another.
@@ -46,12 +46,12 @@ def launch_variables(options: Mapping[str, Any]) -> dict[str, str]:
 
 
 def machines(path: str, options: Mapping[str, Any], command: str) -> tuple[int, int]:
-    from accel.launch.errors import Refused
+    from accel.launch.errors import LaunchConfigError
     from accel.launch.machines import machine_range
 
     try:
         return machine_range(str(options["num_machines"] or 1))
-    except Refused as error:
+    except LaunchConfigError as error:
         raise UsageError(command, f"{path}: {error}") from None
 
 

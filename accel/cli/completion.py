@@ -76,7 +76,7 @@ complete -c accel -f -a '(__accel_complete)'
 
 SHELLS = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
 
-_MOST_JOBS = 50
+_MAX_JOBS = 50
 _VERBS = {
     "targets": [("check", "examine the machines of a target")],
     "image": [("build", "build an image of a project")],
@@ -95,55 +95,60 @@ def run(args: Namespace) -> int:
     return exit_status.OK
 
 
-def complete(words: Sequence[str]) -> int:
-    """Print the candidates for the last of ``words``. Prints nothing on stderr and never fails, for a shell's sake."""
+def complete(tokens: Sequence[str]) -> int:
+    """Print the candidates for the last of ``tokens``. Prints nothing on stderr and never fails, for a shell's sake."""
     try:
         from schedulers.printable import one_line
 
-        for value, meaning in candidates(list(words) or [""]):
-            sys.stdout.write(f"{value}\t{' '.join(one_line(meaning).split())}\n" if meaning else f"{value}\n")
+        for value, description in candidates(list(tokens) or [""]):
+            sys.stdout.write(f"{value}\t{' '.join(one_line(description).split())}\n" if description else f"{value}\n")
         sys.stdout.flush()
     except Exception:
         return exit_status.ERROR
     return exit_status.OK
 
 
-def candidates(words: list[str]) -> list[tuple[str, str]]:
+def candidates(tokens: list[str]) -> list[tuple[str, str]]:
     """Return (candidate, description) pairs for the last word."""
     from . import COMMANDS
 
-    *before, current = words
+    *previous, current = tokens
     commands = [(name, summary) for name, (_, summary) in COMMANDS.items()]
-    if not before:
+    if not previous:
         return _beginning(current, [*commands, ("help", "Show a command's help")])
-    if before == ["help"]:
+    if previous == ["help"]:
         return _beginning(current, commands)
-    command, *before = before
-    if command not in COMMANDS or "--" in before:
+    command, *previous = previous
+    if command not in COMMANDS or "--" in previous:
         return []
     options = options_of(command)
-    if before and before[-1] == "=":  # as bash cuts --name=value
-        before.pop()
-    elif current == "=" and before:
+    if previous and previous[-1] == "=":  # as bash cuts --name=value
+        previous.pop()
+    elif current == "=" and previous:
         current = ""
     elif current.startswith("-") and "=" in current:
         name, _, value = current.partition("=")
         return [
-            (f"{name}={found}", meaning) for found, meaning in _beginning(value, _values(options.get(_plain(name))))
+            (f"{name}={candidate}", description)
+            for candidate, description in _beginning(value, _values(options.get(_plain(name))))
         ]
-    taking = _taking(before, current, options)
-    if taking is not None:
-        return _beginning(current, _values(taking))
-    if command in _OPTIONS and _has_program(before, options):
+    option = _taking(previous, current, options)
+    if option is not None:
+        return _beginning(current, _values(option))
+    if command in _OPTIONS and _has_program(previous, options):
         return []
     if current.startswith("-"):
-        return _beginning(current, ((name, _meaning(action)) for name, action in options.items()))
-    return _beginning(current, _words(command, before))
+        return _beginning(current, ((name, _description(action)) for name, action in options.items()))
+    return _beginning(current, _positional_candidates(command, previous))
 
 
-def _beginning(text: str, found: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+def _beginning(text: str, pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
     plain = _plain(text)
-    return [(value, meaning) for value, meaning in found if value.startswith(text) or _plain(value).startswith(plain)]
+    return [
+        (value, description)
+        for value, description in pairs
+        if value.startswith(text) or _plain(value).startswith(plain)
+    ]
 
 
 def _plain(name: str) -> str:
@@ -170,25 +175,25 @@ def _parser(command: str) -> Parser:
     return parser
 
 
-def _taking(before: Sequence[str], current: str, options: dict[str, argparse.Action]) -> argparse.Action | None:
+def _taking(previous: Sequence[str], current: str, options: dict[str, argparse.Action]) -> argparse.Action | None:
     """Return the option that the last word is a value of, or None."""
-    at = next((at for at in range(len(before) - 1, -1, -1) if before[at].startswith("-")), None)
-    action = None if at is None else options.get(_plain(before[at]))
+    index = next((index for index in range(len(previous) - 1, -1, -1) if previous[index].startswith("-")), None)
+    action = None if index is None else options.get(_plain(previous[index]))
     if action is None or not _needs_value(action):
         return None
-    is_first = at == len(before) - 1
+    is_first = index == len(previous) - 1
     return action if is_first or (action.nargs == "+" and not current.startswith("-")) else None
 
 
-def _has_program(before: Sequence[str], options: dict[str, argparse.Action]) -> bool:
+def _has_program(previous: Sequence[str], options: dict[str, argparse.Action]) -> bool:
     """Return True if the words before include the script: those after it are the script's own."""
-    rest = iter(before)
-    for word in rest:
-        if not word.startswith("-"):
+    remaining = iter(previous)
+    for argument in remaining:
+        if not argument.startswith("-"):
             return True
-        action = options.get(_plain(word.partition("=")[0]))
-        if action is not None and _needs_value(action) and "=" not in word:
-            next(rest, None)
+        action = options.get(_plain(argument.partition("=")[0]))
+        if action is not None and _needs_value(action) and "=" not in argument:
+            next(remaining, None)
     return False
 
 
@@ -197,7 +202,7 @@ def _needs_value(action: argparse.Action) -> bool:
     return action.nargs not in (0, "?")
 
 
-def _meaning(action: argparse.Action) -> str:
+def _description(action: argparse.Action) -> str:
     return action.help if action.help and action.help is not argparse.SUPPRESS else ""
 
 
@@ -223,12 +228,12 @@ def _setting_choices(name: str) -> Iterable[str] | None:
     return None if setting is None else setting.choices or None
 
 
-def _words(command: str, before: Sequence[str]) -> Iterator[tuple[str, str]]:
+def _positional_candidates(command: str, previous: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield the possible positional words: jobs, the parser's choices, and the command's own verbs."""
-    if command == "targets" and "check" in before:
+    if command == "targets" and "check" in previous:
         yield from _targets()
     elif command in _VERBS:
-        yield from () if before else _VERBS[command]
+        yield from () if previous else _VERBS[command]
     for action in _parser(command)._get_positional_actions():
         if action.metavar == "JOB":
             yield from _job_ids()
@@ -244,12 +249,12 @@ def _targets() -> Iterator[tuple[str, str]]:
 
 def _job_ids() -> Iterator[tuple[str, str]]:
     """Yield the jobs known here, newest first, in their last known state. No target is polled."""
-    from schedulers.store.record import Damaged
+    from schedulers.store.record import CorruptRecord
     from schedulers.store.store import Store
 
     store = Store.default()
-    jobs = store.records(store.ids()[:_MOST_JOBS])
+    jobs = store.records(store.ids()[:_MAX_JOBS])
     if jobs:
         yield "@last", "the newest job"
     for job in jobs:
-        yield job.id, "damaged" if isinstance(job, Damaged) else f"{job.name}, {job.status.state.value}"
+        yield job.id, "damaged" if isinstance(job, CorruptRecord) else f"{job.name}, {job.status.state.value}"

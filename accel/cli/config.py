@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from accel.settings.wizard import Machine
 
     from .arguments import Parser
-    from .config_target import Written
+    from .config_target import TargetFile
 
 EXAMPLES = """\
   accel config                                         ask, and write the file
@@ -54,11 +54,11 @@ def run(args: Namespace) -> int:
         return _update(args, path)
     machine = _machine()
     if args.answers is not None:
-        return _finish(args, path, _answered(args.answers, machine), machine)
+        return _finish(args, path, _answers_from_file(args.answers, machine), machine)
     from . import config_prompts
 
     config_prompts.need_terminal()
-    answers = config_prompts.ask(machine, _offered(path), lambda answers: _made(path, answers, machine).files())
+    answers = config_prompts.ask(machine, _offered(path), lambda answers: _build_files(path, answers, machine).files())
     if answers is None:
         note("config: nothing was written")
         return exit_status.INTERRUPTED
@@ -87,8 +87,8 @@ def _check(args: Namespace) -> None:
     if args.action not in _ACTIONS:
         from schedulers.errors import nearest
 
-        near = nearest(args.action, _ACTIONS[1:])
-        raise UsageError(_COMMAND, f"{args.action!r} is neither default nor update{near}")
+        suggestion = nearest(args.action, _ACTIONS[1:])
+        raise UsageError(_COMMAND, f"{args.action!r} is neither default nor update{suggestion}")
     if args.mixed_precision is not None and args.action != "default":
         raise UsageError(_COMMAND, "--mixed_precision goes with default: accel config default --mixed_precision bf16")
     if args.answers is not None and args.action != "ask":
@@ -128,23 +128,23 @@ def _update(args: Namespace, path: str) -> int:
         values.pop("num_processes", None)  # which SageMaker's machines have, and Accelerate refuses in such a file
     document = to_document(values)
     atomic_write.write(_COMMAND, [(path, _text(path, document))])
-    _tell(args, path, document)
+    _print_result(args, path, document)
     return exit_status.OK
 
 
-class _Made(NamedTuple):
+class _ConfigFiles(NamedTuple):
     """The files that the answers produce: the launch's, and the one that describes a target."""
 
     path: str
     document: dict[str, Any]
-    target: Written | None
+    target: TargetFile | None
 
     def files(self) -> list[tuple[str, str]]:
         target = [] if self.target is None else [(self.target.path, self.target.text)]
         return [(self.path, _text(self.path, self.document)), *target]
 
 
-def _made(path: str, answers: Mapping[str, Any], machine: Machine) -> _Made:
+def _build_files(path: str, answers: Mapping[str, Any], machine: Machine) -> _ConfigFiles:
     """Make the files. Raises UsageError for answers that `accel launch` would reject."""
     from accel.settings.config_file import to_document
     from accel.settings.wizard import values_of
@@ -152,26 +152,26 @@ def _made(path: str, answers: Mapping[str, Any], machine: Machine) -> _Made:
     from . import config_target
 
     values = values_of(answers, machine)
-    wrong = config_target.launch_refusal(values)
-    if wrong:
-        raise UsageError(_COMMAND, wrong)
-    return _Made(path, to_document(values), config_target.written(answers))
+    problem = config_target.launch_refusal(values)
+    if problem:
+        raise UsageError(_COMMAND, problem)
+    return _ConfigFiles(path, to_document(values), config_target.render_file(answers))
 
 
 def _finish(args: Namespace, path: str, answers: Mapping[str, Any], machine: Machine) -> int:
-    made = _made(path, answers, machine)
-    atomic_write.write(_COMMAND, made.files())
-    _tell(args, path, made.document, made.target)
-    if made.target is not None:
-        command = shlex.join(["accel", "submit", "--target", made.target.name, "--config_file", path])
+    output = _build_files(path, answers, machine)
+    atomic_write.write(_COMMAND, output.files())
+    _print_result(args, path, output.document, output.target)
+    if output.target is not None:
+        command = shlex.join(["accel", "submit", "--target", output.target.name, "--config_file", path])
         note(f"config: to run there: {command} SCRIPT")
     return exit_status.OK
 
 
-def _tell(args: Namespace, path: str, document: Mapping[str, Any], target: Written | None = None) -> None:
+def _print_result(args: Namespace, path: str, document: Mapping[str, Any], target: TargetFile | None = None) -> None:
     if args.json:
-        described = {} if target is None else {"target": {"path": target.path, "name": target.name, **target.entry}}
-        print_json({"path": path, "settings": document, **described})
+        target_fields = {} if target is None else {"target": {"path": target.path, "name": target.name, **target.entry}}
+        print_json({"path": path, "settings": document, **target_fields})
     else:
         print(path, *([] if target is None else [target.path]), sep="\n")
 
@@ -186,7 +186,7 @@ def _text(path: str, document: Mapping[str, Any]) -> str:
     return str(yaml.safe_dump(dict(document)))
 
 
-def _answered(path: str, machine: Machine) -> dict[str, Any]:
+def _answers_from_file(path: str, machine: Machine) -> dict[str, Any]:
     """Return the answers in a file, with defaults for the rest. Raises UsageError with the line."""
     from accel.settings.setting import BadValue, as_written
     from accel.settings.wizard import QUESTIONS, open_question
@@ -199,29 +199,31 @@ def _answered(path: str, machine: Machine) -> dict[str, Any]:
         file = YamlFile("/dev/stdin" if path == "-" else path)
     except ConfigError as error:
         raise UsageError(_COMMAND, f"--answers: {error}") from None
-    given = {} if file.value is None else file.value
-    if not isinstance(given, dict):
-        raise UsageError(_COMMAND, f"{file.where()}: must hold answers, one `name: answer` a line")
+    file_answers = {} if file.value is None else file.value
+    if not isinstance(file_answers, dict):
+        raise UsageError(_COMMAND, f"{file.location()}: must hold answers, one `name: answer` a line")
     names = [question.name for question in QUESTIONS]
-    for name in given:
+    for name in file_answers:
         if name not in names:
-            near = nearest(str(name), names)
-            raise UsageError(_COMMAND, f"{file.where_key(str(name))}: no question {as_written(name)}{near}")
+            suggestion = nearest(str(name), names)
+            raise UsageError(_COMMAND, f"{file.key_location(str(name))}: no question {as_written(name)}{suggestion}")
     answers: dict[str, Any] = {}
     while (question := open_question(answers)) is not None:
         offered = question.offered(answers, machine)
-        if question.name not in given and offered is None and not question.may_be_empty:
+        if question.name not in file_answers and offered is None and not question.may_be_empty:
             raise UsageError(_COMMAND, f"{file.shown}: no answer to {question.name}: {question.text}")
         try:
-            answer = question.understood(given.get(question.name, offered))
+            answer = question.understood(file_answers.get(question.name, offered))
             config_target.check_answer(question, answer, answers, machine)
         except BadValue as error:
-            where = file.where_key(question.name) if question.name in given else file.shown
-            raise UsageError(_COMMAND, f"{where}: {question.name}: {error}") from None
+            location = file.key_location(question.name) if question.name in file_answers else file.shown
+            raise UsageError(_COMMAND, f"{location}: {question.name}: {error}") from None
         answers[question.name] = answer
-    moot = [name for name in given if name not in answers]
-    if moot:
-        raise UsageError(_COMMAND, f"{file.where_key(moot[0])}: {moot[0]} is not asked for after the other answers")
+    extra = [name for name in file_answers if name not in answers]
+    if extra:
+        raise UsageError(
+            _COMMAND, f"{file.key_location(extra[0])}: {extra[0]} is not asked for after the other answers"
+        )
     return answers
 
 
@@ -231,5 +233,5 @@ def _machine() -> Machine:
 
     from . import config_target
 
-    found = find()
-    return Machine(found.kind, found.count, found.cpus, config_target.has_project())
+    devices = find()
+    return Machine(devices.kind, devices.count, devices.cpus, config_target.has_project())

@@ -20,7 +20,7 @@ _HELP = "Enter, →  next     ←, Shift-Tab  back     ↑ ↓  choose     Ctrl-
 _HELP_LINE = "Enter, Tab  next     Shift-Tab  back     Ctrl-C  leave"
 _HELP_NARROW = "Enter next, Shift-Tab back, Ctrl-C leave"
 _HELP_PLAIN = "Enter alone takes the answer in brackets; < goes back; Ctrl-C leaves.\n"
-OTHER = "?"
+OTHER_CHOICE = "?"
 
 
 # (value, what people see) of each choice.
@@ -56,7 +56,7 @@ def ask(
     from . import config_target
 
     answers: dict[str, Any] = {}
-    before = dict(offered)  # and what was answered before going back
+    previous = dict(offered)  # and what was answered before going back
     order: list[str] = []
     _introduce(machine)
     try:
@@ -65,10 +65,10 @@ def ask(
             try:
                 if question is None:
                     return answers if _confirmed(files(answers)) else None
-                default = before.get(question.name, question.offered(answers, machine))
-                check = partial(config_target.check_answer, question, before=answers, machine=machine)
-                answer = _one(question, default, check)
-                answers[question.name] = before[question.name] = answer
+                default = previous.get(question.name, question.offered(answers, machine))
+                check = partial(config_target.check_answer, question, earlier=answers, machine=machine)
+                answer = _ask_one(question, default, check)
+                answers[question.name] = previous[question.name] = answer
                 order.append(question.name)
             except Back:
                 if order:
@@ -86,14 +86,14 @@ def _introduce(machine: Machine) -> None:
         print(_HELP_PLAIN, flush=True)
 
 
-def _one(question: Question, offered: Any, check: Callable[[Any], None]) -> Any:
+def _ask_one(question: Question, offered: Any, check: Callable[[Any], None]) -> Any:
     """Prompt until `check` accepts the answer. Choices that `check` rejects are not shown."""
     from accel.settings.setting import typed
 
-    word = {True: "yes", False: "no"}.get(offered, str(offered)) if isinstance(offered, bool) else str(offered)
-    first, rest = choices(question, word, check)
+    default = {True: "yes", False: "no"}.get(offered, str(offered)) if isinstance(offered, bool) else str(offered)
+    first, rest = choices(question, default, check)
     if first:
-        return _chosen(question, first, rest, word, check)
+        return _ask_choice(question, first, rest, default, check)
     if question.many:
         return _several(question, offered or [], check)
     return _line(question, "" if offered is None else typed(question.setting, offered), check)
@@ -117,13 +117,13 @@ def choices(question: Question, offered: str, check: Callable[[Any], None]) -> t
     return first, tuple(option for option in options if option not in first)
 
 
-def _chosen(question: Question, first: Options, rest: Options, offered: str, check: Callable[[Any], None]) -> Any:
+def _ask_choice(question: Question, first: Options, rest: Options, offered: str, check: Callable[[Any], None]) -> Any:
     from accel.settings.setting import BadValue
 
-    options = (*first, (OTHER, "another one")) if rest else first
+    options = (*first, (OTHER_CHOICE, "another one")) if rest else first
     while True:
-        word = _menu(question.text, options, offered)
-        answer = question.understood(_menu(question.text, rest, "") if word == OTHER else word)
+        choice = _menu(question.text, options, offered)
+        answer = question.understood(_menu(question.text, rest, "") if choice == OTHER_CHOICE else choice)
         try:
             check(answer)
         except BadValue as error:
@@ -134,14 +134,14 @@ def _chosen(question: Question, first: Options, rest: Options, offered: str, che
 
 def _several(question: Question, offered: list[str], check: Callable[[Any], None]) -> list[str] | None:
     """Read values, one per line, up to an empty line."""
-    said: list[str] = []
+    lines: list[str] = []
     while True:
-        text = f" {question.text} " if not said else " Another one (empty: no more)? "
-        default = offered[len(said)] if len(said) < len(offered) else ""
-        word = _typed(text, default, lambda typed: check([*said, typed.strip()]) if typed.strip() else None).strip()
-        if not word:
-            return said or None
-        said.append(word)
+        text = f" {question.text} " if not lines else " Another one (empty: no more)? "
+        default = offered[len(lines)] if len(lines) < len(offered) else ""
+        line = _typed(text, default, lambda entry: check([*lines, entry.strip()]) if entry.strip() else None).strip()
+        if not line:
+            return lines or None
+        lines.append(line)
 
 
 def _menu(text: str, options: Options, offered: str) -> str:
@@ -152,7 +152,7 @@ def _menu(text: str, options: Options, offered: str) -> str:
         return _plain_menu(text, options, offered if offered in values else values[0])
     return ChoiceInput(
         message=text,
-        options=[(value, _wrapped(shown)) for value, shown in options],
+        options=[(value, _wrapped(label)) for value, label in options],
         default=offered if offered in values else values[0],
         show_numbers=False,
         bottom_toolbar=_fitting(_HELP),
@@ -163,30 +163,30 @@ def _menu(text: str, options: Options, offered: str) -> str:
 def _line(question: Question, offered: str, check: Callable[[Any], None]) -> Any:
     from accel.settings.setting import BadValue
 
-    def judge(text: str) -> None:
+    def check_text(text: str) -> None:
         if not text and not question.may_be_empty:
             raise BadValue("an answer is needed")
         check(question.understood(text))
 
-    return question.understood(_typed(f" {question.text} ", offered, judge))
+    return question.understood(_typed(f" {question.text} ", offered, check_text))
 
 
-def _typed(text: str, offered: str, judge: Callable[[str], None]) -> str:
-    """Read a line for which `judge` raises no BadValue."""
+def _typed(text: str, offered: str, check_text: Callable[[str], None]) -> str:
+    """Read a line for which `check_text` raises no BadValue."""
     from prompt_toolkit import prompt
     from prompt_toolkit.validation import Validator
 
     from accel.settings.setting import BadValue
 
     if _is_plain():
-        return _plain_line(text, offered, judge)
+        return _plain_line(text, offered, check_text)
 
     class Check(Validator):
         def validate(self, document: Any) -> None:
             from prompt_toolkit.validation import ValidationError
 
             try:
-                judge(document.text)
+                check_text(document.text)
             except BadValue as error:
                 raise ValidationError(len(document.text), str(error)) from None
 
@@ -228,29 +228,29 @@ def _plain_menu(text: str, options: Options, offered: str) -> str:
     values = [value for value, _ in options]
     numbers = {str(number): value for number, value in enumerate(values, 1)}
 
-    def judge(typed: str) -> None:
-        if typed not in numbers and typed not in values:
-            raise BadValue(f"a number from 1 to {len(values)}, not {typed!r}")
+    def check_text(entry: str) -> None:
+        if entry not in numbers and entry not in values:
+            raise BadValue(f"a number from 1 to {len(values)}, not {entry!r}")
 
-    lines = [f"  {number}  {shown}" for number, (_, shown) in enumerate(options, 1)]
-    typed = _plain_line("\n".join([text, *lines, ""]), str(values.index(offered) + 1), judge)
-    return numbers.get(typed, typed)
+    lines = [f"  {number}  {label}" for number, (_, label) in enumerate(options, 1)]
+    choice = _plain_line("\n".join([text, *lines, ""]), str(values.index(offered) + 1), check_text)
+    return numbers.get(choice, choice)
 
 
-def _plain_line(text: str, default: str, judge: Callable[[str], None]) -> str:
-    """Read a line for which `judge` raises no BadValue; an empty one is the default, `<` raises Back."""
+def _plain_line(text: str, default: str, check_text: Callable[[str], None]) -> str:
+    """Read a line for which `check_text` raises no BadValue; an empty one is the default, `<` raises Back."""
     from accel.settings.setting import BadValue
 
     while True:
-        typed = input(f"{text.rstrip(' ')} [{default}] " if default else text).strip() or default
-        if typed == "<":
+        line = input(f"{text.rstrip(' ')} [{default}] " if default else text).strip() or default
+        if line == "<":
             raise Back
         try:
-            judge(typed)
+            check_text(line)
         except BadValue as error:
             print(f" {error}", flush=True)
         else:
-            return typed
+            return line
 
 
 def _keys(*, in_menu: bool) -> KeyBindings:

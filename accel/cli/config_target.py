@@ -24,10 +24,10 @@ _SCHEMAS = {
 }
 
 # Options that must be given, while they are still to be asked for.
-_ASKED_LATER = {"sagemaker": {"role": "it", "instance_type": "ml.m5.xlarge"}}
+_PLACEHOLDERS = {"sagemaker": {"role": "it", "instance_type": "ml.m5.xlarge"}}
 
 
-class Written(NamedTuple):
+class TargetFile(NamedTuple):
     """A file to be written, and the target in it."""
 
     path: str
@@ -45,13 +45,13 @@ def offered() -> dict[str, Any]:
     """Return answers from the existing entries, the first of each kind, as defaults. Raises UsageError."""
     from accel.settings.prompts import KINDS, answers_of_entry
 
-    found: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
     for kind in KINDS:
-        entry = next((one for one in _known().values() if one["kind"] == kind), None)
+        entry = next((candidate for candidate in _targets_by_name().values() if candidate["kind"] == kind), None)
         if entry is not None:
             answers = answers_of_entry("", entry)
-            found |= {name: answer for name, answer in answers.items() if name not in ("place", "target")}
-    return found
+            defaults |= {name: answer for name, answer in answers.items() if name not in ("place", "target")}
+    return defaults
 
 
 def check(question: Question, answer: Any, answers: Mapping[str, Any]) -> None:
@@ -62,47 +62,47 @@ def check(question: Question, answer: Any, answers: Mapping[str, Any]) -> None:
     if question.name == "target":
         _check_name(str(answer), str(answers["place"]))
     elif question.target is not None:
-        made = entry_of({"target": "it", **answers, question.name: answer})
-        problem = None if made is None else _problem(made[0], {**_ASKED_LATER.get(made[1]["kind"], {}), **made[1]})
+        pair = entry_of({"target": "it", **answers, question.name: answer})
+        problem = None if pair is None else _problem(pair[0], {**_PLACEHOLDERS.get(pair[1]["kind"], {}), **pair[1]})
         if problem:
             raise BadValue(problem)
 
 
-def written(answers: Mapping[str, Any]) -> Written | None:
+def render_file(answers: Mapping[str, Any]) -> TargetFile | None:
     """Return the file with the target that the answers describe, or None without a target. Raises UsageError."""
     from accel.settings.prompts import entry_of
 
-    made = entry_of(answers)
-    if made is None:
+    pair = entry_of(answers)
+    if pair is None:
         return None
-    name, entry = made
+    name, entry = pair
     path = (_project_file() or os.path.abspath("accel.yaml")) if answers["target_file"] == "project" else _user_file()
-    text, held = _read(path, name)
-    whole = {key: value for key, value in held.items() if key not in _asked(answers)} | entry
-    problem = _problem(name, whole)
+    text, existing = _read(path, name)
+    merged = {key: value for key, value in existing.items() if key not in _answered_options(answers)} | entry
+    problem = _problem(name, merged)
     if problem:
         raise UsageError(_COMMAND, f"target {name}: {problem}")
-    return Written(path, _edited(text, name, held, whole), name, whole)
+    return TargetFile(path, _edited(text, name, existing, merged), name, merged)
 
 
-def _edited(text: str, name: str, held: Mapping[str, Any], whole: Mapping[str, Any]) -> str:
+def _edited(text: str, name: str, existing: Mapping[str, Any], merged: Mapping[str, Any]) -> str:
     """Return the text with the entry changed, key by key if none is removed, which keeps the comments between keys."""
     from .yaml_edit import with_value
 
-    if not held or held.keys() - whole.keys():
-        return with_value(text, ["targets", name], dict(whole))
-    for key, value in whole.items():
-        if key not in held or held[key] != value:
+    if not existing or existing.keys() - merged.keys():
+        return with_value(text, ["targets", name], dict(merged))
+    for key, value in merged.items():
+        if key not in existing or existing[key] != value:
             text = with_value(text, ["targets", name, key], value)
     return text
 
 
-def _asked(answers: Mapping[str, Any]) -> set[str]:
+def _answered_options(answers: Mapping[str, Any]) -> set[str]:
     """Return the options that the answers determine, including those left empty."""
     from accel.settings.prompts import TARGET_QUESTIONS
 
-    spoken = {q.target[1] for q in TARGET_QUESTIONS if q.target is not None and q.name in answers}
-    return {"kind", *(("cpu",) if "device" in answers else ()), *spoken, *(("hostfile",) if "hosts" in spoken else ())}
+    named = {q.target[1] for q in TARGET_QUESTIONS if q.target is not None and q.name in answers}
+    return {"kind", *(("cpu",) if "device" in answers else ()), *named, *(("hostfile",) if "hosts" in named else ())}
 
 
 def _read(path: str, name: str) -> tuple[str, dict[str, Any]]:
@@ -113,12 +113,12 @@ def _read(path: str, name: str) -> tuple[str, dict[str, Any]]:
     if not os.path.exists(path):
         return "", {}
     try:
-        held = YamlFile(path).value
+        document = YamlFile(path).value
     except ConfigError as error:
         raise UsageError(_COMMAND, str(error)) from None
     with open(path, encoding="utf-8-sig") as file:
         text = file.read()
-    entry = ((held or {}).get("targets") or {}).get(name) or {}
+    entry = ((document or {}).get("targets") or {}).get(name) or {}
     return text, dict(entry)
 
 
@@ -126,13 +126,13 @@ def _check_name(name: str, kind: str) -> None:
     from accel.settings.setting import BadValue
     from schedulers.target import BUILT_IN
 
-    known = _known().get(name)
+    existing = _targets_by_name().get(name)
     if not name.isprintable() or name != name.strip() or "/" in name:
         raise BadValue(f"not a name for a target: {name!r}")
     if name in {*BUILT_IN, *_SCHEMAS} and name != kind:
         raise BadValue(f"{name!r} is a kind of target, and this one is of another: {kind}")
-    if known is not None and known["kind"] != kind:
-        raise BadValue(f"there is a target {name!r} of the kind {known['kind']} already")
+    if existing is not None and existing["kind"] != kind:
+        raise BadValue(f"there is a target {name!r} of the kind {existing['kind']} already")
 
 
 def _problem(name: str, entry: Mapping[str, Any]) -> str:
@@ -142,9 +142,9 @@ def _problem(name: str, entry: Mapping[str, Any]) -> str:
 
     module = importlib.import_module(_SCHEMAS[entry["kind"]][0])
     schema = getattr(module, _SCHEMAS[entry["kind"]][1])
-    given = {key: value for key, value in entry.items() if key != "kind"}
+    raw_options = {key: value for key, value in entry.items() if key != "kind"}
     try:
-        options, _ = make_options(schema, given, {}, lambda path, of_key: f"target {name}")
+        options, _ = make_options(schema, raw_options, {}, lambda path, of_key: f"target {name}")
         if entry["kind"] == "sagemaker":
             _check_sagemaker(options, name)
         else:
@@ -161,16 +161,18 @@ def _check_sagemaker(options: Any, name: str) -> None:
     from schedulers.job import JobSpec
     from schedulers.sagemaker import request
 
-    request.build(JobSpec(argv=("it",)), options, "it", request.planned(options), name)
+    request.build(JobSpec(argv=("it",)), options, "it", request.account_from_options(options), name)
 
 
-def _known() -> dict[str, dict[str, Any]]:
+def _targets_by_name() -> dict[str, dict[str, Any]]:
     """Return the entries of all files by name. Raises UsageError for an invalid file."""
     from schedulers.config.named_targets import known_targets
     from schedulers.errors import ConfigError
 
     try:
-        return {one.name: {"kind": one.kind, **one.options} for one in known_targets() if one.file is not None}
+        return {
+            entry.name: {"kind": entry.kind, **entry.options} for entry in known_targets() if entry.file is not None
+        }
     except ConfigError as error:
         raise UsageError(_COMMAND, str(error)) from None
 
@@ -191,50 +193,50 @@ def _project_file() -> str | None:
 # Check answers against all that `accel launch`, or a target, refuses.
 
 # What is taken for granted of questions that are still to be asked, so that their answers are not missed.
-_LAUNCH_ASKED_LATER = {"rdzv_backend": "c10d", "offload_optimizer_nvme_path": ".", "offload_param_nvme_path": "."}
+_LAUNCH_PLACEHOLDERS = {"rdzv_backend": "c10d", "offload_optimizer_nvme_path": ".", "offload_param_nvme_path": "."}
 _MACHINE = {"machine_rank": 0, "main_process_ip": ""}
 
 
-def check_answer(question: Question, answer: Any, before: Mapping[str, Any], machine: Machine) -> None:
+def check_answer(question: Question, answer: Any, earlier: Mapping[str, Any], machine: Machine) -> None:
     """Raise BadValue for an answer that contradicts the earlier ones or is invalid."""
     from accel.settings.setting import BadValue
     from accel.settings.wizard import values_of
 
-    check(question, answer, before)
-    said = {**before, question.name: answer}
-    values = values_of(said, machine)
-    if "num_processes" not in said:
+    check(question, answer, earlier)
+    answers = {**earlier, question.name: answer}
+    values = values_of(answers, machine)
+    if "num_processes" not in answers:
         values.pop("num_processes", None)
-    wrong = launch_refusal({**_LAUNCH_ASKED_LATER, **(_MACHINE if "num_machines" in said else {}), **values})
-    if wrong:
-        raise BadValue(wrong.removeprefix(f"{_shown(question)} "))
+    problem = launch_refusal({**_LAUNCH_PLACEHOLDERS, **(_MACHINE if "num_machines" in answers else {}), **values})
+    if problem:
+        raise BadValue(problem.removeprefix(f"{_flag_of(question)} "))
 
 
 def launch_refusal(values: Mapping[str, Any]) -> str | None:
     """Return why `accel launch` would reject a file with `values` on any machine, or None."""
-    from accel.launch.errors import Refused
-    from accel.launch.external import started_once
+    from accel.launch.errors import LaunchConfigError
+    from accel.launch.external import with_default_rank
     from accel.launch.machines import check_spread, place
     from accel.settings.config_file import Entry
     from accel.settings.contradictions import contradictions
     from accel.settings.precedence import resolve
 
     entries = {name: Entry(value, (name,)) for name, value in values.items()}
-    options = {name: found.value for name, found in resolve({}, {}, entries, lambda keys: keys[0]).items()}
-    wrong = contradictions(options)
-    if wrong:
-        return wrong
+    options = {name: setting.value for name, setting in resolve({}, {}, entries, lambda keys: keys[0]).items()}
+    problem = contradictions(options)
+    if problem:
+        return problem
     if options["compute_environment"] == "AMAZON_SAGEMAKER" and options["num_machines"] is not None:
         options |= _MACHINE  # which SageMaker says
     try:
         check_spread(options["num_processes"], 1)
-        place(started_once(options), {})
-    except Refused as error:
+        place(with_default_rank(options), {})
+    except LaunchConfigError as error:
         return str(error)
     return None
 
 
-def _shown(question: Question) -> str:
+def _flag_of(question: Question) -> str:
     from accel.settings import BY_NAME
 
-    return BY_NAME[question.name].shown if question.name in BY_NAME else ""
+    return BY_NAME[question.name].display_name if question.name in BY_NAME else ""

@@ -64,30 +64,32 @@ def _print(record: Record) -> None:
     print("".join(f"  {line}" for line in printable(str(plan)).splitlines(keepends=True)), end="")
     print("\nevents")
     print_fields(_indented(_event_fields(record.events())))
-    ended = record.read_exit()
-    if ended:
+    exit_record = record.read_exit()
+    if exit_record:
         print("\nexit")
-        print_fields(_indented([(name, _shown(value)) for name, value in ended.items() if name != "schema"]))
+        print_fields(
+            _indented([(name, _format_value(value)) for name, value in exit_record.items() if name != "schema"])
+        )
 
 
 def _spec_fields(spec: JobSpec) -> list[tuple[str, str]]:
     """Return the request in the command line's words, without what was left at its default."""
     flag = {"script": "", "module": "-m ", "command": "--no-python "}[spec.entry]
-    needs = {name: value for name, value in vars(spec.resources).items() if value}
+    resources = {name: value for name, value in vars(spec.resources).items() if value}
     return [
         ("program", flag + shlex.join(spec.argv)),
         ("code", spec.code),
         ("workdir", spec.workdir if spec.workdir != "." else ""),
         ("nodes", str(spec.nodes) if spec.max_nodes is None else f"{spec.nodes}:{spec.max_nodes}"),
         ("procs-per-node", str(spec.procs_per_node or "")),
-        ("needs", _words(needs)),
-        ("env", _words(spec.env)),
-        ("secrets", _words(spec.secrets)),
+        ("needs", _format_pairs(resources)),
+        ("env", _format_pairs(spec.env)),
+        ("secrets", _format_pairs(spec.secrets)),
         ("time-limit", f"{spec.time_limit_s:g} s" if spec.time_limit_s else ""),
         ("grace", f"{spec.grace_s:g} s"),
         ("max-restarts", str(spec.retry.max_restarts or "")),
         ("after", " ".join(spec.after)),
-        ("options", _words(spec.options)),
+        ("options", _format_pairs(spec.options)),
     ]
 
 
@@ -97,8 +99,8 @@ def _event_fields(events: Sequence[Event]) -> list[tuple[str, str]]:
     fields = []
     for event in events:
         status = event.data.get("status")
-        told = phrase(Status.from_json(status)) if status else _words(event.data)
-        fields.append((moment(event.at), told if event.name in ("submitting", "status") else f"{event.name} {told}"))
+        text = phrase(Status.from_json(status)) if status else _format_pairs(event.data)
+        fields.append((moment(event.at), text if event.name in ("submitting", "status") else f"{event.name} {text}"))
     return fields
 
 
@@ -106,9 +108,9 @@ def _indented(fields: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
     return [(f"  {name}", value) for name, value in fields]
 
 
-def _words(values: Mapping[str, Any]) -> str:
-    return " ".join(f"{name}={_shown(value)}" for name, value in values.items())
+def _format_pairs(values: Mapping[str, Any]) -> str:
+    return " ".join(f"{name}={_format_value(value)}" for name, value in values.items())
 
 
-def _shown(value: object) -> str:
+def _format_value(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)

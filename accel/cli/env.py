@@ -37,8 +37,21 @@ EXAMPLES = """\
 _COMMAND = "accel env"
 _TORCH_LIMIT_S = 120.0
 _DRIVER_LIMIT_S = 20.0
-_TOLD = ("ACCEL", "NCCL_", "CUDA_", "TORCH", "PYTORCH_", "OMP_", "MKL_", "GLOO_", "HF_", "XLA_", "TPU_", "DEEPSPEED_")
-_TOLD_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID")
+_REPORTED_PREFIXES = (
+    "ACCEL",
+    "NCCL_",
+    "CUDA_",
+    "TORCH",
+    "PYTORCH_",
+    "OMP_",
+    "MKL_",
+    "GLOO_",
+    "HF_",
+    "XLA_",
+    "TPU_",
+    "DEEPSPEED_",
+)
+_REPORTED_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID")
 
 
 def add_arguments(parser: Parser) -> None:
@@ -54,11 +67,11 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: Namespace) -> int:
-    found = gather(args.config_file, args.timeout)
+    report = gather(args.config_file, args.timeout)
     if args.json:
-        print_json(found)
+        print_json(report)
     else:
-        _print(found)
+        _print(report)
     return exit_status.OK
 
 
@@ -66,21 +79,25 @@ def gather(config_file: str | None, limit_s: float) -> dict[str, Any]:
     """Return everything as plain values. Raises UsageError if a named configuration file cannot be read."""
     from accel.diagnostics import machine
     from accel.diagnostics.redaction import secrets_of, without_secrets
-    from accel.diagnostics.subprocess_probe import Asked
+    from accel.diagnostics.subprocess_probe import SubprocessProbe
 
     config = _config(config_file)
-    torch, driver = Asked("torch"), Asked("nvml")
+    torch, driver = SubprocessProbe("torch"), SubprocessProbe("nvml")
     targets, targets_error, options = _targets(limit_s)
     known = secrets_of([dict(os.environ), config, *options])
-    told = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_TOLD) or name in _TOLD_NAMES}
+    variables = {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(_REPORTED_PREFIXES) or name in _REPORTED_NAMES
+    }
     return {
         "accel": machine.version_of("accel-launch") or "not installed: run from a source tree",
         "machine": machine.describe(),
         "packages": machine.package_versions(),
-        "torch": torch.answer(_TORCH_LIMIT_S),
-        "nvidia": driver.answer(_DRIVER_LIMIT_S),
+        "torch": torch.result(_TORCH_LIMIT_S),
+        "nvidia": driver.result(_DRIVER_LIMIT_S),
         "config": without_secrets(config, known=known),
-        "environment": without_secrets(told, known=known),
+        "environment": without_secrets(variables, known=known),
         "targets": without_secrets(targets, known=known),
         "targets_error": without_secrets(targets_error, known=known),
     }
@@ -89,22 +106,22 @@ def gather(config_file: str | None, limit_s: float) -> dict[str, Any]:
 def _config(path: str | None) -> dict[str, Any]:
     """Return the configuration file in use, its contents, and why `accel launch` would reject it."""
     from .argv import UsageError
-    from .launch_file import default_path, in_use, judged, load
+    from .launch_file import active_path, default_path, load, validate_file
 
-    found = in_use(path)
-    if found is None:
+    config_path = active_path(path)
+    if config_path is None:
         return {"path": default_path(), "settings": None, "error": None}
     try:
-        file = load(_COMMAND, found)
+        file = load(_COMMAND, config_path)
     except UsageError as error:
         if path is not None:
             raise
-        return {"path": found, "settings": None, "error": str(error)}
+        return {"path": config_path, "settings": None, "error": str(error)}
     try:
-        judged(_COMMAND, file)
+        validate_file(_COMMAND, file)
     except UsageError as error:
-        return {"path": found, "settings": file.document, "error": str(error)}
-    return {"path": found, "settings": file.document, "error": None}
+        return {"path": config_path, "settings": file.document, "error": str(error)}
+    return {"path": config_path, "settings": file.document, "error": None}
 
 
 def _targets(limit_s: float) -> tuple[list[dict[str, Any]], str | None, list[dict[str, Any]]]:
@@ -114,21 +131,24 @@ def _targets(limit_s: float) -> tuple[list[dict[str, Any]], str | None, list[dic
 
     try:
         targets = known_targets()
-        found = ask_targets(targets, limit_s)
+        answers = ask_targets(targets, limit_s)
     except SchedulerError as error:
         return [], " ".join(str(error).split()), []
-    return [{**vars(answer)} for answer in found], None, [dict(target.options) for target in targets]
+    return [{**vars(answer)} for answer in answers], None, [dict(target.options) for target in targets]
 
 
-def _print(found: dict[str, Any]) -> None:
-    installed = [f"{name} {version}" for name, version in found["packages"].items() if version]
-    print_fields([("accel", found["accel"]), *found["machine"].items()])
+def _print(report: dict[str, Any]) -> None:
+    installed = [f"{name} {version}" for name, version in report["packages"].items() if version]
+    print_fields([("accel", report["accel"]), *report["machine"].items()])
     _section("packages", [("", line) for line in installed])
-    _section("torch", _torch_fields(found["torch"]))
-    _section("NVIDIA driver", _driver_fields(found["nvidia"]))
-    _section(f"configuration {found['config']['path']}", _config_fields(found["config"]))
-    _section("environment", found["environment"].items() or [("", "none of the variables that count is set")])
-    _section("targets", [*((t["name"], _told(t)) for t in found["targets"]), ("error", found["targets_error"] or "")])
+    _section("torch", _torch_fields(report["torch"]))
+    _section("NVIDIA driver", _driver_fields(report["nvidia"]))
+    _section(f"configuration {report['config']['path']}", _config_fields(report["config"]))
+    _section("environment", report["environment"].items() or [("", "none of the variables that count is set")])
+    _section(
+        "targets",
+        [*((t["name"], _target_line(t)) for t in report["targets"]), ("error", report["targets_error"] or "")],
+    )
 
 
 def _section(title: str, fields: Any) -> None:
@@ -164,21 +184,23 @@ def _device(device: dict[str, Any]) -> str:
 def _config_fields(config: dict[str, Any]) -> list[tuple[str, str]]:
     import json
 
-    wrong = [("error", config["error"])] if config["error"] else []
+    error_fields = [("error", config["error"])] if config["error"] else []
     if config["settings"] is None:
-        return wrong or [("", "not found")]
-    return wrong + [
+        return error_fields or [("", "not found")]
+    return error_fields + [
         (name, value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False))
         for name, value in config["settings"].items()
     ]
 
 
-def _told(target: dict[str, Any]) -> str:
-    said = {True: "answers", False: "does not answer", None: "not set up"}[target["answers"]]
-    where = f"{target['kind']}, {target['source']}" if target["kind"] != target["name"] else target["source"]
+def _target_line(target: dict[str, Any]) -> str:
+    status = {True: "answers", False: "does not answer", None: "not set up"}[target["answers"]]
+    origin = f"{target['kind']}, {target['source']}" if target["kind"] != target["name"] else target["source"]
     message = f": {target['message']}" if target["message"] else ""
     return (
-        f"{said} in {target['seconds']:.1f} s ({where}){message}" if target["answers"] else f"{said} ({where}){message}"
+        f"{status} in {target['seconds']:.1f} s ({origin}){message}"
+        if target["answers"]
+        else f"{status} ({origin}){message}"
     )
 
 
@@ -186,7 +208,7 @@ def _told(target: dict[str, Any]) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class PingResult:
     """A target's response. ``answers`` is None for a kind of target that is not set up here, which is no error."""
 
     name: str
@@ -197,48 +219,49 @@ class Answer:
     seconds: float
 
 
-def ask_targets(targets: Sequence[NamedTarget], limit_s: float) -> list[Answer]:
+def ask_targets(targets: Sequence[NamedTarget], limit_s: float) -> list[PingResult]:
     """Return a response per target, in order, after ``limit_s`` seconds at most.
 
     Changes nothing there. A query that is still running is abandoned and dies with this process.
     """
-    found: dict[int, Answer] = {}
-    began = time.monotonic()
+    replies: dict[int, PingResult] = {}
+    started_at = time.monotonic()
 
-    def one(index: int, target: NamedTarget) -> None:
-        answers, message = _ask(target)
-        found[index] = _answer(target, answers, message, time.monotonic() - began)
+    def ping_one(index: int, target: NamedTarget) -> None:
+        reachable, message = _ping(target)
+        replies[index] = _result(target, reachable, message, time.monotonic() - started_at)
 
     threads = [
-        threading.Thread(target=one, args=pair, name=f"ask {pair[1].name}", daemon=True) for pair in enumerate(targets)
+        threading.Thread(target=ping_one, args=pair, name=f"ask {pair[1].name}", daemon=True)
+        for pair in enumerate(targets)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(max(0.0, began + limit_s - time.monotonic()))
-    late = f"no answer in {limit_s:g} s"
-    done = dict(found)
-    return [done.get(index) or _answer(target, False, late, limit_s) for index, target in enumerate(targets)]
+        thread.join(max(0.0, started_at + limit_s - time.monotonic()))
+    timeout = f"no answer in {limit_s:g} s"
+    received = dict(replies)
+    return [received.get(index) or _result(target, False, timeout, limit_s) for index, target in enumerate(targets)]
 
 
-def _answer(target: NamedTarget, answers: bool | None, message: str, seconds: float) -> Answer:
-    return Answer(
-        name=target.name, kind=target.kind, source=target.source, answers=answers, message=message, seconds=seconds
+def _result(target: NamedTarget, reachable: bool | None, message: str, seconds: float) -> PingResult:
+    return PingResult(
+        name=target.name, kind=target.kind, source=target.source, answers=reachable, message=message, seconds=seconds
     )
 
 
-def _ask(named: NamedTarget) -> tuple[bool | None, str]:
+def _ping(entry: NamedTarget) -> tuple[bool | None, str]:
     from schedulers.config.named_targets import load_target
     from schedulers.errors import SchedulerError
     from schedulers.store.store import Store
     from schedulers.target import Checks
 
-    set_up = named.file is not None
+    set_up = entry.file is not None
     try:
-        target = load_target(named.name, Store.default().jobs)
+        target = load_target(entry.name, Store.default().jobs)
         if isinstance(target, Checks):
-            found = target.check()
-            return (False, "; ".join(found.failures)) if found.failures else (True, "; ".join(found.warnings))
+            report = target.check()
+            return (False, "; ".join(report.failures)) if report.failures else (True, "; ".join(report.warnings))
         target.poll([])
     except SchedulerError as error:
         return False if set_up else None, " ".join(str(error).split())

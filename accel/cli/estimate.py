@@ -42,8 +42,8 @@ _SHARED = ("DTYPE", "SHARED OUT BY", "WEIGHTS", "GRADIENTS", "OPTIMIZER", "GATHE
 
 
 def add_arguments(parser: Parser) -> None:
-    what = "a name on the Hub, a directory, a safetensors file, or module:factory"
-    parser.add_argument("model_name", metavar="MODEL", help=what)
+    model_help = "a name on the Hub, a directory, a safetensors file, or module:factory"
+    parser.add_argument("model_name", metavar="MODEL", help=model_help)
     group = parser.add_argument_group("what the model is")
     group.add_argument("--library_name", metavar="NAME", choices=("timm", "transformers"), help="timm or transformers")
     code = "run the code of a model that brings its own: read it first"
@@ -72,19 +72,19 @@ def run(args: Namespace) -> int:
     from accel.errors import AccelError
 
     try:
-        found = _report(args)
+        report = _report(args)
     except AccelError as error:
         note(f"estimate-memory: {error}")
         return exit_status.ERROR
-    longest = found.subject.longest
-    if longest is not None and found.sequence_length > longest and found.unmeasured is None:
-        note(f"estimate-memory: the model is made for sequences of {longest} at most, not {found.sequence_length}")
+    longest = report.subject.longest
+    if longest is not None and report.sequence_length > longest and report.unmeasured is None:
+        note(f"estimate-memory: the model is made for sequences of {longest} at most, not {report.sequence_length}")
     if args.json:
         from accel.estimate.report import as_json
 
-        print_json(as_json(found))
+        print_json(as_json(report))
     else:
-        _print(found, verbose=args.verbose)
+        _print(report, verbose=args.verbose)
     return exit_status.OK
 
 
@@ -103,7 +103,7 @@ def _report(args: Namespace) -> Report:
     )
 
 
-def _print(found: Report, *, verbose: bool) -> None:
+def _print(report: Report, *, verbose: bool) -> None:
     from accel.memory import convert_bytes
 
     rows = [
@@ -113,40 +113,40 @@ def _print(found: Report, *, verbose: bool) -> None:
             convert_bytes(size.total),
             convert_bytes(max(size.training.values())) if size.training else "N/A",
         )
-        for size in found.sizes
+        for size in report.sizes
     ]
     print_rows(_COLUMNS, rows, on_terminal=rows)
-    shared = list(_shared(found))
+    shared = list(_shared(report))
     if shared:
         print()
         print_rows(_SHARED, shared, on_terminal=shared)
-    plural = "es" * (found.processes > 1)
+    plural = "es" * (report.processes > 1)
     note(
-        f"estimate-memory: {found.processes} process{plural}, batch {found.batch_size} on each, "
-        f"sequences of {found.sequence_length}"
+        f"estimate-memory: {report.processes} process{plural}, batch {report.batch_size} on each, "
+        f"sequences of {report.sequence_length}"
     )
-    if found.unmeasured:
-        note(f"estimate-memory: activations are not counted: {found.unmeasured}")
+    if report.unmeasured:
+        note(f"estimate-memory: activations are not counted: {report.unmeasured}")
     if verbose:
-        _explain(found)
+        _explain(report)
 
 
-def _shared(found: Report) -> Iterator[tuple[str, ...]]:
+def _shared(report: Report) -> Iterator[tuple[str, ...]]:
     from accel.estimate.report import TITLES
     from accel.memory import convert_bytes
 
-    for need in found.needs:
+    for need in report.needs:
         activations = "?" if need.activations is None else convert_bytes(need.activations)
         parts = (need.weights, need.gradients, need.optimizer, need.gathered)
         total = f"{'> ' * (need.activations is None)}{convert_bytes(need.total)}"
         yield need.dtype, TITLES[need.strategy], *map(convert_bytes, parts), activations, total
 
 
-def _explain(found: Report) -> None:
-    shown = ", ".join(found.layers[:3]) + (f" and {len(found.layers) - 3} more" if len(found.layers) > 3 else "")
-    note(f"model: of {found.subject.library}, {found.parameters:,} parameters, {found.trained:,} of them trained")
-    note(f"largest layer: {shown}")
-    note(f"gathered: {found.unit} by {found.unit}, two at a time, with the gradients of one; DDP's are its buckets")
+def _explain(report: Report) -> None:
+    layers = ", ".join(report.layers[:3]) + (f" and {len(report.layers) - 3} more" if len(report.layers) > 3 else "")
+    note(f"model: of {report.subject.library}, {report.parameters:,} parameters, {report.trained:,} of them trained")
+    note(f"largest layer: {layers}")
+    note(f"gathered: {report.unit} by {report.unit}, two at a time, with the gradients of one; DDP's are its buckets")
     note("weights and gradients: float32 under DDP and FSDP, whatever it computes in; ZeRO keeps the half type")
     note("optimizer: Adam's two averages in float32; ZeRO has float32 weights beside them")
     note("activations: what autograd keeps from a forward, with fused attention; casts of weights count under DDP")

@@ -26,7 +26,7 @@ BROKEN_PIPE = 141
 CANCELLED = 143
 
 
-def of_job(status: Status) -> int:
+def exit_code_of_job(status: Status) -> int:
     """Return the exit code of a command that waited for a job. `status` is final."""
     if status.state.value == "succeeded":
         return OK

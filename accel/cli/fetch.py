@@ -32,10 +32,10 @@ def run(args: Namespace) -> int:
     job = arguments.find_job("accel fetch", args.job, args)
     directory = Path(args.output or f"{job.name}-{job.id}")
     with progress():
-        found = job.fetch(directory)
+        artefacts = job.fetch(directory)
     if args.json:
-        print_json({"id": job.id, "directory": str(directory), "artefacts": found})
+        print_json({"id": job.id, "directory": str(directory), "artefacts": artefacts})
     else:
         print(directory)
-    note(f"job {job.id}: {' and '.join(found)} in {directory}")
+    note(f"job {job.id}: {' and '.join(artefacts)} in {directory}")
     return exit_status.OK

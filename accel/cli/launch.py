@@ -37,44 +37,44 @@ def run_argv(argv: Sequence[str]) -> int:
 
     parser = Parser("launch", SUMMARY, EXAMPLES, usage="accel launch [OPTIONS] SCRIPT [ARGUMENTS]")
     add_arguments(parser, defaults_too=False)
-    args, words = parser.read_before_script(argv)
-    given = vars(args)
-    if not words and not given.get("explain"):
+    args, program_argv = parser.read_before_script(argv)
+    explicit = vars(args)
+    if not program_argv and not explicit.get("explain"):
         raise UsageError(_COMMAND, "nothing to run: give a script, -m MODULE, or --no_python COMMAND")
-    found = resolved(given)
-    return _explain(found) if given.get("explain") else _launch(given, found, words)
+    settings = resolve_settings(explicit)
+    return _explain(settings) if explicit.get("explain") else _launch(explicit, settings, program_argv)
 
 
-def _explain(found: Mapping[str, Value]) -> int:
-    from accel.launch.errors import Refused
+def _explain(settings: Mapping[str, Value]) -> int:
+    from accel.launch.errors import LaunchConfigError
 
     from .argv import UsageError
 
     try:
-        return explain(found, settled(found))
-    except Refused as error:
-        raise UsageError(_COMMAND, _located(str(error), found)) from None
+        return explain(settings, launch_options(settings))
+    except LaunchConfigError as error:
+        raise UsageError(_COMMAND, _with_location(str(error), settings)) from None
 
 
-def _launch(given: Mapping[str, Any], found: Mapping[str, Value], words: list[str]) -> int:
-    from accel.launch.console import say
-    from accel.launch.errors import CannotRun, LaunchError, Refused
+def _launch(explicit: Mapping[str, Any], settings: Mapping[str, Value], program_argv: list[str]) -> int:
+    from accel.launch.console import print_message
+    from accel.launch.errors import CommandNotFound, LaunchConfigError, LaunchError
     from accel.launch.worker import Program
     from accel.settings.contradictions import without_effect
 
-    options = settled(found)
+    options = launch_options(settings)
     if not options["quiet"]:
-        for line in without_effect(given, options):
-            say(f"accel launch: {line}")
+        for line in without_effect(explicit, options):
+            print_message(f"accel launch: {line}")
     if options["compute_environment"] == "AMAZON_SAGEMAKER":
-        return _on_sagemaker(found, options, words)
+        return _on_sagemaker(settings, options, program_argv)
     try:
-        return start(options, Program.of(words, module=options["module"], command=options["no_python"]))
+        return start(options, Program.parse(program_argv, module=options["module"], command=options["no_python"]))
     except LaunchError as error:
-        say(f"accel launch: {_located(str(error), found)}")
-        if isinstance(error, CannotRun):
+        print_message(f"accel launch: {_with_location(str(error), settings)}")
+        if isinstance(error, CommandNotFound):
             return error.exit_code
-        return exit_status.USAGE if isinstance(error, Refused) else exit_status.ERROR
+        return exit_status.USAGE if isinstance(error, LaunchConfigError) else exit_status.ERROR
 
 
 def start(options: Mapping[str, Any], program: Program) -> int:
@@ -91,7 +91,7 @@ def _on_pod(options: Mapping[str, Any], program: Program) -> int:
     """Launch over the transport of a tpu target, or with gcloud."""
     import shlex
 
-    from accel.launch.errors import LaunchError, Refused
+    from accel.launch.errors import LaunchConfigError, LaunchError
     from accel.launch.external import pod_command
     from accel.launch.tpu import pod
 
@@ -99,16 +99,16 @@ def _on_pod(options: Mapping[str, Any], program: Program) -> int:
 
     name, zone = options["tpu_name"], options["tpu_zone"]
     if options["vm"]:
-        raise Refused("--vm: hosts are found by tpu_name in the configuration file: leave it out")
+        raise LaunchConfigError("--vm: hosts are found by tpu_name in the configuration file: leave it out")
     if name is None:
-        raise Refused("--tpu_cluster needs the pod's name: tpu_name in the configuration file")
+        raise LaunchConfigError("--tpu_cluster needs the pod's name: tpu_name in the configuration file")
     try:
         if zone is None and tpu_config.is_target(_COMMAND, name):
             return tpu_config.run_by_target(name, lambda python: [
                 shlex.join(pod_command(options, program, [python, "-m", "accel.commands.launch"]))
             ])  # fmt: skip
         if zone is None:
-            raise Refused(
+            raise LaunchConfigError(
                 f"--tpu_cluster: tpu_name {name} is no tpu target of accel.yaml: for gcloud, "
                 "write tpu_zone in the configuration file too"
             )
@@ -117,42 +117,42 @@ def _on_pod(options: Mapping[str, Any], program: Program) -> int:
         raise LaunchError(str(error)) from None
 
 
-def _on_sagemaker(found: Mapping[str, Value], options: Mapping[str, Any], words: list[str]) -> int:
+def _on_sagemaker(all_settings: Mapping[str, Value], options: Mapping[str, Any], program_argv: list[str]) -> int:
     """Submit the job that the file describes and follow it to its end. Return its exit code."""
     from . import submit, submit_config
     from .argv import UsageError
     from .output import note
 
     entry = ["-m"] if options["module"] else ["--no-python"] if options["no_python"] else []
-    settings, warnings = submit_config.use_keys(found)
-    carried = submit_config.from_sagemaker_config(_COMMAND, settings, "" if entry else words[0])
-    for line in (*warnings, *carried.notes):
+    settings, warnings = submit_config.use_keys(all_settings)
+    defaults = submit_config.from_sagemaker_config(_COMMAND, settings, "" if entry else program_argv[0])
+    for line in (*warnings, *defaults.notes):
         note(line)
     restarts = ["--max-restarts", str(options["max_restarts"] or 0)]
     try:
-        return submit.run_argv(["--follow", *restarts, *entry, "--", *words], carried)
+        return submit.run_argv(["--follow", *restarts, *entry, "--", *program_argv], defaults)
     except UsageError as error:
         raise UsageError(_COMMAND, str(error)) from None
 
 
-def _located(message: str, found: Mapping[str, Value]) -> str:
+def _with_location(message: str, settings: Mapping[str, Value]) -> str:
     """Insert the setting's source into a message that begins with its flag, unless it was given as a flag."""
     from accel.settings import BY_NAME
 
     flag = message.partition(" ")[0].rstrip(":,")
-    name = next((name for name, setting in BY_NAME.items() if setting.flag and setting.shown == flag), "")
-    if not name or found[name].layer in ("flag", "default"):
+    name = next((name for name, setting in BY_NAME.items() if setting.flag and setting.display_name == flag), "")
+    if not name or settings[name].layer in ("flag", "default"):
         return message
-    value = found[name].value
-    for said in (f"{flag} {value}", f"{flag} {value!r}", flag):
-        rest = message.removeprefix(said)
+    value = settings[name].value
+    for prefix in (f"{flag} {value}", f"{flag} {value!r}", flag):
+        rest = message.removeprefix(prefix)
         if rest != message and rest[:1] in ("", " ", ",", ":"):
-            return f"{said} ({found[name].source}){rest}"
+            return f"{prefix} ({settings[name].source}){rest}"
     return message
 
 
-def resolved(
-    given: Mapping[str, Any], env: Mapping[str, str] = os.environ, *, command: str = _COMMAND
+def resolve_settings(
+    explicit: Mapping[str, Any], env: Mapping[str, str] = os.environ, *, command: str = _COMMAND
 ) -> dict[str, Value]:
     """Return every setting with the source of its value. Raises UsageError for invalid or contradictory values."""
     from accel.settings.contradictions import contradictions
@@ -161,35 +161,37 @@ def resolved(
 
     from .argv import UsageError
 
-    file = _file(given, command)
+    file = _file(explicit, command)
     try:
-        found = resolve(given, env, file.entries, file.where, None if _is_for_sagemaker(file) else _nodes(env))
+        settings = resolve(explicit, env, file.entries, file.location, None if _is_for_sagemaker(file) else _nodes(env))
     except BadValue as error:
         raise UsageError(command, str(error)) from None
     entry = file.entries.get("num_processes")
-    if entry is not None and entry.value == -1 and found["num_processes"].value is None:
-        raise UsageError(command, f"{file.where(entry.keys)}: num_processes: -1 leaves it to --num_processes: give it")
-    sources = {name: value.source for name, value in found.items() if value.layer not in ("default", "flag")}
-    wrong = contradictions({name: value.value for name, value in found.items()}, sources)
-    if wrong:
-        raise UsageError(command, wrong)
-    return found
+    if entry is not None and entry.value == -1 and settings["num_processes"].value is None:
+        raise UsageError(
+            command, f"{file.location(entry.keys)}: num_processes: -1 leaves it to --num_processes: give it"
+        )
+    sources = {name: value.source for name, value in settings.items() if value.layer not in ("default", "flag")}
+    problem = contradictions({name: value.value for name, value in settings.items()}, sources)
+    if problem:
+        raise UsageError(command, problem)
+    return settings
 
 
-def _file(given: Mapping[str, Any], command: str) -> Any:
+def _file(explicit: Mapping[str, Any], command: str) -> Any:
     """Return the named file, else the default one, which --cpu disables, as in Accelerate."""
     from .launch_file import default_path, nothing, read_file
 
-    path = given.get("config_file")
-    if path is None and (given.get("cpu") or not os.path.isfile(default_path())):
+    path = explicit.get("config_file")
+    if path is None and (explicit.get("cpu") or not os.path.isfile(default_path())):
         return nothing(command)
     return read_file(command, path or default_path())
 
 
 def _is_for_sagemaker(file: Any) -> bool:
     """Return True for a file for SageMaker's machines, regardless of a scheduler here."""
-    place = file.entries.get("compute_environment")
-    return place is not None and place.value == "AMAZON_SAGEMAKER"
+    entry = file.entries.get("compute_environment")
+    return entry is not None and entry.value == "AMAZON_SAGEMAKER"
 
 
 def _nodes(env: Mapping[str, str]) -> Nodes | None:
@@ -202,15 +204,15 @@ def _nodes(env: Mapping[str, str]) -> Nodes | None:
     if LAUNCH_ID in env:
         return None
     try:
-        found = Topology.placed(env)
+        topology = Topology.from_scheduler(env)
     except SpecError:
         return None
-    if found is None:
+    if topology is None:
         return None
-    return Nodes(found.nodes, found.node_rank, found.master, found.port, found.source or "the scheduler")
+    return Nodes(topology.nodes, topology.node_rank, topology.master, topology.port, topology.source or "the scheduler")
 
 
-def settled(found: Mapping[str, Value]) -> dict[str, Any]:
+def launch_options(settings: Mapping[str, Value]) -> dict[str, Any]:
     """Return every setting's value for `engines.launch`.
 
     Values that `plan` reads from the scheduler itself are None. DeepSpeed gets the names of its settings in the
@@ -219,11 +221,11 @@ def settled(found: Mapping[str, Value]) -> dict[str, Any]:
     from accel.settings import BY_NAME
     from accel.settings.precedence import overridden
 
-    of_file = [name for name, value in found.items() if value.layer == "file" and BY_NAME[name].file_key]
-    fields = [name for name in of_file if name == "mixed_precision" or _is_deepspeeds(BY_NAME[name])]
-    options = {name: None if value.layer == "scheduler" else value.value for name, value in found.items()}
+    from_file = [name for name, value in settings.items() if value.layer == "file" and BY_NAME[name].file_key]
+    fields = [name for name in from_file if name == "mixed_precision" or _is_deepspeeds(BY_NAME[name])]
+    options = {name: None if value.layer == "scheduler" else value.value for name, value in settings.items()}
     options["deepspeed_fields_from_accelerate_config"] = ",".join(fields)
-    return options | {"overridden": overridden(found, os.environ)}
+    return options | {"overridden": overridden(settings, os.environ)}
 
 
 def _is_deepspeeds(setting: Setting) -> bool:
@@ -238,19 +240,25 @@ _INHERITED_BY_SAGEMAKER = ("aws_access_key_id", "aws_secret_access_key", "profil
 _SECRET = ("aws_access_key_id", "aws_secret_access_key")
 
 
-def explain(found: Mapping[str, Value], options: Mapping[str, Any], env: Mapping[str, str] = os.environ) -> int:
+def explain(settings: Mapping[str, Value], options: Mapping[str, Any], env: Mapping[str, str] = os.environ) -> int:
     """Print the settings, those not at their defaults first. Raises Refused as `accel launch` would here."""
     from .output import print_rows
 
-    held = {**found, **dict(_inherited(found, options, env)), **dict(_found_out(found, options, env))}
-    rows = [(name, _shown(name, value.value), value.source) for name, value in held.items() if name != "explain"]
+    effective = {
+        **settings,
+        **dict(_inherited(settings, options, env)),
+        **dict(_computed_values(settings, options, env)),
+    }
+    rows = [
+        (name, _format_value(name, value.value), value.source) for name, value in effective.items() if name != "explain"
+    ]
     rows.sort(key=lambda row: row[2] == "default")
     print_rows(("setting", "value", "from"), rows, on_terminal=rows)
     return exit_status.OK
 
 
 def _inherited(
-    found: Mapping[str, Value], options: Mapping[str, Any], env: Mapping[str, str]
+    settings: Mapping[str, Value], options: Mapping[str, Any], env: Mapping[str, str]
 ) -> Iterator[tuple[str, Value]]:
     from accel.launch import alias_env
     from accel.settings import BY_NAME
@@ -259,30 +267,30 @@ def _inherited(
     on_sagemaker = options["compute_environment"] == "AMAZON_SAGEMAKER"
     for name in (*_INHERITED, *(_INHERITED_BY_SAGEMAKER if on_sagemaker else ())):
         variable = BY_NAME[name].env
-        if found[name].value is None and env.get(variable):
+        if settings[name].value is None and env.get(variable):
             yield name, Value(env[variable], f"environment variable {variable}", "environment")
-    if not found["compat"].value and alias_env.is_asked(env):
+    if not settings["compat"].value and alias_env.is_requested(env):
         yield "compat", Value(True, f"environment variable {alias_env.FLAG}", "environment")
 
 
-def _found_out(
-    found: Mapping[str, Value], options: Mapping[str, Any], env: Mapping[str, str]
+def _computed_values(
+    settings: Mapping[str, Value], options: Mapping[str, Any], env: Mapping[str, str]
 ) -> Iterator[tuple[str, Value]]:
     """Yield the values that a launch derives itself where nothing sets them."""
-    from accel.launch.external import planned, starts_here
+    from accel.launch.external import plan_launch, starts_locally
     from accel.launch.worker import Program
 
-    if not starts_here(options):
+    if not starts_locally(options):
         return
-    run = planned(options, Program(argv=[sys.executable], entry="command"), env)  # whatever the program is
-    if found["num_processes"].value is None and run.nodes == run.max_nodes and not options["tpu"]:
-        yield "num_processes", found["num_processes"]._replace(value=run.processes * run.nodes)
+    run = plan_launch(options, Program(argv=[sys.executable], entry="command"), env)  # whatever the program is
+    if settings["num_processes"].value is None and run.nodes == run.max_nodes and not options["tpu"]:
+        yield "num_processes", settings["num_processes"]._replace(value=run.processes * run.nodes)
     threads = "num_cpu_threads_per_process"
-    if found[threads].value is None and "OMP_NUM_THREADS" in run.env:
-        yield threads, found[threads]._replace(value=run.env["OMP_NUM_THREADS"])
+    if settings[threads].value is None and "OMP_NUM_THREADS" in run.env:
+        yield threads, settings[threads]._replace(value=run.env["OMP_NUM_THREADS"])
 
 
-def _shown(name: str, value: Any) -> str:
+def _format_value(name: str, value: Any) -> str:
     if value is None:
         return ""
     if name in _SECRET:

@@ -17,7 +17,7 @@ class Configuration(NamedTuple):
 
     path: str
     entries: dict[str, Any]
-    where: Callable[[tuple[str, ...]], str]
+    location: Callable[[tuple[str, ...]], str]
     document: dict[str, Any]
 
 
@@ -26,13 +26,13 @@ class Loaded(NamedTuple):
 
     path: str
     document: dict[str, Any]
-    where: Callable[[tuple[str, ...]], str]
+    location: Callable[[tuple[str, ...]], str]
 
 
 def default_folder() -> str:
     """Return the folder of the default file: Accelerate's."""
-    home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
-    return os.path.join(os.path.expanduser(home), "accelerate")
+    hf_home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    return os.path.join(os.path.expanduser(hf_home), "accelerate")
 
 
 def default_path() -> str:
@@ -47,7 +47,7 @@ def nothing(command: str) -> Configuration:
     return Configuration(command, {}, lambda keys: command, {})
 
 
-def in_use(path: str | None) -> str | None:
+def active_path(path: str | None) -> str | None:
     """Return the file in use: the named one, else the default one, or None if that does not exist."""
     if path is not None:
         return path
@@ -56,27 +56,27 @@ def in_use(path: str | None) -> str | None:
 
 def read_file(command: str, path: str) -> Configuration:
     """Return the settings in a file of any version, YAML or JSON. Raises UsageError that begins with `file:line`."""
-    return judged(command, load(command, path))
+    return validate_file(command, load(command, path))
 
 
 def load(command: str, path: str) -> Loaded:
     """Return a file's contents, YAML or JSON. Raises UsageError that begins with `file:line` if it is no mapping."""
-    document, where = _load(command, path)
+    document, locate = _load(command, path)
     if document is None:
         document = {}
     if not isinstance(document, dict) or not all(isinstance(key, str) for key in document):
-        raise UsageError(command, f"{where(())}: must hold settings, one `name: value` a line")
-    return Loaded(path, document, where)
+        raise UsageError(command, f"{locate(())}: must hold settings, one `name: value` a line")
+    return Loaded(path, document, locate)
 
 
-def judged(command: str, file: Loaded) -> Configuration:
+def validate_file(command: str, file: Loaded) -> Configuration:
     """Return the settings of a loaded file. Raises UsageError that begins with `file:line`."""
     from accel.settings.config_file import BadEntry, read_document
 
     try:
-        return Configuration(file.path, read_document(file.document), file.where, file.document)
+        return Configuration(file.path, read_document(file.document), file.location, file.document)
     except BadEntry as error:
-        raise UsageError(command, f"{file.where(error.keys)}: {error}") from None
+        raise UsageError(command, f"{file.location(error.keys)}: {error}") from None
 
 
 def _load(command: str, path: str) -> tuple[Any, Callable[[tuple[str, ...]], str]]:
@@ -84,41 +84,41 @@ def _load(command: str, path: str) -> tuple[Any, Callable[[tuple[str, ...]], str
     from schedulers.errors import ConfigError
 
     if not os.path.isfile(path):
-        what = "is not a file" if os.path.exists(path) else "does not exist"
-        raise UsageError(command, f"--config_file: cannot read {path}: it {what}")
+        problem = "is not a file" if os.path.exists(path) else "does not exist"
+        raise UsageError(command, f"--config_file: cannot read {path}: it {problem}")
     try:
         if path.endswith(".json"):
             return _load_json(path)
         file = YamlFile(path)
     except ConfigError as error:
         raise UsageError(command, f"--config_file: {' '.join(str(error).split())}") from None
-    return file.value, lambda keys: file.where_key(*keys) if keys else file.where()
+    return file.value, lambda keys: file.key_location(*keys) if keys else file.location()
 
 
 def _load_json(path: str) -> tuple[Any, Callable[[tuple[str, ...]], str]]:
     import json
 
-    from schedulers.config.yaml_file import read_text, shown
+    from schedulers.config.yaml_file import format_path, read_text
     from schedulers.errors import ConfigError
 
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        twice = [key for key, value in pairs if dict(pairs)[key] != value]
-        if twice:
-            raise ConfigError(f"{where((twice[0],))}: key {twice[0]!r} is there twice")
+    def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        duplicates = [key for key, value in pairs if dict(pairs)[key] != value]
+        if duplicates:
+            raise ConfigError(f"{locate((duplicates[0],))}: key {duplicates[0]!r} is there twice")
         return dict(pairs)
 
-    def where(keys: tuple[str, ...]) -> str:
+    def locate(keys: tuple[str, ...]) -> str:
         """Return the line on which the last of `keys` follows the ones before it."""
-        at = 0
+        position = 0
         for key in keys:
-            at = max(text.find(json.dumps(key), at), at)
-        return f"{shown(path)}:{text.count(chr(10), 0, at) + 1}"
+            position = max(text.find(json.dumps(key), position), position)
+        return f"{format_path(path)}:{text.count(chr(10), 0, position) + 1}"
 
     text = read_text(path)
     try:
-        return json.loads(text, object_pairs_hook=once), where
+        return json.loads(text, object_pairs_hook=unique_keys), locate
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{shown(path)}:{error.lineno}: not JSON: {error.msg}") from None
+        raise ConfigError(f"{format_path(path)}:{error.lineno}: not JSON: {error.msg}") from None
     except (ValueError, RecursionError) as error:  # a number of thousands of digits
-        said = "nested too deeply" if isinstance(error, RecursionError) else f"a value cannot be read: {error}"
-        raise ConfigError(f"{shown(path)}: {said}") from None
+        reason = "nested too deeply" if isinstance(error, RecursionError) else f"a value cannot be read: {error}"
+        raise ConfigError(f"{format_path(path)}: {reason}") from None

@@ -29,7 +29,7 @@ from .output import age, moment, note, print_json, print_rows, record_json
 if TYPE_CHECKING:
     from argparse import Namespace
 
-    from schedulers.store.record import Damaged, Record
+    from schedulers.store.record import CorruptRecord, Record
     from schedulers.store.store import Store
 
     from .arguments import Parser
@@ -58,96 +58,96 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: Namespace) -> int:
-    from schedulers.store.record import Damaged
+    from schedulers.store.record import CorruptRecord
 
-    shown, older = _shown(args)
+    jobs, older = _select_jobs(args)
     if args.json:
-        print_json({"jobs": [_json(job) for job in shown], "older": older})
+        print_json({"jobs": [_json(job) for job in jobs], "older": older})
         return exit_status.OK
-    print_rows(COLUMNS, (_cells(job, moment) for job in shown), on_terminal=(_cells(job, _ago) for job in shown))
-    for warning in dict.fromkeys(job.warning for job in shown if not isinstance(job, Damaged) and job.warning):
+    print_rows(COLUMNS, (_cells(job, moment) for job in jobs), on_terminal=(_cells(job, _ago) for job in jobs))
+    for warning in dict.fromkeys(job.warning for job in jobs if not isinstance(job, CorruptRecord) and job.warning):
         note(f"warning: {warning}")
-    unknown = [job.id for job in shown if not isinstance(job, Damaged) and not job.path]
+    unknown = [job.id for job in jobs if not isinstance(job, CorruptRecord) and not job.path]
     if unknown:
-        which = f"1 job is not known here: accel status {unknown[0]}"
-        many = f"{len(unknown)} jobs are not known here: accel status JOB"
-        note(f"{which if len(unknown) == 1 else many} --target {args.target}")
+        singular = f"1 job is not known here: accel status {unknown[0]}"
+        plural = f"{len(unknown)} jobs are not known here: accel status JOB"
+        note(f"{singular if len(unknown) == 1 else plural} --target {args.target}")
     if older:
         note(f"{older} older jobs are not shown (--all)")
     return exit_status.OK
 
 
-def _shown(args: Namespace) -> tuple[list[Record | Damaged], int]:
+def _select_jobs(args: Namespace) -> tuple[list[Record | CorruptRecord], int]:
     """Return the jobs to show and the number of older ones left out."""
     from schedulers.jobs.handle import list_jobs
     from schedulers.store.store import Store
 
     store = Store.default()
-    most = None if args.all else max(0, args.limit)
+    limit = None if args.all else max(0, args.limit)
     if args.option and args.target is None:
         raise UsageError("accel list", "--option goes with --target NAME")
     if args.state or args.target is not None:
-        known = {job.id: job for job in list_jobs(store=store)}
-        known |= {job.id: job for job in _elsewhere(args, store, known)}
-        jobs = [job for job in known.values() if _wanted(job, args)]
-        jobs.sort(key=_made_at, reverse=True)
-        return jobs[:most], len(jobs) - len(jobs[:most])
+        by_id = {job.id: job for job in list_jobs(store=store)}
+        by_id |= {job.id: job for job in _elsewhere(args, store, by_id)}
+        jobs = [job for job in by_id.values() if _matches(job, args)]
+        jobs.sort(key=_created_at, reverse=True)
+        return jobs[:limit], len(jobs) - len(jobs[:limit])
     ids = store.ids()
-    return list_jobs(store=store, ids=ids[:most]), len(ids) - len(ids[:most])
+    return list_jobs(store=store, ids=ids[:limit]), len(ids) - len(ids[:limit])
 
 
-def _elsewhere(args: Namespace, store: Store, known: Mapping[str, Record | Damaged]) -> list[Record]:
-    """Return the jobs that the --target knows and this machine does not. `known`: this machine's, by id.
+def _elsewhere(args: Namespace, store: Store, by_id: Mapping[str, Record | CorruptRecord]) -> list[Record]:
+    """Return the jobs that the --target knows and this machine does not. `by_id`: this machine's, by id.
 
     Raises SpecError and ConfigError for invalid options, and for a target that is entirely unknown.
     """
     from schedulers.errors import ConfigError, SchedulerError, SpecError
     from schedulers.jobs.attach import jobs_elsewhere
-    from schedulers.store.record import Damaged
+    from schedulers.store.record import CorruptRecord
 
     if args.target is None:
         return []
     options = arguments.target_options("accel list", args)
     try:
-        return jobs_elsewhere(args.target, store, known, options)
+        return jobs_elsewhere(args.target, store, by_id, options)
     except SchedulerError as error:
-        targets = {job.target for job in known.values() if not isinstance(job, Damaged)}
+        targets = {job.target for job in by_id.values() if not isinstance(job, CorruptRecord)}
         if isinstance(error, SpecError | ConfigError) and (args.option or args.target not in targets):
             raise
         note(f"warning: jobs of other machines are left out: {error}")
         return []
 
 
-def _made_at(job: Record | Damaged) -> float:
-    from schedulers.store.record import Damaged
+def _created_at(job: Record | CorruptRecord) -> float:
+    from schedulers.store.record import CorruptRecord
     from schedulers.store.store import created_at
 
-    return created_at(job.id) if isinstance(job, Damaged) else job.created_at
+    return created_at(job.id) if isinstance(job, CorruptRecord) else job.created_at
 
 
-def _wanted(job: Record | Damaged, args: Namespace) -> bool:
-    from schedulers.store.record import Damaged
+def _matches(job: Record | CorruptRecord, args: Namespace) -> bool:
+    from schedulers.store.record import CorruptRecord
 
-    if isinstance(job, Damaged):
+    if isinstance(job, CorruptRecord):
         return args.target is None and (not args.state or "damaged" in args.state)
     return args.target in (None, job.target) and (not args.state or job.status.state.value in args.state)
 
 
-def _json(job: Record | Damaged) -> dict[str, Any]:
-    from schedulers.store.record import Damaged
+def _json(job: Record | CorruptRecord) -> dict[str, Any]:
+    from schedulers.store.record import CorruptRecord
 
-    if isinstance(job, Damaged):
+    if isinstance(job, CorruptRecord):
         return {"id": job.id, "state": "damaged", "message": job.reason}
     return record_json(job)
 
 
-def _cells(job: Record | Damaged, when: Callable[[float], str]) -> tuple[str, ...]:
-    from schedulers.store.record import Damaged
+def _cells(job: Record | CorruptRecord, format_time: Callable[[float], str]) -> tuple[str, ...]:
+    from schedulers.store.record import CorruptRecord
 
-    if isinstance(job, Damaged):
+    if isinstance(job, CorruptRecord):
         return job.id, "", "damaged", "", "", "", job.reason
     status = job.status
-    return job.id, job.name, status.state.value, job.target, str(job.nodes), when(job.created_at), status.message
+    return job.id, job.name, status.state.value, job.target, str(job.nodes), format_time(job.created_at), status.message
 
 
 def _ago(seconds: float) -> str:

@@ -84,13 +84,13 @@ def run(args: Namespace) -> int:
     since = job.cursor(args.since)
     printer = LogPrinter(prefix=prefix, json=args.json, since=since, flush=args.follow)
     try:
-        with why_it_waits(job) if args.follow else contextlib.nullcontext():
+        with report_queue_reason(job) if args.follow else contextlib.nullcontext():
             printer.print(job.logs(follow=args.follow, ranks=args.rank, since=since, tail=args.tail))
         if not args.follow:
-            say_that_it_waits(job)
+            print_if_queued(job)
     except KeyboardInterrupt:
         if args.follow:
-            say_how_to_stop(job)
+            print_how_to_stop(job)
         return exit_status.INTERRUPTED
     if args.rank and not printer.printed:
         note(f"job {job.id}: no lines of rank {', '.join(map(str, sorted(set(args.rank))))}")
@@ -99,11 +99,11 @@ def run(args: Namespace) -> int:
 
 def _check_ranks(job: Job, ranks: Collection[int]) -> None:
     """Raise UsageError for a rank that the job cannot have."""
-    most = most_ranks(job.spec)
-    beyond = [rank for rank in ranks if most is not None and rank >= most]
-    if beyond:
-        there = "one rank: 0" if most == 1 else f"ranks 0 to {(most or 0) - 1}"
-        raise UsageError("accel logs", f"--rank {beyond[0]}: job {job.id} has {there}")
+    rank_count = most_ranks(job.spec)
+    excess = [rank for rank in ranks if rank_count is not None and rank >= rank_count]
+    if excess:
+        available = "one rank: 0" if rank_count == 1 else f"ranks 0 to {(rank_count or 0) - 1}"
+        raise UsageError("accel logs", f"--rank {excess[0]}: job {job.id} has {available}")
 
 
 # Print log lines byte for byte, and tell people on stderr what a followed job waits for.
@@ -192,28 +192,28 @@ def has_many_ranks(job: Job, ranks: Sequence[int] | None) -> bool | None:
     if ranks is not None:
         return len(set(ranks)) > 1
     spec = job.spec
-    most = most_ranks(spec)
-    return most > 1 if most is not None else (spec.max_nodes or spec.nodes) > 1 or None
+    rank_count = most_ranks(spec)
+    return rank_count > 1 if rank_count is not None else (spec.max_nodes or spec.nodes) > 1 or None
 
 
 def most_ranks(spec: JobSpec) -> int | None:
     """Return the job's largest world size; None if each node starts one rank per accelerator that it finds."""
-    each = spec.procs_per_node or spec.resources.gpus
-    return (spec.max_nodes or spec.nodes) * each if each else None
+    per_node = spec.procs_per_node or spec.resources.gpus
+    return (spec.max_nodes or spec.nodes) * per_node if per_node else None
 
 
 @contextlib.contextmanager
-def why_it_waits(job: Job) -> Iterator[None]:
+def report_queue_reason(job: Job) -> Iterator[None]:
     """Report on stderr during the block why the job is queued, if that lasts, and again after changes."""
-    over = threading.Event()
-    threading.Thread(target=_say_why, args=(job, over), name="why it waits", daemon=True).start()
+    stopped = threading.Event()
+    threading.Thread(target=_print_reason, args=(job, stopped), name="why it waits", daemon=True).start()
     try:
         yield
     finally:
-        over.set()
+        stopped.set()
 
 
-def say_that_it_waits(job: Job) -> None:
+def print_if_queued(job: Job) -> None:
     """Print a line on stderr if the job has not started, or waits for a restart."""
     from schedulers.errors import SchedulerError
     from schedulers.job import State
@@ -227,24 +227,24 @@ def say_that_it_waits(job: Job) -> None:
         note(f"job {job.id} is {status.state.value}" + (f": {status.message}" if status.message else ""))
 
 
-def _say_why(job: Job, over: threading.Event) -> None:
+def _print_reason(job: Job, stopped: threading.Event) -> None:
     from schedulers.job import State
 
-    said = before = ""
-    while not over.wait(_LOOK_S):
+    reported = previous = ""
+    while not stopped.wait(_LOOK_S):
         status = job.record.status  # as whoever follows the job has asked for it
-        now = ""
+        current = ""
         if status.state is State.SUBMITTING:
-            now = "submitting"
+            current = "submitting"
         elif status.state is State.QUEUED and status.message:
-            now = f"queued: {status.message}"
-        if now and now == before and now != said:
-            said = now
-            note(f"job {job.id} is {now}")
-        before = now
+            current = f"queued: {status.message}"
+        if current and current == previous and current != reported:
+            reported = current
+            note(f"job {job.id} is {current}")
+        previous = current
 
 
-def say_how_to_stop(job: Job) -> None:
+def print_how_to_stop(job: Job) -> None:
     """Print a note after Ctrl-C that the job goes on, with the commands to follow and cancel it."""
     note(f"job {job.id} goes on; follow it again: accel logs -f {job.id}; cancel it: accel cancel {job.id}")
 

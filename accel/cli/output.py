@@ -66,9 +66,9 @@ def print_rows(columns: Sequence[str], rows: Iterable[Sequence[str]], *, on_term
 
 def print_fields(fields: Iterable[tuple[str, str]]) -> None:
     """Print `name   value` lines, skipping empty values; further lines of a value are indented under its first."""
-    shown = [(printable(name), printable(value)) for name, value in fields if value]
-    width = max((len(name) for name, _ in shown), default=0) + 2
-    for name, value in shown:
+    rows = [(printable(name), printable(value)) for name, value in fields if value]
+    width = max((len(name) for name, _ in rows), default=0) + 2
+    for name, value in rows:
         print(f"{name:<{width}}" + value.replace("\n", "\n" + " " * width))
 
 
@@ -106,8 +106,8 @@ def _print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         table.add_row(*(Text(cell) for cell in row))
     console = Console()
     # A terminal that is too narrow breaks lines; rich would cut words and leave out whole columns.
-    unbroken = sum(max(map(cell_len, column)) + 2 for column in list(zip(columns, *rows, strict=True))[:-1])
-    console.width = max(console.width, unbroken + cell_len(columns[-1]))
+    fixed_width = sum(max(map(cell_len, column)) + 2 for column in list(zip(columns, *rows, strict=True))[:-1])
+    console.width = max(console.width, fixed_width + cell_len(columns[-1]))
     console.print(table)
 
 
@@ -144,13 +144,13 @@ def outcome(job_id: str, status: Status) -> str:
 
 def phrase(status: Status) -> str:
     """Return the state with its explanation: `failed (exit code 3): ValueError: …`."""
-    why = []
+    reasons = []
     if status.state.value == "failed" and status.exit_code is not None:
-        why.append(f"exit code {status.exit_code}")
+        reasons.append(f"exit code {status.exit_code}")
     if status.reason.value not in ("none", "exit_code", "user"):
-        why.append(status.reason.value.replace("_", " "))
+        reasons.append(status.reason.value.replace("_", " "))
     if status.attempt:
-        why.append(f"attempt {status.attempt + 1}")
-    details = f" ({', '.join(why)})" if why else ""
+        reasons.append(f"attempt {status.attempt + 1}")
+    details = f" ({', '.join(reasons)})" if reasons else ""
     message = "" if status.message == status.state.value else status.message  # cancelled: cancelled
     return f"{status.state.value}{details}" + (f": {message}" if message else "")

@@ -51,21 +51,21 @@ def run(args: Namespace) -> int:
 
     list_jobs()  # a job that nobody has asked about since it ended still counts as running in its record
     store = Store.default()
-    found = prune(store, older_than_s=args.older_than, keep=args.keep, ids=args.jobs or None, dry_run=args.dry_run)
-    others = [job for job in store.records() if job.id not in found.ids]
-    left, snapshots = list(found.left), []
+    summary = prune(store, older_than_s=args.older_than, keep=args.keep, ids=args.jobs or None, dry_run=args.dry_run)
+    remaining = [job for job in store.records() if job.id not in summary.ids]
+    problems, snapshots = list(summary.kept_reasons), []
     try:
-        snapshots = prune_snapshots(store.home, others, dry_run=args.dry_run)
+        snapshots = prune_snapshots(store.home, remaining, dry_run=args.dry_run)
     except StoreError as error:
-        left.append(str(error))
-    for line in left:
+        problems.append(str(error))
+    for line in problems:
         note(line)
     if args.json:
-        pruned = {"pruned": list(found.ids), "left": left, "snapshots": snapshots}
+        pruned = {"pruned": list(summary.ids), "left": problems, "snapshots": snapshots}
         print_json({**pruned, "dry_run": args.dry_run})
         return exit_status.OK
-    for job_id in found.ids:
+    for job_id in summary.ids:
         print(job_id)
     unused = f" and {counted(len(snapshots), 'unused snapshot', 'of code')}" if snapshots else ""
-    note(f"{counted(len(found.ids), 'job')}{unused} {'would be ' if args.dry_run else ''}deleted")
+    note(f"{counted(len(summary.ids), 'job')}{unused} {'would be ' if args.dry_run else ''}deleted")
     return exit_status.OK

@@ -8,7 +8,7 @@ import sys
 
 def torch_is_installed(command: str) -> bool:
     """Return True if torch is installed, without importing it; else print the remedy on stderr."""
-    return importlib.util.find_spec("torch") is not None or _say_missing(command)
+    return importlib.util.find_spec("torch") is not None or _print_missing(command)
 
 
 def has_torch(command: str) -> bool:
@@ -17,13 +17,13 @@ def has_torch(command: str) -> bool:
         import torch  # noqa: F401
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and error.name == "torch":
-            return _say_missing(command)
-        why = f"{error}" if isinstance(error, ModuleNotFoundError) else f"{type(error).__name__}: {error}"
-        print(f"{command}: torch cannot be imported: {' '.join(why.splitlines())}", file=sys.stderr)
+            return _print_missing(command)
+        reason = f"{error}" if isinstance(error, ModuleNotFoundError) else f"{type(error).__name__}: {error}"
+        print(f"{command}: torch cannot be imported: {' '.join(reason.splitlines())}", file=sys.stderr)
         return False
     return True
 
 
-def _say_missing(command: str) -> bool:
+def _print_missing(command: str) -> bool:
     print(f"{command}: torch is not installed: pip install 'accel-launch[train]'", file=sys.stderr)
     return False

@@ -33,9 +33,9 @@ _COMMAND = "accel shell"
 def add_arguments(parser: Parser) -> None:
     parser.add_argument("job", metavar="JOB", help="an id, a unique prefix of one, or @last")
     parser.add_argument("command", metavar="-- COMMAND", nargs="*", help="what to run there, instead of a shell")
-    place = parser.add_mutually_exclusive_group()
-    place.add_argument("--rank", metavar="N", type=arguments.count, help="where this rank runs (default: rank 0)")
-    place.add_argument("--node", metavar="N", type=arguments.count, help="on this node of the job, counted from 0")
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--rank", metavar="N", type=arguments.count, help="where this rank runs (default: rank 0)")
+    group.add_argument("--node", metavar="N", type=arguments.count, help="on this node of the job, counted from 0")
     parser.add_argument("--json", action="store_true", help="answer in JSON, with what the command printed")
     arguments.add_job_arguments(parser)
 
@@ -56,10 +56,10 @@ def run(args: Namespace) -> int:
 
 def _node(spec: JobSpec, rank: int | None, node: int | None) -> int:
     """Return the selected node. Raises UsageError for one that the job does not have."""
-    most = spec.max_nodes or spec.nodes
+    node_count = spec.max_nodes or spec.nodes
     if node is not None:
-        if not 0 <= node < most:
-            raise UsageError(_COMMAND, f"--node {node}: the job has {_range('node', most)}")
+        if not 0 <= node < node_count:
+            raise UsageError(_COMMAND, f"--node {node}: the job has {_range('node', node_count)}")
         return node
     if rank is None:
         return 0
@@ -67,10 +67,10 @@ def _node(spec: JobSpec, rank: int | None, node: int | None) -> int:
         raise UsageError(
             _COMMAND, "--rank: the ranks of a world that may grow stay on no node; say --node N, counted from 0"
         )
-    each = spec.procs_per_node or spec.resources.gpus or 1
-    if not 0 <= rank < each * spec.nodes:
-        raise UsageError(_COMMAND, f"--rank {rank}: the job has {_range('rank', each * spec.nodes)}")
-    return rank // each
+    per_node = spec.procs_per_node or spec.resources.gpus or 1
+    if not 0 <= rank < per_node * spec.nodes:
+        raise UsageError(_COMMAND, f"--rank {rank}: the job has {_range('rank', per_node * spec.nodes)}")
+    return rank // per_node
 
 
 def _range(noun: str, count: int) -> str:
@@ -84,9 +84,11 @@ def _check_runs(job: Job) -> None:
     status = job.status()
     if status.state is State.RUNNING:
         return
-    why = f": {status.message}" if status.message and status.message != status.state.value else ""
-    now = f"has ended ({status.state.value}{why})" if status.state.final else f"is {status.state.value}{why}"
-    raise SubmitError(f"job {job.id} {now}; a shell needs a running job")
+    detail = f": {status.message}" if status.message and status.message != status.state.value else ""
+    condition = (
+        f"has ended ({status.state.value}{detail})" if status.state.final else f"is {status.state.value}{detail}"
+    )
+    raise SubmitError(f"job {job.id} {condition}; a shell needs a running job")
 
 
 def _as_json(args: Namespace, job: Job, node: int) -> int:
@@ -95,17 +97,17 @@ def _as_json(args: Namespace, job: Job, node: int) -> int:
 
     from .output import print_json
 
-    words = [sys.executable, "-m", "accel", "shell", job.id, f"--node={node}", "--", *args.command]
-    done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True)
+    argv = [sys.executable, "-m", "accel", "shell", job.id, f"--node={node}", "--", *args.command]
+    completed = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True)
     print_json(
         {
             "id": job.id,
             "target": job.target,
             "node": node,
             "rank": args.rank,
-            "exit_code": done.returncode,
-            "stdout": done.stdout.decode(errors="backslashreplace"),
-            "stderr": done.stderr.decode(errors="backslashreplace"),
+            "exit_code": completed.returncode,
+            "stdout": completed.stdout.decode(errors="backslashreplace"),
+            "stderr": completed.stderr.decode(errors="backslashreplace"),
         }
     )
-    return exit_status.OK if done.returncode == 0 else done.returncode
+    return exit_status.OK if completed.returncode == 0 else completed.returncode

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from schedulers.jobs.handle import Job
     from schedulers.target import Plan
 
-    from .carried import Carried
+    from .carried import LaunchDefaults
 
 
 USAGE = """accel submit [OPTIONS] SCRIPT [ARGUMENTS]
@@ -48,10 +48,10 @@ All that follows the script belongs to the script. --follow exits with the job's
 DRY_RUN_ID = "dry-run"
 
 
-def run_argv(argv: Sequence[str], carried: Carried | None = None) -> int:
+def run_argv(argv: Sequence[str], defaults: LaunchDefaults | None = None) -> int:
     """Parse the options before the script and submit the job or sweep.
 
-    carried: settings that `accel launch` has read from a configuration file.
+    defaults: settings that `accel launch` has read from a configuration file.
     """
     from . import COMMANDS
     from .submit_spec import build_spec, build_sweep
@@ -61,7 +61,7 @@ def run_argv(argv: Sequence[str], carried: Carried | None = None) -> int:
     args, program = parser.read_before_script(argv)
     if args.dry_run and args.follow:
         raise UsageError(parser.prog, "--dry-run runs nothing that --follow could follow: keep one")
-    spec = build_spec(args, program, carried)
+    spec = build_spec(args, program, defaults)
     jobs = build_sweep(args, spec)
     if jobs:
         return _show_plans(jobs, args) if args.dry_run else _submit_sweep(jobs, args)
@@ -123,7 +123,7 @@ def _submit_sweep(specs: Sequence[JobSpec], args: Namespace) -> int:
 
     with progress():
         jobs = sweeps.submit_sweep(specs, args.target)
-    _say_warnings(jobs[0].record.plan().warnings)
+    _print_warnings(jobs[0].record.plan().warnings)
     if args.json:
         print_json([_summary(job) for job in jobs])
     else:
@@ -131,8 +131,8 @@ def _submit_sweep(specs: Sequence[JobSpec], args: Namespace) -> int:
     failed = [job for job in jobs if job.record.warning]
     for job in failed:
         note(f"job {job.id}: {job.record.warning}")
-    of = f"{len(jobs) - len(failed)} of " if failed else ""
-    note(f"{of}{counted(len(jobs), 'job')} submitted to {args.target}; see them: accel list")
+    prefix = f"{len(jobs) - len(failed)} of " if failed else ""
+    note(f"{prefix}{counted(len(jobs), 'job')} submitted to {args.target}; see them: accel list")
     return exit_status.ERROR if failed else exit_status.OK
 
 
@@ -141,7 +141,7 @@ def _submit(spec: JobSpec, args: Namespace) -> int:
 
     with progress():
         job = submit_spec(spec, args.target)
-    _say_warnings(job.record.plan().warnings)
+    _print_warnings(job.record.plan().warnings)
     if args.json:
         print_json(_summary(job), one_line=args.follow)
     elif not args.follow:
@@ -152,20 +152,20 @@ def _submit(spec: JobSpec, args: Namespace) -> int:
 
 
 def _follow(job: Job, *, as_json: bool) -> int:
-    from .logs import LogPrinter, has_many_ranks, say_how_to_stop, why_it_waits
+    from .logs import LogPrinter, has_many_ranks, print_how_to_stop, report_queue_reason
 
     printer = LogPrinter(prefix=has_many_ranks(job, None), json=as_json, since=None, flush=True)
     try:
-        with why_it_waits(job):
+        with report_queue_reason(job):
             printer.print(job.logs(follow=True))
             status = job.wait()
     except KeyboardInterrupt:
-        say_how_to_stop(job)
+        print_how_to_stop(job)
         return exit_status.INTERRUPTED
     if as_json:
         print_json(record_json(job.record), one_line=True)
     note(outcome(job.id, status))
-    return exit_status.of_job(status)
+    return exit_status.exit_code_of_job(status)
 
 
 def _summary(job: Job) -> dict[str, Any]:
@@ -179,43 +179,43 @@ def _summary(job: Job) -> dict[str, Any]:
     }
 
 
-def _say_warnings(warnings: Sequence[str]) -> None:
+def _print_warnings(warnings: Sequence[str]) -> None:
     for warning in warnings:
         note(f"warning: {warning}")
 
 
 # Options.
 
-_MANY: dict[str, Any] = {"action": "append", "default": []}
-_COUNT: dict[str, Any] = {"type": arguments.whole, "metavar": "N"}
+_REPEATABLE: dict[str, Any] = {"action": "append", "default": []}
+_COUNT: dict[str, Any] = {"type": arguments.integer, "metavar": "N"}
 _TIME: dict[str, Any] = {"type": arguments.duration, "metavar": "TIME"}
 
 
 def add_arguments(parser: Parser) -> None:
-    _what_to_run(parser.add_argument_group("what to run"))
-    _where(parser.add_argument_group("where, and with what"))
-    _sweep(parser.add_argument_group("many jobs at once"))
-    _when(parser.add_argument_group("when, and for how long"))
-    _how_to_answer(parser.add_argument_group("how to answer"))
+    _add_program(parser.add_argument_group("what to run"))
+    _add_placement(parser.add_argument_group("where, and with what"))
+    _add_sweep(parser.add_argument_group("many jobs at once"))
+    _add_scheduling(parser.add_argument_group("when, and for how long"))
+    _add_output(parser.add_argument_group("how to answer"))
 
 
-def _what_to_run(group: Group) -> None:
+def _add_program(group: Group) -> None:
     entry = group.add_mutually_exclusive_group()
     entry.add_argument("-m", "--module", action="store_true", help="the word that follows the options is a module")
     entry.add_argument("--no-python", action="store_true", help="it is a command that is not Python")
     group.add_argument("--name", help="what people call the job (default: the script's name)")
     group.add_argument("--code", metavar="DIR", help="the directory that holds the program (default: this one)")
     setup = "a command that is run once on each node before the ranks, its words as in a shell; repeatable"
-    group.add_argument("--setup", metavar="COMMAND", type=arguments.command, **_MANY, help=setup)
+    group.add_argument("--setup", metavar="COMMAND", type=arguments.command, **_REPEATABLE, help=setup)
     file = "settings of the launch, from a file that `accel config` writes; --env, --nodes and the like go before it"
     group.add_argument("--config_file", metavar="FILE", help=file)
     variable = "a variable for the job; without a value, the one it has here; repeatable"
-    group.add_argument("--env", metavar="NAME[=VALUE]", type=arguments.environment, **_MANY, help=variable)
+    group.add_argument("--env", metavar="NAME[=VALUE]", type=arguments.environment, **_REPEATABLE, help=variable)
     secret = "a variable whose value is read here: env:NAME or file:PATH (kubernetes: secret:NAME/KEY); repeatable"
-    group.add_argument("--secret", metavar="NAME=REFERENCE", type=arguments.secret, **_MANY, help=secret)
+    group.add_argument("--secret", metavar="NAME=REFERENCE", type=arguments.secret, **_REPEATABLE, help=secret)
 
 
-def _where(group: Group) -> None:
+def _add_placement(group: Group) -> None:
     group.add_argument("--target", help="a name in accel.yaml, or a kind of target (default: local)")
     nodes = "machines (default: 1, or as --hosts, --hostfile or --config_file says); 2:8 for a world that may grow"
     group.add_argument("--nodes", type=arguments.nodes, metavar="N", help=nodes)
@@ -226,7 +226,7 @@ def _where(group: Group) -> None:
     option = "an option of the target, typed as in accel.yaml; repeatable"
     group.add_argument("--accelerator", metavar="TYPE", help="the type of the GPUs, where the target can choose")
     group.add_argument("--image", metavar="IMAGE", help="a container image, where the target runs one")
-    group.add_argument("--option", metavar="KEY=VALUE", type=arguments.target_option, **_MANY, help=option)
+    group.add_argument("--option", metavar="KEY=VALUE", type=arguments.target_option, **_REPEATABLE, help=option)
     hosts = "machines of an ssh target: a,b or user@host:port or gpu[01-16], or a pattern of ~/.ssh/config"
     group.add_argument("--hosts", metavar="LIST", help=hosts)
     group.add_argument(
@@ -238,24 +238,24 @@ def _where(group: Group) -> None:
     group.add_argument("--snapshot", action="store_true", help="run a copy of the code as it is now (local, slurm)")
 
 
-def _sweep(group: Group) -> None:
+def _add_sweep(group: Group) -> None:
     axis = "a job for each value: {NAME} in the arguments, or --NAME VALUE after them; repeatable, all combinations"
-    group.add_argument("--sweep", metavar="NAME=V1,V2", type=arguments.axis, **_MANY, help=axis)
+    group.add_argument("--sweep", metavar="NAME=V1,V2", type=arguments.axis, **_REPEATABLE, help=axis)
     group.add_argument("--array", metavar="FILE", help="the same from a table: CSV, or YAML with points or a grid")
 
 
-def _when(group: Group) -> None:
-    group.add_argument("--after", metavar="JOB", **_MANY, help="start when this job has succeeded; repeatable")
+def _add_scheduling(group: Group) -> None:
+    group.add_argument("--after", metavar="JOB", **_REPEATABLE, help="start when this job has succeeded; repeatable")
     group.add_argument("--time-limit", **_TIME, help="for one attempt: 90 (s), 30m, 1h30m")
     group.add_argument("--grace", **_TIME, default=30.0, help="between SIGTERM and SIGKILL (default: 30s)")
     restarts = "how often all ranks are started again after a failure (default: 0)"
     group.add_argument("--max-restarts", **_COUNT, default=0, help=restarts)
 
 
-def _how_to_answer(group: Group) -> None:
+def _add_output(group: Group) -> None:
     follow = group.add_mutually_exclusive_group()
     follow.add_argument("--follow", action="store_true", help="print what the job writes and exit with its exit code")
     follow.add_argument("--detach", action="store_true", help="print the job's id and return (the default)")
-    dry = "print what would be done, and do nothing; =server: and ask the target what it would refuse of it"
-    group.add_argument("--dry-run", nargs="?", const="client", choices=("client", "server"), help=dry)
+    dry_help = "print what would be done, and do nothing; =server: and ask the target what it would refuse of it"
+    group.add_argument("--dry-run", nargs="?", const="client", choices=("client", "server"), help=dry_help)
     group.add_argument("--json", action="store_true", help="answer in JSON")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from .argv import UsageError
-from .carried import Carried, launch_variables, machines, processes
+from .carried import LaunchDefaults, launch_variables, machines, processes
 
 if TYPE_CHECKING:
     from accel.settings.precedence import Value
@@ -41,115 +41,117 @@ _OPTIONS = {
     "volume_kms_key": "volume_kms_key_id",
     "volume_size": "volume_size_in_gb",
 }
-# -> options, or fields of `Carried`, whose values have another form.
+# -> options, or fields of `LaunchDefaults`, whose values have another form.
 _CONVERTED: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "disable_output_compression": ("output_compression_type", lambda value: "NONE" if value else "GZIP"),
     "environment": ("env", lambda value: {str(name): str(text) for name, text in value.items()}),
     "max_run": ("time_limit_s", float),
-    "metric_definitions": ("metric_definitions", lambda value: [_metric(one["Name"], one["Regex"]) for one in value]),
-    "tags": ("tags", lambda value: value if isinstance(value, dict) else {one["Key"]: one["Value"] for one in value}),
+    "metric_definitions": ("metric_definitions", lambda value: [_metric(row["Name"], row["Regex"]) for row in value]),
+    "tags": ("tags", lambda value: value if isinstance(value, dict) else {row["Key"]: row["Value"] for row in value}),
 }
 
 
-def from_sagemaker_config(command: str, found: Mapping[str, Value], script: str = "") -> Carried:
+def from_sagemaker_config(command: str, settings: Mapping[str, Value], script: str = "") -> LaunchDefaults:
     """Return the job that the settings of a SageMaker file describe. Its options override the target's.
 
     script: the program; a requirements.txt in its directory is installed, as by SageMaker's estimators.
 
     Raises UsageError with the line of the file.
     """
-    values = {name: value.value for name, value in found.items()}
-    made = _from_arguments(command, found, values)
+    values = {name: value.value for name, value in settings.items()}
+    options = _from_arguments(command, settings, values)
     for name in ("ec2_instance_type", "iam_role_name"):
         if not values[name]:
-            raise UsageError(command, f"{found['compute_environment'].source}: SageMaker needs {name} in this file")
-    kind, where = values["distributed_type"] or "NO", found["distributed_type"].source
+            raise UsageError(command, f"{settings['compute_environment'].source}: SageMaker needs {name} in this file")
+    kind, source = values["distributed_type"] or "NO", settings["distributed_type"].source
     if kind == "MODEL_PARALLEL":
-        raise UsageError(command, f"{where}: distributed_type MODEL_PARALLEL: SageMaker's library is not supported: "
+        raise UsageError(command, f"{source}: distributed_type MODEL_PARALLEL: SageMaker's library is not supported: "
                          "give DATA_PARALLEL, or shard with FSDP (accel submit --target NAME)")  # fmt: skip
     notes = []
     if kind == "DATA_PARALLEL":
-        notes.append(f"warning: {where}: distributed_type DATA_PARALLEL runs as DDP, without SageMaker's own library")
-    image, older = _image(found, values)
-    env, time_limit_s = made.pop("env", {}), made.pop("time_limit_s", None)
-    made["metric_definitions"] = made.get("metric_definitions", []) + [
-        _metric(*row) for _, row in _rows(command, values["sagemaker_metrics_file"], found["sagemaker_metrics_file"])
+        notes.append(f"warning: {source}: distributed_type DATA_PARALLEL runs as DDP, without SageMaker's own library")
+    image, image_warnings = _image(settings, values)
+    env, time_limit_s = options.pop("env", {}), options.pop("time_limit_s", None)
+    options["metric_definitions"] = options.get("metric_definitions", []) + [
+        _metric(*row) for _, row in _rows(command, values["sagemaker_metrics_file"], settings["sagemaker_metrics_file"])
     ]
-    made["input_data_config"] = _channels(command, values["sagemaker_inputs_file"], found["sagemaker_inputs_file"])
+    options["input_data_config"] = _channels(
+        command, values["sagemaker_inputs_file"], settings["sagemaker_inputs_file"]
+    )
     requirements = os.path.join(os.path.dirname(script), "requirements.txt")
     if script and not os.path.isabs(script) and os.path.isfile(requirements):
-        made["requirements"] = requirements
-    given = {"role": values["iam_role_name"], "instance_type": values["ec2_instance_type"], "image": image}
-    given |= {"profile": values["profile"], "region": values["region"], "cpu": values["cpu"] or None}
-    low, high = machines(found["compute_environment"].source, values, command)
-    per_node = processes(found["compute_environment"].source, values, low, command)
-    return Carried(
+        options["requirements"] = requirements
+    base_options = {"role": values["iam_role_name"], "instance_type": values["ec2_instance_type"], "image": image}
+    base_options |= {"profile": values["profile"], "region": values["region"], "cpu": values["cpu"] or None}
+    low, high = machines(settings["compute_environment"].source, values, command)
+    per_node = processes(settings["compute_environment"].source, values, low, command)
+    return LaunchDefaults(
         env=launch_variables(values) | env,
         nodes=(low, high if high != low else None),
         procs_per_node=1 if kind == "NO" and not per_node else per_node,
-        notes=(*notes, *older),
+        notes=(*notes, *image_warnings),
         kind="sagemaker",
         name=values["base_job_name"],
         time_limit_s=time_limit_s,
-        options={name: value for name, value in {**given, **made}.items() if value not in (None, [])},
+        options={name: value for name, value in {**base_options, **options}.items() if value not in (None, [])},
     )
 
 
-def use_keys(found: Mapping[str, Value]) -> tuple[dict[str, Value], list[str]]:
+def use_keys(settings: Mapping[str, Value]) -> tuple[dict[str, Value], list[str]]:
     """Put AWS keys from the command line into this process's environment only. They override a profile.
 
     Returns the settings without the profile, and a warning.
     """
-    given = [name for name in _KEYS if found[name].layer == "flag"]
-    if not given:
-        return dict(found), []
-    os.environ.update({name.upper(): str(found[name].value) for name in given})
+    key_names = [name for name in _KEYS if settings[name].layer == "flag"]
+    if not key_names:
+        return dict(settings), []
+    os.environ.update({name.upper(): str(settings[name].value) for name in key_names})
     warning = (
-        f"warning: --{given[0]}: other users see it in the list of processes, and it holds for this process only: "
+        f"warning: --{key_names[0]}: other users see it in the list of processes, and it holds for this process only: "
         "leave keys to AWS's credential chain (aws configure, aws sso login, AWS_PROFILE, AWS_ACCESS_KEY_ID)"
     )
-    return {**found, "profile": found["profile"]._replace(value=None)}, [warning]
+    return {**settings, "profile": settings["profile"]._replace(value=None)}, [warning]
 
 
-def _from_arguments(command: str, found: Mapping[str, Value], values: dict[str, Any]) -> dict[str, Any]:
+def _from_arguments(command: str, settings: Mapping[str, Value], values: dict[str, Any]) -> dict[str, Any]:
     """Return the options in `additional_args`; those that are settings of the file are set in `values`."""
-    made: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for name, value in (values["additional_args"] or {}).items():
-        where = f"{found['additional_args'].source}: additional_args: {name}"
+        location = f"{settings['additional_args'].source}: additional_args: {name}"
         if name in _SETTINGS:
             values[_SETTINGS[name]] = value
         elif name in _OPTIONS:
-            _check(command, where, _OPTIONS[name], value)
-            made[_OPTIONS[name]] = value
+            _check(command, location, _OPTIONS[name], value)
+            options[_OPTIONS[name]] = value
         elif name in _CONVERTED:
             option, convert = _CONVERTED[name]
             try:
-                made[option] = convert(value)
+                options[option] = convert(value)
             except (AttributeError, KeyError, TypeError, ValueError):
-                raise UsageError(command, f"{where}: not a value of SageMaker's estimators: {value!r}") from None
+                raise UsageError(command, f"{location}: not a value of SageMaker's estimators: {value!r}") from None
         else:
             from accel.errors import nearest
 
             known = sorted({**_SETTINGS, **_OPTIONS, **_CONVERTED})
             problem = f"not taken over{nearest(str(name), known)} (taken over: {', '.join(known)})"
-            raise UsageError(command, f"{where}: {problem}")
-    return made
+            raise UsageError(command, f"{location}: {problem}")
+    return options
 
 
-def _check(command: str, where: str, option: str, value: Any) -> None:
+def _check(command: str, location: str, option: str, value: Any) -> None:
     """Raise UsageError for an invalid value of the option."""
     from schedulers.config.schema import make_options
     from schedulers.errors import ConfigError
     from schedulers.sagemaker.options import SageMakerOptions
 
-    least = {"role": "it", "instance_type": "it"}
+    required = {"role": "it", "instance_type": "it"}
     try:
-        make_options(SageMakerOptions, {**least, option: value}, {}, lambda path, of_key: where)
+        make_options(SageMakerOptions, {**required, option: value}, {}, lambda path, of_key: location)
     except ConfigError as error:
         raise UsageError(command, str(error)) from None
 
 
-def _image(found: Mapping[str, Value], values: Mapping[str, Any]) -> tuple[str, list[str]]:
+def _image(settings: Mapping[str, Value], values: Mapping[str, Any]) -> tuple[str, list[str]]:
     """Return the image, and a warning if it is not of the version that the file names."""
     from schedulers.sagemaker import images
 
@@ -158,10 +160,10 @@ def _image(found: Mapping[str, Value], values: Mapping[str, Any]) -> tuple[str, 
         return str(values["image_uri"]), []
     if any(known in (version, f"{version}.0") or known.rpartition(".")[0] == version for known in images.VERSIONS):
         return f"pytorch:{version}", []
-    asked = f"pytorch_version {version}, py_version {values['py_version']}"
-    runs = f"pytorch:{images.NEWEST} ({images.VERSIONS[images.NEWEST]})"
+    pins = f"pytorch_version {version}, py_version {values['py_version']}"
+    image = f"pytorch:{images.NEWEST} ({images.VERSIONS[images.NEWEST]})"
     remedy = "name packages in requirements.txt, or give image_uri"
-    warning = f"warning: {found['pytorch_version'].source}: {asked}: not an image that accel runs on; it is {runs}"
+    warning = f"warning: {settings['pytorch_version'].source}: {pins}: not an image that accel runs on; it is {image}"
     return f"pytorch:{images.NEWEST}", [f"{warning}, without Transformers: {remedy}"]
 
 
@@ -171,10 +173,10 @@ def _metric(name: Any, regex: Any) -> dict[str, str]:
 
 def _channels(command: str, path: str | None, value: Value) -> list[dict[str, Any]]:
     channels = []
-    for where, (name, uri) in _rows(command, path, value):
+    for location, (name, uri) in _rows(command, path, value):
         if name == "code" or not uri.startswith("s3://"):
             problem = "accel's own channel: take another name" if name == "code" else f"not an s3:// location: {uri!r}"
-            raise UsageError(command, f"{where}: channel {name}: {problem}")
+            raise UsageError(command, f"{location}: channel {name}: {problem}")
         source = {"s3_data_type": "S3Prefix", "s3_uri": uri, "s3_data_distribution_type": "FullyReplicated"}
         channels.append({"channel_name": name, "data_source": {"s3_data_source": source}})
     return channels
@@ -212,7 +214,7 @@ _OF_TARGET = ("gpu_ids", "rdzv_backend", "deepspeed_inclusion_filter", "deepspee
 _OF_POD = ("tpu_use_sudo", "vm")
 
 
-def from_config_file(path: str, script: str = "") -> Carried:
+def from_config_file(path: str, script: str = "") -> LaunchDefaults:
     """Return the settings of a file; `script` is the program.
 
     Raises UsageError for an invalid file, and for one that a job cannot use.
@@ -223,30 +225,30 @@ def from_config_file(path: str, script: str = "") -> Carried:
     from .launch_file import read_file
 
     file = read_file(_COMMAND, path)
-    found = resolve({}, {}, file.entries, file.where)
-    options = {name: value.value for name, value in found.items()}
-    wrong = contradictions(options, {name: value.source for name, value in found.items() if value.layer == "file"})
-    if wrong:
-        raise UsageError(_COMMAND, wrong)
+    settings = resolve({}, {}, file.entries, file.location)
+    options = {name: value.value for name, value in settings.items()}
+    problem = contradictions(options, {name: value.source for name, value in settings.items() if value.layer == "file"})
+    if problem:
+        raise UsageError(_COMMAND, problem)
     if options["compute_environment"] != "LOCAL_MACHINE":
-        return from_sagemaker_config(_COMMAND, found, script)
-    for name, what in _ELSEWHERE.items():
+        return from_sagemaker_config(_COMMAND, settings, script)
+    for name, platform in _ELSEWHERE.items():
         if options[name]:
-            raise UsageError(_COMMAND, f"{path} is for {what}: accel launch --config_file {path} SCRIPT starts it")
+            raise UsageError(_COMMAND, f"{path} is for {platform}: accel launch --config_file {path} SCRIPT starts it")
     low, high = machines(path, options, _COMMAND)
     per_node = processes(path, options, low, _COMMAND)
-    return Carried(
+    return LaunchDefaults(
         env=launch_variables(options) | _pod_variables(options),
-        nodes=(low, high if high != low else None) if found["num_machines"].layer == "file" else None,
+        nodes=(low, high if high != low else None) if settings["num_machines"].layer == "file" else None,
         procs_per_node=per_node,
         gpus=per_node if options["multi_gpu"] else None,
-        notes=tuple(_left_out(found)),
+        notes=tuple(_dropped_settings(settings)),
         kind="tpu" if options["tpu"] else None,
-        options=_of_slice(options) if options["tpu"] else {},
+        options=_tpu_options(options) if options["tpu"] else {},
     )
 
 
-def _of_slice(options: Mapping[str, Any]) -> dict[str, Any]:
+def _tpu_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return a TPU file's settings as options of a tpu target."""
     names = {"name": "tpu_name", "zone": "tpu_zone", "main_training_function": "main_training_function"}
     return {key: options[name] for key, name in names.items() if options[name]}
@@ -257,17 +259,17 @@ def _pod_variables(options: Mapping[str, Any]) -> dict[str, str]:
     return dict(pair.split("=", 1) for pair in options["env"] or ())
 
 
-def _left_out(found: Mapping[str, Value]) -> Iterator[str]:
+def _dropped_settings(settings: Mapping[str, Value]) -> Iterator[str]:
     from accel.settings import BY_NAME
     from accel.settings.contradictions import is_given
 
-    options = {name: value.value for name, value in found.items()}
+    options = {name: value.value for name, value in settings.items()}
     for name in _OF_TARGET:
         if is_given(name, options) and options[name] != BY_NAME[name].default:
-            said = f"{found[name].source}: {BY_NAME[name].file_key} {options[name]}"
-            yield f"{said} is left out: which machines and GPUs a job has is for its target to say"
+            prefix = f"{settings[name].source}: {BY_NAME[name].file_key} {options[name]}"
+            yield f"{prefix} is left out: which machines and GPUs a job has is for its target to say"
     for name in _OF_POD:
         if is_given(name, options) and options[name] != BY_NAME[name].default:
-            yield f"{found[name].source}: {BY_NAME[name].file_key} is left out: only accel launch has a use for it"
+            yield f"{settings[name].source}: {BY_NAME[name].file_key} is left out: only accel launch has a use for it"
     if options["multi_gpu"] and not options["num_processes"]:
-        yield f"{found['multi_gpu'].source}: num_processes is not said: the job asks for as many GPUs as --gpus says"
+        yield f"{settings['multi_gpu'].source}: num_processes is not said: the job asks for as many GPUs as --gpus says"

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .argv import UsageError
-from .carried import Carried
+from .carried import LaunchDefaults
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from schedulers.job import Entry, JobSpec
 
 
-def build_spec(args: Namespace, program: Sequence[str], carried: Carried | None = None) -> JobSpec:
+def build_spec(args: Namespace, program: Sequence[str], defaults: LaunchDefaults | None = None) -> JobSpec:
     """Return the job of the command line and its configuration file. Sets `args.target`.
 
     Raises UsageError or SpecError; reads files, changes none.
@@ -32,54 +32,54 @@ def build_spec(args: Namespace, program: Sequence[str], carried: Carried | None 
         raise UsageError("accel submit", f"--code: no directory {code}")
     if entry == "script":
         _check_script(program[0], os.path.join(code, workdir))
-    if carried is None:
-        carried = _carried(args, program[0] if entry == "script" and args.code is None else "")
-    args.target = _target(args, carried)
-    nodes = _nodes(args, carried)
-    gpus = carried.gpus if args.gpus is None else args.gpus
+    if defaults is None:
+        defaults = _carried(args, program[0] if entry == "script" and args.code is None else "")
+    args.target = _target(args, defaults)
+    nodes = _nodes(args, defaults)
+    gpus = defaults.gpus if args.gpus is None else args.gpus
     return JobSpec(
         argv=tuple(program),
         entry=entry,
-        name=(carried.name or default_name(program[0], entry)) if args.name is None else args.name,
+        name=(defaults.name or default_name(program[0], entry)) if args.name is None else args.name,
         nodes=nodes[0],
         max_nodes=nodes[1],
-        procs_per_node=args.procs_per_node or carried.procs_per_node,
+        procs_per_node=args.procs_per_node or defaults.procs_per_node,
         resources=Resources(gpus=gpus or 0, cpus=args.cpus, memory_gb=args.memory, accelerator=args.accelerator),
         image=args.image,
-        env=carried.env | _once("--env", args.env),
-        secrets=_once("--secret", args.secret),
+        env=defaults.env | merge_unique("--env", args.env),
+        secrets=merge_unique("--secret", args.secret),
         code=code,
         workdir=workdir,
         setup=tuple(args.setup),
-        time_limit_s=carried.time_limit_s if args.time_limit is None else args.time_limit,
+        time_limit_s=defaults.time_limit_s if args.time_limit is None else args.time_limit,
         grace_s=args.grace,
         retry=Retry(max_restarts=args.max_restarts),
         after=tuple(args.after),
-        options={**carried.options, **_target_options(args)},
+        options={**defaults.options, **_target_options(args)},
     )
 
 
-def _carried(args: Namespace, script: str) -> Carried:
+def _carried(args: Namespace, script: str) -> LaunchDefaults:
     from . import submit_config
     from .output import note
 
     if args.config_file is None:
-        return Carried({})
-    carried = submit_config.from_config_file(args.config_file, script)
-    for line in carried.notes:
+        return LaunchDefaults({})
+    defaults = submit_config.from_config_file(args.config_file, script)
+    for line in defaults.notes:
         note(line)
-    return carried
+    return defaults
 
 
-def _target(args: Namespace, carried: Carried) -> str:
+def _target(args: Namespace, defaults: LaunchDefaults) -> str:
     """Return the target's name: the given one, else the file's kind. Raises UsageError if they contradict."""
-    if args.target is None or carried.kind is None:
-        return str(args.target or carried.kind or "local")
+    if args.target is None or defaults.kind is None:
+        return str(args.target or defaults.kind or "local")
     from schedulers.config.named_targets import known_targets
 
-    kind = next((one.kind for one in known_targets() if one.name == args.target), carried.kind)
-    if kind != carried.kind:
-        problem = f"is for a {carried.kind} target, and {args.target} is of kind {kind}"
+    kind = next((entry.kind for entry in known_targets() if entry.name == args.target), defaults.kind)
+    if kind != defaults.kind:
+        problem = f"is for a {defaults.kind} target, and {args.target} is of kind {kind}"
         raise UsageError("accel submit", f"--config_file {args.config_file} {problem}")
     return str(args.target)
 
@@ -94,7 +94,7 @@ def build_sweep(args: Namespace, spec: JobSpec) -> list[JobSpec]:
         raise UsageError("accel submit", "--follow follows one job; submit the sweep, then accel logs -f JOB")
     from schedulers import sweeps
 
-    points = sweeps.read(args.array) if args.array is not None else sweeps.grid(_once("--sweep", args.sweep))
+    points = sweeps.read(args.array) if args.array is not None else sweeps.grid(merge_unique("--sweep", args.sweep))
     return sweeps.specs(spec, points)
 
 
@@ -104,23 +104,23 @@ def _check_script(script: str, directory: str) -> None:
     path = os.path.join(directory, script)
     if not script or "\0" in script or os.path.isfile(path) or os.path.isfile(os.path.join(path, "__main__.py")):
         return  # JobSpec refuses the first two
-    what = "it is a directory without __main__.py" if os.path.isdir(path) else "it does not exist"
+    problem = "it is a directory without __main__.py" if os.path.isdir(path) else "it does not exist"
     with contextlib.suppress(OSError):
-        what += nearest(os.path.basename(script), os.listdir(os.path.dirname(path)))
+        problem += nearest(os.path.basename(script), os.listdir(os.path.dirname(path)))
     hint = "a module: -m; a command that is not Python: --no-python"
-    raise UsageError("accel submit", f"no script at {os.path.normpath(path)}: {what} ({hint})")
+    raise UsageError("accel submit", f"no script at {os.path.normpath(path)}: {problem} ({hint})")
 
 
-def _once(option: str, pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+def merge_unique(option: str, pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     """Return pairs as a mapping. Raises UsageError for a key with two different values."""
-    found: dict[str, Any] = {}
+    merged: dict[str, Any] = {}
     for key, value in pairs:
-        if found.setdefault(key, value) != value:
+        if merged.setdefault(key, value) != value:
             raise UsageError("accel submit", f"{option} gives {key} twice, with two values: keep one")
-    return found
+    return merged
 
 
-def _nodes(args: Namespace, carried: Carried) -> tuple[int, int | None]:
+def _nodes(args: Namespace, defaults: LaunchDefaults) -> tuple[int, int | None]:
     """Return the least and (in a world that may grow) the most nodes.
 
     They are those requested, else all machines on the command line but the spares, else the file's.
@@ -128,16 +128,16 @@ def _nodes(args: Namespace, carried: Carried) -> tuple[int, int | None]:
     if args.nodes is not None:
         return int(args.nodes[0]), args.nodes[1]
     if args.hosts is None and args.hostfile is None:
-        return carried.nodes or (1, None)
-    count = _named(args)
-    spares, said = _spares(args)
+        return defaults.nodes or (1, None)
+    count = _machine_count(args)
+    spares, option = _spares(args)
     if count <= spares:
         hosts = f"{count} host{'s' if count > 1 else ''}"
-        raise UsageError("accel submit", f"{said} leaves none of the {hosts} to run on")
+        raise UsageError("accel submit", f"{option} leaves none of the {hosts} to run on")
     return count - spares, None
 
 
-def _named(args: Namespace) -> int:
+def _machine_count(args: Namespace) -> int:
     """Return the number of machines on the command line."""
     from schedulers.errors import ConfigError, SpecError
     from schedulers.hosts.host_list import parse_hosts, read_hostfile
@@ -157,8 +157,8 @@ def _spares(args: Namespace) -> tuple[int, str]:
     from schedulers.config.named_targets import resolve_target
     from schedulers.store.store import Store
 
-    resolved = resolve_target(args.target, Store.default().jobs, overrides=_target_options(args))
-    spares = int(resolved.options.get("spares", 0))
+    target = resolve_target(args.target, Store.default().jobs, overrides=_target_options(args))
+    spares = int(target.options.get("spares", 0))
     return spares, f"spares: {spares} of target {args.target}"
 
 
@@ -181,4 +181,4 @@ def _target_options(args: Namespace) -> dict[str, Any]:
         pairs.append(("concurrency", args.concurrency))
     if args.snapshot:
         pairs.append(("snapshot", True))
-    return _once("--option", pairs)
+    return merge_unique("--option", pairs)

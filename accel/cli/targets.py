@@ -61,13 +61,13 @@ def run(args: Namespace) -> int:
     ignored = refused_entry_points()
     options = _without_secrets([dict(target.options) for target in targets])
     if args.json:
-        shown = [
+        entries = [
             {"name": t.name, "kind": t.kind, "options": o, "source": t.source}
             for t, o in zip(targets, options, strict=True)
         ]
-        print_json({"targets": shown, "ignored": [*ignored, *skipped_files()]})
+        print_json({"targets": entries, "ignored": [*ignored, *skipped_files()]})
         return exit_status.OK
-    rows = [(t.name, t.kind, t.source, _words(o)) for t, o in zip(targets, options, strict=True)]
+    rows = [(t.name, t.kind, t.source, _format_options(o)) for t, o in zip(targets, options, strict=True)]
     print_rows(COLUMNS, rows, on_terminal=rows)
     for line in ignored:
         note(f"warning: {line}")
@@ -80,9 +80,9 @@ def _check(args: Namespace) -> int:
     from schedulers.store.store import Store
     from schedulers.target import Checks
 
-    word, *names = args.check
-    if word != "check":
-        raise UsageError("accel targets", f"unknown action {word!r}{nearest(word, ['check'])} (there is: check NAME)")
+    verb, *names = args.check
+    if verb != "check":
+        raise UsageError("accel targets", f"unknown action {verb!r}{nearest(verb, ['check'])} (there is: check NAME)")
     if not names:
         raise UsageError(_CHECK, f"which target? {_CHECK} NAME")
     if len(names) > 1:
@@ -93,17 +93,17 @@ def _check(args: Namespace) -> int:
         raise UsageError(_CHECK, str(error)) from None
     if not isinstance(target, Checks):
         raise UsageError(_CHECK, f"target {names[0]} has no machines that can be checked before a submit")
-    found = target.check(args.gpus or 0)
+    report = target.check(args.gpus or 0)
     if args.json:
-        print_json({"name": names[0], "table": found.table, "failures": found.failures, "warnings": found.warnings})
+        print_json({"name": names[0], "table": report.table, "failures": report.failures, "warnings": report.warnings})
     else:
-        header, *rows = found.table
+        header, *rows = report.table
         print_rows([name.upper() for name in header], rows, on_terminal=rows)
-        for line in found.failures:
+        for line in report.failures:
             note(f"fails: {line}")
-        for line in found.warnings:
+        for line in report.warnings:
             note(f"warning: {line}")
-    return exit_status.ERROR if found.failures else exit_status.OK
+    return exit_status.ERROR if report.failures else exit_status.OK
 
 
 def _without_secrets(options: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -111,11 +111,11 @@ def _without_secrets(options: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
     from accel.diagnostics.redaction import secrets_of, without_secrets
 
-    shown: list[dict[str, Any]] = without_secrets(options, known=secrets_of([dict(os.environ), *options]))
-    return shown
+    redacted: list[dict[str, Any]] = without_secrets(options, known=secrets_of([dict(os.environ), *options]))
+    return redacted
 
 
-def _words(options: Mapping[str, Any]) -> str:
+def _format_options(options: Mapping[str, Any]) -> str:
     import json
 
     return " ".join(f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in options.items())

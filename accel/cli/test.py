@@ -18,7 +18,7 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
-from accel.launch.signals import Told
+from accel.launch.signals import TerminationSignals
 from schedulers.processes import die_with_parent
 
 from . import arguments, exit_status
@@ -73,50 +73,52 @@ def run(args: Namespace) -> int:
 
 def _file(args: Namespace) -> str | None:
     """Return the configuration file in use, as for `accel launch`."""
-    from .launch_file import in_use
+    from .launch_file import active_path
 
-    return None if args.cpu and args.config_file is None else in_use(args.config_file)
+    return None if args.cpu and args.config_file is None else active_path(args.config_file)
 
 
 def launches(args: Namespace, path: str | None) -> list[list[str]]:
     """Return the flags of each launch to run. Raises UsageError."""
     from accel.launch.devices import find
-    from accel.settings.contradictions import WAYS
+    from accel.settings.contradictions import BACKEND_SWITCHES
 
-    from .launch import resolved
+    from .launch import resolve_settings
 
-    asked = {"config_file": path, "cpu": args.cpu or None, "num_processes": args.num_processes}
-    found = resolved({name: value for name, value in asked.items() if value is not None}, command=_COMMAND)
-    if found["compute_environment"].value == "AMAZON_SAGEMAKER":
+    requested = {"config_file": path, "cpu": args.cpu or None, "num_processes": args.num_processes}
+    settings = resolve_settings(
+        {name: value for name, value in requested.items() if value is not None}, command=_COMMAND
+    )
+    if settings["compute_environment"].value == "AMAZON_SAGEMAKER":
         raise UsageError(_COMMAND, f"{path} is for SageMaker: the checks run on this machine, or on a --target")
     flags = [*([] if path is None else [f"--config_file={path}"]), *(["--cpu"] if args.cpu else [])]
-    if found["num_processes"].layer == "file":
+    if settings["num_processes"].layer == "file":
         return [flags]
-    ways = [name for name in WAYS if found[name].value]
-    here = None if ways else find().count  # said, else a CPU does for want of GPUs
+    switches = [name for name in BACKEND_SWITCHES if settings[name].value]
+    gpus = None if switches else find().count  # said, else a CPU does for want of GPUs
 
-    def on(count: int) -> list[str]:
-        return [*flags, f"--num_processes={count}", *(["--cpu"] if here is not None and count > here else [])]
+    def flags_for(count: int) -> list[str]:
+        return [*flags, f"--num_processes={count}", *(["--cpu"] if gpus is not None and count > gpus else [])]
 
     if args.num_processes:
-        return [on(args.num_processes)]
-    sharded = [[*on(_COUNTS[-1]), "--use_fsdp"]] if path is None and ways in ([], ["cpu"]) else []
-    return [*map(on, _COUNTS), *sharded]
+        return [flags_for(args.num_processes)]
+    sharded = [[*flags_for(_COUNTS[-1]), "--use_fsdp"]] if path is None and switches in ([], ["cpu"]) else []
+    return [*map(flags_for, _COUNTS), *sharded]
 
 
 def _run_here(flags: Sequence[str], *, as_json: bool) -> int:
     """Run the checks under `accel launch`, which ends gracefully with this process. Output is forwarded at once."""
     parent = os.getpid()
     command = [sys.executable, "-m", "accel", "launch", *flags, "-m", _MODULE, "--json"]
-    running = subprocess.Popen(
+    process = subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, preexec_fn=lambda: die_with_parent(signal.SIGTERM, parent)
     )
-    told = Told(lambda signum: running.send_signal(signal.SIGTERM))
+    signals = TerminationSignals(lambda signum: process.send_signal(signal.SIGTERM))
     failed: dict[str, Any] | None = None
     last: str | None = None
     try:
-        assert running.stdout is not None
-        for line in running.stdout:
+        assert process.stdout is not None
+        for line in process.stdout:
             result = _result(line)
             if result is None:
                 print(line, end="", file=sys.stderr)
@@ -124,17 +126,17 @@ def _run_here(flags: Sequence[str], *, as_json: bool) -> int:
             last = str(result["check"])
             failed = failed or (None if result["ok"] else result)
             _show(result, as_json=as_json)
-        code = running.wait()
+        code = process.wait()
     except KeyboardInterrupt:
-        running.wait()  # it has been interrupted too, and ends its processes
+        process.wait()  # it has been interrupted too, and ends its processes
         raise
     finally:
-        told.forget()
-    if told.signum:
-        return told.exit_code
+        signals.forget()
+    if signals.signum:
+        return signals.exit_code
     if failed is not None:
-        said = f"process {failed['process']} of {failed['processes']}: {failed['message']}"
-        note(f"test: {failed['check']!r} failed: {said}")
+        detail = f"process {failed['process']} of {failed['processes']}: {failed['message']}"
+        note(f"test: {failed['check']!r} failed: {detail}")
         return exit_status.ERROR
     if code == exit_status.USAGE and last is None:
         return code  # it was refused, and has said why
@@ -146,10 +148,10 @@ def _run_here(flags: Sequence[str], *, as_json: bool) -> int:
 
 def _result(line: str) -> dict[str, Any] | None:
     try:
-        found = json.loads(line)
+        result = json.loads(line)
     except ValueError:
         return None
-    return found if isinstance(found, dict) and {"check", "processes", "ok"} <= found.keys() else None
+    return result if isinstance(result, dict) and {"check", "processes", "ok"} <= result.keys() else None
 
 
 def _show(result: dict[str, Any], *, as_json: bool) -> None:
@@ -166,12 +168,12 @@ def _run_there(args: Namespace) -> int:
 
     if args.config_file is not None:
         raise UsageError(_COMMAND, "--config_file is for this machine: a target's settings are in accel.yaml")
-    words = [f"--target={args.target}", "--name=sanity", "--follow", "-m", _MODULE]
+    argv = [f"--target={args.target}", "--name=sanity", "--follow", "-m", _MODULE]
     if args.num_processes is not None:
-        words.insert(0, f"--procs-per-node={args.num_processes}")
+        argv.insert(0, f"--procs-per-node={args.num_processes}")
     if args.cpu:
-        words.insert(0, "--env=ACCELERATE_USE_CPU=1")
-    code = submit.run_argv([*words, *(["--json"] if args.json else [])])
+        argv.insert(0, "--env=ACCELERATE_USE_CPU=1")
+    code = submit.run_argv([*argv, *(["--json"] if args.json else [])])
     if code not in (exit_status.OK, exit_status.INTERRUPTED):
         note(f"test: failed on {args.target}; the line that begins with FAILED names the check")
     if code == exit_status.OK:

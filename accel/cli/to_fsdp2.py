@@ -35,7 +35,7 @@ _RESHARDS = {
     "true": True,
     "false": False,
 }
-_DROPPED = {
+_REMOVED_KEYS = {
     "fsdp_backward_prefetch": "weights are always fetched ahead in the backward",
     "fsdp_forward_prefetch": "FSDP2 has no such setting yet",
     "fsdp_sync_module_states": "weights are always those of the first process",
@@ -60,11 +60,11 @@ def run(args: Namespace) -> int:
     file = read_file(_COMMAND, args.config_file)
     if not args.overwrite and os.path.exists(output):
         raise UsageError(_COMMAND, f"--output_file: {output} is there already; --overwrite replaces it")
-    written, dropped = converted(file)
-    atomic_write.write(_COMMAND, [(output, _text(output, written))])
+    document, dropped = converted(file)
+    atomic_write.write(_COMMAND, [(output, _text(output, document))])
     if args.json:
-        why = [{"name": name, "why": reason} for name, reason in dropped.items()]
-        print_json({"file": output, "settings": written[_SECTION], "dropped": why})
+        reasons = [{"name": name, "why": reason} for name, reason in dropped.items()]
+        print_json({"file": output, "settings": document[_SECTION], "dropped": reasons})
     else:
         for name, reason in dropped.items():
             note(f"to-fsdp2: {name} is left out: {reason}")
@@ -79,25 +79,25 @@ def converted(file: Configuration) -> tuple[dict[str, Any], dict[str, str]]:
     fsdp = file.document.get(_SECTION)
     if not fsdp:
         raise UsageError(_COMMAND, f"{file.path} has no {_SECTION}: there is nothing to rewrite")
-    said = {name: entry.value for name, entry in file.entries.items()}
-    if said.get("fsdp_version") == "2":
+    values = {name: entry.value for name, entry in file.entries.items()}
+    if values.get("fsdp_version") == "2":
         raise UsageError(_COMMAND, f"{file.path} is for FSDP2 already (fsdp_version: 2)")
-    kept: dict[str, Any] = {}
+    fsdp2: dict[str, Any] = {}
     dropped: dict[str, str] = {}
     for key, value in fsdp.items():
         setting = setting_of(_SECTION, key)
         name = key if setting is None else setting.file_key
-        if name in _DROPPED:
-            dropped[name] = _DROPPED[name]
+        if name in _REMOVED_KEYS:
+            dropped[name] = _REMOVED_KEYS[name]
         elif name in (_STRATEGY, _RESHARD):
             # The strategy says it in the first FSDP; where it is not given, so may what is the second's already.
-            kept[_RESHARD] = _RESHARDS.get(str(said.get(_STRATEGY) or said.get(_RESHARD)))
+            fsdp2[_RESHARD] = _RESHARDS.get(str(values.get(_STRATEGY) or values.get(_RESHARD)))
         else:
-            kept[name] = value
-    strategy = said.get(_STRATEGY, "")
+            fsdp2[name] = value
+    strategy = values.get(_STRATEGY, "")
     if strategy.startswith(("HYBRID", "NO_SHARD")):
         dropped[_STRATEGY] = f"{strategy} is a mesh of devices now: set parallelism_config too"
-    return {**file.document, _SECTION: {**kept, "fsdp_version": 2}}, dropped
+    return {**file.document, _SECTION: {**fsdp2, "fsdp_version": 2}}, dropped
 
 
 def _text(path: str, settings: dict[str, Any]) -> str:

@@ -37,8 +37,8 @@ _VERSION = re.compile(r"\d+(\.\d+)*((a|b|rc|\.dev|\.post)\d+)*", re.ASCII)
 def add_arguments(parser: Parser) -> None:
     group = parser.add_argument_group("which TPU")
     group.add_argument("--config_file", metavar="FILE", help="where what is not given stands (default: the one in use)")
-    named = "its name, or that of a tpu target, whose transport is then used (default: of the configuration file)"
-    group.add_argument("--tpu_name", metavar="NAME", help=named)
+    name_help = "its name, or that of a tpu target, whose transport is then used (default: of the configuration file)"
+    group.add_argument("--tpu_name", metavar="NAME", help=name_help)
     group.add_argument("--tpu_zone", metavar="ZONE", help="its zone (default: of the configuration file)")
     group.add_argument("--use_alpha", action="store_true", help="run `gcloud alpha` instead of `gcloud`")
     group = parser.add_argument_group("what to run")
@@ -91,7 +91,7 @@ def run_by_target(name: str, commands: Callable[[str], list[str]], *, debug: boo
     if debug:
         print("\n".join(map(shlex.join, lines)))
         return exit_status.OK
-    return pod.on_each(lambda told: lines)
+    return pod.on_each(lambda signals: lines)
 
 
 def is_target(command: str, name: str) -> bool:
@@ -100,7 +100,7 @@ def is_target(command: str, name: str) -> bool:
     from schedulers.errors import ConfigError
 
     try:
-        return any(each.name == name and each.kind == "tpu" and each.file is not None for each in known_targets())
+        return any(entry.name == name and entry.kind == "tpu" and entry.file is not None for entry in known_targets())
     except ConfigError as error:
         raise UsageError(command, str(error)) from None
 
@@ -110,11 +110,11 @@ def _settings(args: Namespace) -> tuple[str, str | None, list[str]]:
 
     The zone is None if the name is a target's. Raises UsageError.
     """
-    from .launch_file import default_path, in_use, read_file
+    from .launch_file import active_path, default_path, read_file
 
     if args.command and args.command_file:
         raise UsageError(_NAME, "--command and --command_file both say what to run: keep one")
-    path = in_use(args.config_file)
+    path = active_path(args.config_file)
     entries = {} if path is None else read_file(_NAME, path).entries
     settings: dict[str, Any] = {key: entry.value for key, entry in entries.items()}
     name = args.tpu_name or settings.get("tpu_name", "")
@@ -134,18 +134,18 @@ def _settings(args: Namespace) -> tuple[str, str | None, list[str]]:
         commands = _lines(file) if file else settings.get("commands")
     commands = [command for command in commands or [] if command.strip()]
     if not commands:
-        blank = "--command holds no command" if args.command else "give --command or --command_file"
-        raise UsageError(_NAME, f"nothing to run: {blank}")
+        problem = "--command holds no command" if args.command else "give --command or --command_file"
+        raise UsageError(_NAME, f"nothing to run: {problem}")
     return name, zone, commands
 
 
 def _lines(file: str) -> list[str]:
     try:
-        with open(file, encoding="utf-8") as opened:
-            lines = [line.strip() for line in opened]
+        with open(file, encoding="utf-8") as stream:
+            lines = [line.strip() for line in stream]
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
-        raise UsageError(_NAME, f"--command_file: cannot read {file}: {why}") from None
+        reason = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
+        raise UsageError(_NAME, f"--command_file: cannot read {file}: {reason}") from None
     commands = [line for line in lines if line and not line.startswith("#")]
     if not commands:
         raise UsageError(_NAME, f"--command_file: {file} holds no command")

@@ -39,20 +39,20 @@ def add_arguments(parser: Parser) -> None:
 def run(args: Namespace) -> int:
     from schedulers.jobs import handle
 
-    from .logs import say_how_to_stop
+    from .logs import print_how_to_stop
 
     jobs = arguments.find_jobs("accel wait", args.jobs, args)
     deadline = None if args.timeout is None else time.monotonic() + args.timeout
     codes = []
     refreshed = float("-inf")
-    for at, job in enumerate(jobs):
+    for index, job in enumerate(jobs):
         try:
-            if at + 1 < len(jobs) and time.monotonic() - refreshed > _FRESH_S:
-                handle.refresh(jobs[at:])  # one query for all that have ended by now
+            if index + 1 < len(jobs) and time.monotonic() - refreshed > _FRESH_S:
+                handle.refresh(jobs[index:])  # one query for all that have ended by now
                 refreshed = time.monotonic()
             codes.append(_wait(job, deadline, quiet=args.json))
         except KeyboardInterrupt:
-            say_how_to_stop(job)
+            print_how_to_stop(job)
             return exit_status.INTERRUPTED
     if args.json:
         print_json({"jobs": [record_json(job.record) for job in jobs]})
@@ -69,4 +69,4 @@ def _wait(job: Job, deadline: float | None, *, quiet: bool) -> int:
         print(f"{job.id}\t{status.state.value}", flush=True)
     if status.state.value == "failed":
         note(outcome(job.id, status))
-    return exit_status.of_job(status)
+    return exit_status.exit_code_of_job(status)

@@ -16,25 +16,25 @@ def with_value(text: str, keys: Sequence[str], value: Any) -> str:
     """
     import yaml
 
-    held = yaml.safe_load(text)
-    wanted = _set(held, keys, value)
-    changed = _changed(text, yaml.compose(text, Loader=yaml.SafeLoader), held, keys, value)
+    document = yaml.safe_load(text)
+    expected = _set(document, keys, value)
+    changed = _changed(text, yaml.compose(text, Loader=yaml.SafeLoader), document, keys, value)
     try:
-        if changed is not None and yaml.safe_load(changed) == wanted:
+        if changed is not None and yaml.safe_load(changed) == expected:
             return changed
     except yaml.YAMLError:
         pass
-    return _dumped(wanted)
+    return _dumped(expected)
 
 
-def _set(held: Any, keys: Sequence[str], value: Any) -> Any:
+def _set(document: Any, keys: Sequence[str], value: Any) -> Any:
     if not keys:
         return value
-    below = dict(held) if isinstance(held, Mapping) else {}
-    return {**below, keys[0]: _set(below.get(keys[0]), keys[1:], value)}
+    mapping = dict(document) if isinstance(document, Mapping) else {}
+    return {**mapping, keys[0]: _set(mapping.get(keys[0]), keys[1:], value)}
 
 
-def _changed(text: str, node: Node | None, held: Any, keys: Sequence[str], value: Any) -> str | None:
+def _changed(text: str, node: Node | None, document: Any, keys: Sequence[str], value: Any) -> str | None:
     """Return the changed text, or None if there is no room."""
     from yaml.nodes import MappingNode
 
@@ -42,31 +42,31 @@ def _changed(text: str, node: Node | None, held: Any, keys: Sequence[str], value
         return _joined(text, _dumped(_set({}, keys, value)))
     if not isinstance(node, MappingNode) or node.flow_style:
         return None
-    found = next((pair for pair in node.value if pair[0].value == keys[0]), None)
-    if found is None:
+    entry = next((pair for pair in node.value if pair[0].value == keys[0]), None)
+    if entry is None:
         return _inserted(text, node, _dumped(_set({}, keys, value)))
-    key, below = found
+    key, child = entry
     if len(keys) > 1:
-        changed = _changed(text, below, held[keys[0]], keys[1:], value)
-        return changed or _rewritten(text, key, below, _set(held[keys[0]], keys[1:], value))
-    if isinstance(value, Mapping) or "\n" in text[below.start_mark.index : below.end_mark.index]:
-        return _rewritten(text, key, below, value)
-    return _replaced(text, below, value)
+        changed = _changed(text, child, document[keys[0]], keys[1:], value)
+        return changed or _rewritten(text, key, child, _set(document[keys[0]], keys[1:], value))
+    if isinstance(value, Mapping) or "\n" in text[child.start_mark.index : child.end_mark.index]:
+        return _rewritten(text, key, child, value)
+    return _replaced(text, child, value)
 
 
 def _inserted(text: str, node: MappingNode, block: str) -> str:
     """Append the block to the mapping, with its indentation."""
     column = node.start_mark.column
-    at = _end_of_line(text, node)
+    position = _end_of_line(text, node)
     lines = "".join(" " * column + line for line in block.splitlines(keepends=True))
-    return _joined(text[:at], lines) + text[at:]
+    return _joined(text[:position], lines) + text[position:]
 
 
-def _rewritten(text: str, key: Node, below: Node, value: Any) -> str:
+def _rewritten(text: str, key: Node, child: Node, value: Any) -> str:
     """Rewrite the key with its value in place."""
     lines = _dumped({key.value: value}).splitlines(keepends=True)
     block = lines[0] + "".join(" " * key.start_mark.column + line for line in lines[1:])
-    return text[: key.start_mark.index] + block + text[_end_of_line(text, below) :]
+    return text[: key.start_mark.index] + block + text[_end_of_line(text, child) :]
 
 
 def _replaced(text: str, node: Node, value: Any) -> str:
@@ -81,8 +81,8 @@ def _end_of_line(text: str, node: Node) -> int:
 
     while isinstance(node, CollectionNode) and not node.flow_style and node.value:
         node = node.value[-1][1] if isinstance(node, MappingNode) else node.value[-1]
-    found = text.find("\n", node.end_mark.index)
-    return len(text) if found < 0 else found + 1
+    newline = text.find("\n", node.end_mark.index)
+    return len(text) if newline < 0 else newline + 1
 
 
 def _joined(text: str, block: str) -> str:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from accel.collectives.debug import Leaf, describe, verify
-from accel.collectives.flat_buffer import cut, flatten, layout_of
+from accel.collectives.flat_buffer import flatten, layout_of, split_flat
 from accel.errors import ArgumentError, CollectiveError, LeafError, one_of
 from accel.pytree import collect, fields_of, honor_type, is_record, leaves, rebuild_mapping, replace_tensors
 from accel.state import PartialState
@@ -33,14 +33,16 @@ class CannotPadNestedTensorWarning(UserWarning):
 
 
 def _tensor_leaves(operation: str, data: Any) -> list[torch.Tensor]:
-    found: list[Any] = []
-    collect(data, found)
-    for leaf in found:
+    tensors: list[Any] = []
+    collect(data, tensors)
+    for leaf in tensors:
         if not isinstance(leaf, torch.Tensor):
-            path = next(path for path, other in leaves(data) if other is leaf)
-            where = f" at {path}" if path else ""
-            raise LeafError(f"{operation}: {type(leaf).__name__}{where} is not a tensor: use gather_object for objects")
-    return found
+            path = next(path for path, candidate in leaves(data) if candidate is leaf)
+            location = f" at {path}" if path else ""
+            raise LeafError(
+                f"{operation}: {type(leaf).__name__}{location} is not a tensor: use gather_object for objects"
+            )
+    return tensors
 
 
 def gather(tensor: Any) -> Any:
@@ -51,31 +53,31 @@ def gather(tensor: Any) -> Any:
     that is no tensor.
     """
     state = PartialState()
-    found = _tensor_leaves("gather", tensor)
-    if not state.use_distributed or not found:
+    tensors = _tensor_leaves("gather", tensor)
+    if not state.use_distributed or not tensors:
         return tensor
     if state.debug:
         verify(state, "gather", data=describe(tensor))
-    return replace_tensors(tensor, _gather_tensors(found, state))
+    return replace_tensors(tensor, _gather_tensors(tensors, state))
 
 
-def _gather_tensors(found: list[torch.Tensor], state: PartialState) -> list[torch.Tensor]:
-    layout, count = layout_of(found), state.num_processes
+def _gather_tensors(tensors: list[torch.Tensor], state: PartialState) -> list[torch.Tensor]:
+    layout, count = layout_of(tensors), state.num_processes
     if state.backend == xla.BACKEND:
-        return [_gather_one(tensor, count, state.device) for tensor in found]
-    packed = layout.pack(found, state.device)
-    everyones = packed.new_empty(count * packed.numel())
-    _all_gather(everyones, packed)
-    return layout.unpack(everyones, count, found)
+        return [_gather_one(tensor, count, state.device) for tensor in tensors]
+    packed = layout.pack(tensors, state.device)
+    gathered = packed.new_empty(count * packed.numel())
+    _all_gather(gathered, packed)
+    return layout.unpack(gathered, count, tensors)
 
 
 def _gather_one(tensor: torch.Tensor, count: int, device: torch.device) -> torch.Tensor:
     """Gather one tensor: XLA cannot view a tensor as another type, and joins collectives when it compiles."""
-    own = tensor.detach().to(device)
-    own = own.reshape(1) if own.ndim == 0 else own.contiguous()
-    everyones = own.new_empty((count * own.shape[0], *own.shape[1:]))
-    _all_gather(everyones, own)
-    return everyones.to(tensor.device)
+    local = tensor.detach().to(device)
+    local = local.reshape(1) if local.ndim == 0 else local.contiguous()
+    gathered = local.new_empty((count * local.shape[0], *local.shape[1:]))
+    _all_gather(gathered, local)
+    return gathered.to(tensor.device)
 
 
 def gather_object(object: Any) -> Any:
@@ -103,9 +105,9 @@ def all_objects(value: Any) -> list[Any]:
 def _all_objects(value: Any, state: PartialState, operation: str) -> list[Any]:
     if state.debug:
         verify(state, operation)
-    seen: list[Any] = [None] * state.num_processes
-    dist.all_gather_object(seen, value)
-    return seen
+    gathered: list[Any] = [None] * state.num_processes
+    dist.all_gather_object(gathered, value)
+    return gathered
 
 
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
@@ -114,23 +116,23 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
     One collective for all tensors.
     """
     state = PartialState()
-    found = _tensor_leaves("broadcast", tensor)
-    if not state.use_distributed or not found:
+    tensors = _tensor_leaves("broadcast", tensor)
+    if not state.use_distributed or not tensors:
         return tensor
     if state.debug:
         verify(state, "broadcast", f"from_process={from_process}", describe(tensor))
     if state.backend == xla.BACKEND:
-        for leaf in found:
-            own = leaf.detach().to(state.device)
-            dist.broadcast(own, src=from_process)
+        for leaf in tensors:
+            device_copy = leaf.detach().to(state.device)
+            dist.broadcast(device_copy, src=from_process)
             with torch.no_grad():
-                leaf.copy_(own)
+                leaf.copy_(device_copy)
         return tensor
-    layout = layout_of(found)
-    packed = layout.pack(found, state.device)
+    layout = layout_of(tensors)
+    packed = layout.pack(tensors, state.device)
     dist.broadcast(packed, src=from_process)
     with torch.no_grad():
-        torch._foreach_copy_(found, layout.unpack_one(packed, found))
+        torch._foreach_copy_(tensors, layout.unpack_one(packed, tensors))
     return tensor
 
 
@@ -152,20 +154,20 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
     `CollectiveError` for booleans and for the maximum of complex numbers, and `LeafError` for leaves that are no
     tensors.
     """
-    kind = one_of(reduction, ("sum", "mean", "max", "none"), what="reduction")
+    kind = one_of(reduction, ("sum", "mean", "max", "none"), source="reduction")
     state = PartialState()
-    found = _tensor_leaves("reduce", tensor)
-    if kind == "none" or not state.use_distributed or not found:
-        scaled = [leaf.clone() if scale == 1.0 else leaf * scale for leaf in found]
+    tensors = _tensor_leaves("reduce", tensor)
+    if kind == "none" or not state.use_distributed or not tensors:
+        scaled = [leaf.clone() if scale == 1.0 else leaf * scale for leaf in tensors]
         return replace_tensors(tensor, scaled)
     if state.debug:
         verify(state, "reduce", f"reduction={kind!r}", describe(tensor))
-    return replace_tensors(tensor, _combine(found, kind, scale, state))
+    return replace_tensors(tensor, _combine(tensors, kind, scale, state))
 
 
-def _combine(found: list[torch.Tensor], kind: str, scale: float, state: PartialState) -> list[torch.Tensor]:
+def _combine(tensors: list[torch.Tensor], kind: str, scale: float, state: PartialState) -> list[torch.Tensor]:
     by_type: dict[torch.dtype, list[int]] = {}
-    for index, tensor in enumerate(found):
+    for index, tensor in enumerate(tensors):
         if tensor.dtype is torch.bool:
             raise CollectiveError(f"reduce: a boolean tensor has no {kind}: convert it, for instance with .int()")
         if kind == "max" and tensor.is_complex():
@@ -174,21 +176,23 @@ def _combine(found: list[torch.Tensor], kind: str, scale: float, state: PartialS
     combined: dict[int, torch.Tensor] = {}
     with torch.no_grad():
         for indices in by_type.values():
-            alike = [found[index] for index in indices]
-            combined.update(zip(indices, _combine_alike(alike, kind, scale, state), strict=True))
-    return [combined[index] for index in range(len(found))]
+            same_type = [tensors[index] for index in indices]
+            combined.update(zip(indices, _combine_same_dtype(same_type, kind, scale, state), strict=True))
+    return [combined[index] for index in range(len(tensors))]
 
 
-def _combine_alike(alike: list[torch.Tensor], kind: str, scale: float, state: PartialState) -> list[torch.Tensor]:
-    here = [tensor.to(state.device) for tensor in alike]
-    flat = flatten(here) if len(here) > 1 else here[0].flatten().clone()
+def _combine_same_dtype(
+    tensors: list[torch.Tensor], kind: str, scale: float, state: PartialState
+) -> list[torch.Tensor]:
+    on_device = [tensor.to(state.device) for tensor in tensors]
+    flat = flatten(on_device) if len(on_device) > 1 else on_device[0].flatten().clone()
     # A sum of complex numbers is one of pairs, which every backend has.
     dist.all_reduce(torch.view_as_real(flat) if flat.is_complex() else flat, _OPERATIONS[kind])
     if kind == "mean":
         flat = flat / state.num_processes
     if scale != 1.0:
         flat = flat * scale
-    return [piece.to(tensor.device) for piece, tensor in zip(cut(flat, alike), alike, strict=True)]
+    return [piece.to(tensor.device) for piece, tensor in zip(split_flat(flat, tensors), tensors, strict=True)]
 
 
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
@@ -202,18 +206,18 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
     padded, with a `CannotPadNestedTensorWarning`.
     """
     state = PartialState()
-    found = _tensor_leaves("pad_across_processes", tensor)
-    if any(leaf.is_nested for leaf in found):
+    tensors = _tensor_leaves("pad_across_processes", tensor)
+    if any(leaf.is_nested for leaf in tensors):
         warnings.warn("nested tensors cannot be padded: left as they are", CannotPadNestedTensorWarning, stacklevel=2)
-    if not state.use_distributed or not found:
+    if not state.use_distributed or not tensors:
         return tensor
     if state.debug:
         verify(state, "pad_across_processes", f"dim={dim}", [_without_sizes(leaf) for leaf in describe(tensor)])
-    sizes = torch.tensor([_size_along(leaf, dim) for leaf in found], device=state.device)
-    everyones = sizes.new_empty(state.num_processes * len(found))
-    _all_gather(everyones, sizes)
-    largest: list[int] = everyones.view(state.num_processes, -1).amax(0).tolist()
-    padded = [_pad(leaf, size, dim, pad_index, pad_first) for leaf, size in zip(found, largest, strict=True)]
+    sizes = torch.tensor([_size_along(leaf, dim) for leaf in tensors], device=state.device)
+    all_sizes = sizes.new_empty(state.num_processes * len(tensors))
+    _all_gather(all_sizes, sizes)
+    largest: list[int] = all_sizes.view(state.num_processes, -1).amax(0).tolist()
+    padded = [_pad(leaf, size, dim, pad_index, pad_first) for leaf, size in zip(tensors, largest, strict=True)]
     return replace_tensors(tensor, padded)
 
 
@@ -263,16 +267,16 @@ def gather_tensor_shape(tensor: torch.Tensor | None) -> tuple[torch.Size, torch.
 
     Raises `CollectiveError` if none or several pass one.
     """
-    _, shape, dtype = _only_one(tensor)
+    _, shape, dtype = _single_holder(tensor)
     return shape, dtype
 
 
-def _only_one(tensor: torch.Tensor | None) -> tuple[int, torch.Size, torch.dtype]:
-    described = all_objects(None if tensor is None else (tensor.shape, tensor.dtype))
-    holders = [rank for rank, value in enumerate(described) if value is not None]
+def _single_holder(tensor: torch.Tensor | None) -> tuple[int, torch.Size, torch.dtype]:
+    descriptions = all_objects(None if tensor is None else (tensor.shape, tensor.dtype))
+    holders = [rank for rank, value in enumerate(descriptions) if value is not None]
     if len(holders) != 1:
         raise CollectiveError(f"one process must have a tensor and the others None, but {holders or 'none'} have one")
-    shape, dtype = described[holders[0]]
+    shape, dtype = descriptions[holders[0]]
     return holders[0], shape, dtype
 
 
@@ -281,10 +285,10 @@ def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
 
     Raises `CollectiveError` if none or several pass one.
     """
-    source, shape, dtype = _only_one(tensor)
+    source, shape, dtype = _single_holder(tensor)
     device = PartialState().device
-    mine = torch.empty(shape, dtype=dtype, device=device) if tensor is None else tensor.detach().to(device, copy=True)
-    received: torch.Tensor = broadcast(mine, source)
+    local = torch.empty(shape, dtype=dtype, device=device) if tensor is None else tensor.detach().to(device, copy=True)
+    received: torch.Tensor = broadcast(local, source)
     return received
 
 

@@ -32,7 +32,7 @@ class Call(NamedTuple):
     """The collective call of one process."""
 
     operation: str
-    how: str
+    description: str
     leaves: list[Leaf]
 
 
@@ -45,31 +45,31 @@ def describe(data: Any) -> list[Leaf]:
     ]
 
 
-def verify(state: PartialState, operation: str, how: str = "", data: list[Leaf] | None = None) -> None:
-    """Raise `CollectiveError` on every process unless all call ``operation``, with the same ``how`` and ``data``."""
-    mine = Call(operation, how, data or [])
-    digest = torch.tensor([crc32(repr(mine[:2]).encode()), crc32(repr(mine[2]).encode())], device=state.device)
-    everyones = [torch.empty_like(digest) for _ in range(state.num_processes)]
-    dist.all_gather(everyones, digest)
-    if all(torch.equal(digest, other) for other in everyones):
+def verify(state: PartialState, operation: str, description: str = "", data: list[Leaf] | None = None) -> None:
+    """Raise `CollectiveError` on every process unless all call ``operation`` with equal description and data."""
+    call = Call(operation, description, data or [])
+    digest = torch.tensor([crc32(repr(call[:2]).encode()), crc32(repr(call[2]).encode())], device=state.device)
+    digests = [torch.empty_like(digest) for _ in range(state.num_processes)]
+    dist.all_gather(digests, digest)
+    if all(torch.equal(digest, other) for other in digests):
         return
     calls: list[Any] = [None] * state.num_processes
-    dist.all_gather_object(calls, mine)
+    dist.all_gather_object(calls, call)
     raise CollectiveError(_difference(calls))
 
 
 def _difference(calls: list[Call]) -> str:
     if len({call.operation for call in calls}) > 1:
-        return "processes came to different operations: " + _each(f"is at {call.operation}" for call in calls)
+        return "processes came to different operations: " + _per_process(f"is at {call.operation}" for call in calls)
     start = f"{calls[0].operation}: processes disagree: "
-    if len({call.how for call in calls}) > 1:
-        return start + _each(f"asks for {call.how}" for call in calls)
+    if len({call.description for call in calls}) > 1:
+        return start + _per_process(f"asks for {call.description}" for call in calls)
     if len({len(call.leaves) for call in calls}) > 1:
-        return start + _each(f"has {len(call.leaves)} tensor(s)" for call in calls)
+        return start + _per_process(f"has {len(call.leaves)} tensor(s)" for call in calls)
     columns = zip(*(call.leaves for call in calls), strict=True)
     differing = next(column for column in columns if len(set(column)) > 1)
-    return start + _each(f"has {leaf}" for leaf in differing)
+    return start + _per_process(f"has {leaf}" for leaf in differing)
 
 
-def _each(texts: Any) -> str:
+def _per_process(texts: Any) -> str:
     return "; ".join(f"process {rank} {text}" for rank, text in enumerate(texts))

@@ -15,7 +15,7 @@ from typing import cast
 import torch
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-__all__ = ["Layout", "cut", "flatten", "layout_of"]
+__all__ = ["Layout", "flatten", "layout_of", "split_flat"]
 
 # The longest element there is. Types are laid out by falling element size, so that each group starts at a multiple of
 # its own; the end is filled up to this, so that this holds in every row of a gathered buffer too.
@@ -24,7 +24,7 @@ _LONGEST = 16
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 # An index costs eight bytes an element: above this many bytes in all rows, copying tensor by tensor is as fast.
 _SMALL = 1 << 17
-_KEPT = 64
+_CACHE_SIZE = 64
 _on_cpu = attrgetter("is_cpu")
 _needs_gradient = attrgetter("requires_grad")
 
@@ -34,7 +34,7 @@ def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return cast(torch.Tensor, _flatten_dense_tensors(tensors))  # type: ignore[no-untyped-call]
 
 
-def cut(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+def split_flat(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Undo `flatten`: return views into ``flat`` of the shapes in ``like``."""
     return cast(Sequence[torch.Tensor], _unflatten_dense_tensors(flat, like))  # type: ignore[no-untyped-call]
 
@@ -47,12 +47,12 @@ class Run:
     places: list[int] = field(default_factory=list)
     firsts: list[int] = field(default_factory=list)
 
-    def cut(self, elements: torch.Tensor, rows: int) -> Sequence[torch.Tensor]:
+    def split(self, elements: torch.Tensor, rows: int) -> Sequence[torch.Tensor]:
         """Cut ``elements``, the run gathered from ``rows`` processes, into its tensors."""
         sizes = [rows * first for first in self.firsts]
-        whole = elements.view(sum(sizes), *self.rest)
+        joined = elements.view(sum(sizes), *self.rest)
         # "Unsafe" is this split for gradients alone, which no collective carries.
-        return torch.unsafe_split_with_sizes(whole, sizes)
+        return torch.unsafe_split_with_sizes(joined, sizes)
 
 
 @dataclass
@@ -70,7 +70,7 @@ class Group:
     @property
     def places(self) -> list[int]:
         """The position of each tensor in the given list."""
-        return [place for run in self.runs for place in run.places]
+        return [index for run in self.runs for index in run.places]
 
     @property
     def counts(self) -> list[int]:
@@ -106,25 +106,25 @@ class Layout:
         end = self.groups[-1].end if self.groups else 0
         self.filling = -end % _LONGEST if len(self.groups) > 1 else 0
         self.bytes = end + self.filling
-        places = [group.places for group in self.groups]
-        packed = [place for group in places for place in group]
-        self._places = places
+        index_lists = [group.places for group in self.groups]
+        order = [index for group in index_lists for index in group]
+        self._places = index_lists
         # Where the tensor of each place comes when the groups are gone through one after the other.
-        self._back = sorted(range(len(packed)), key=packed.__getitem__)
-        self._sorted = self._back == packed == list(range(len(packed)))
-        self._seen = False
+        self._back = sorted(range(len(order)), key=order.__getitem__)
+        self._sorted = self._back == order == list(range(len(order)))
+        self._was_used = False
         self._plan: Plan | None = None
 
     def pack(self, tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
         """Copy ``tensors`` into one buffer on ``device``, of shape ``(bytes,)``; a single one may share its memory."""
         if any(map(_needs_gradient, tensors)):
             tensors = [tensor.detach() for tensor in tensors]
-        if not _all_on(tensors, device):
+        if not _all_on_device(tensors, device):
             tensors = [tensor.to(device) for tensor in tensors]
         pieces = []
-        for places in self._places:
-            mine = tensors if self._sorted and len(self._places) == 1 else [tensors[place] for place in places]
-            flat = flatten(mine) if len(mine) > 1 else mine[0].reshape(-1)
+        for indices in self._places:
+            ordered = tensors if self._sorted and len(self._places) == 1 else [tensors[index] for index in indices]
+            flat = flatten(ordered) if len(ordered) > 1 else ordered[0].reshape(-1)
             pieces.append(flat.view(torch.uint8))
         if self.filling:
             pieces.append(_zeros(self.filling, device))
@@ -137,22 +137,22 @@ class Layout:
         on the device of its original in ``like``. Small ones may share a storage.
         """
         if self.bytes == 0:
-            found = [tensor.new_empty(self._joined(place, rows)) for place, tensor in enumerate(like)]
-        elif self._seen and rows * self.bytes <= _SMALL:
-            found = self._unpack_planned(buffer, rows)
+            tensors = [tensor.new_empty(self._joined(index, rows)) for index, tensor in enumerate(like)]
+        elif self._was_used and rows * self.bytes <= _SMALL:
+            tensors = self._unpack_planned(buffer, rows)
         else:
-            found = self._unpack_each(buffer.view(rows, -1))
-            self._seen = True
-        if _all_on(like, buffer.device):
-            return found
-        return [tensor.to(original.device) for tensor, original in zip(found, like, strict=True)]
+            tensors = self._unpack_each(buffer.view(rows, -1))
+            self._was_used = True
+        if _all_on_device(like, buffer.device):
+            return tensors
+        return [tensor.to(original.device) for tensor, original in zip(tensors, like, strict=True)]
 
     def unpack_one(self, buffer: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Split one packed row into tensors of the packed shapes, which share the storage of ``buffer``."""
         pieces: list[torch.Tensor] = []
-        for group, places in zip(self.groups, self._places, strict=True):
+        for group, indices in zip(self.groups, self._places, strict=True):
             elements = buffer[group.start : group.end].view(group.dtype)
-            pieces.extend(cut(elements, [like[place] for place in places]))
+            pieces.extend(split_flat(elements, [like[index] for index in indices]))
         return self._ordered(pieces)
 
     def _ordered(self, pieces: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -161,16 +161,16 @@ class Layout:
     def _unpack_each(self, rows: torch.Tensor) -> list[torch.Tensor]:
         count = rows.shape[0]
         pieces: list[torch.Tensor] = []
-        for group, places in zip(self.groups, self._places, strict=True):
+        for group, indices in zip(self.groups, self._places, strict=True):
             elements = rows[:, group.start : group.end].view(group.dtype)
             columns = elements.split(group.counts, dim=1)  # type: ignore[no-untyped-call]
-            for place, column in zip(places, columns, strict=True):
+            for index, column in zip(indices, columns, strict=True):
                 # Of a single row each, the piece would be a view that keeps the whole buffer.
-                pieces.append(column.reshape(self._joined(place, count)).contiguous())
+                pieces.append(column.reshape(self._joined(index, count)).contiguous())
         return self._ordered(pieces)
 
-    def _joined(self, place: int, rows: int) -> tuple[int, ...]:
-        first, *rest = self.shapes[place] or (1,)
+    def _joined(self, index: int, rows: int) -> tuple[int, ...]:
+        first, *rest = self.shapes[index] or (1,)
         return (rows * first, *rest)
 
     def _unpack_planned(self, buffer: torch.Tensor, rows: int) -> list[torch.Tensor]:
@@ -180,18 +180,18 @@ class Layout:
             plan = self._plan = Plan(rows, orders, [_lengths(group, rows) for group in self.groups])
         pieces: list[torch.Tensor] = []
         for group, order, lengths in zip(self.groups, plan.orders, plan.lengths, strict=True):
-            moved = buffer.view(_CARRIERS[group.dtype.itemsize]).index_select(0, order).view(group.dtype)
-            parts = torch.unsafe_split_with_sizes(moved, lengths) if len(lengths) > 1 else (moved,)
+            reordered = buffer.view(_CARRIERS[group.dtype.itemsize]).index_select(0, order).view(group.dtype)
+            parts = torch.unsafe_split_with_sizes(reordered, lengths) if len(lengths) > 1 else (reordered,)
             for run, part in zip(group.runs, parts, strict=True):
-                pieces.extend(run.cut(part, rows))
+                pieces.extend(run.split(part, rows))
         return self._ordered(pieces)
 
 
 def _groups(shapes: Iterable[torch.Size], dtypes: Iterable[torch.dtype]) -> list[Group]:
     runs: dict[torch.dtype, dict[torch.Size, Run]] = {}
-    for place, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True)):
+    for index, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True)):
         run = runs.setdefault(dtype, {}).setdefault(shape[1:], Run(shape[1:]))
-        run.places.append(place)
+        run.places.append(index)
         run.firsts.append(shape[0] if shape else 1)
     groups: list[Group] = []
     for dtype in sorted(runs, key=lambda kind: -kind.itemsize):
@@ -210,13 +210,13 @@ def _zeros(count: int, device: torch.device) -> torch.Tensor:
     return torch.zeros(count, dtype=torch.uint8, device=device)
 
 
-def _all_on(tensors: Sequence[torch.Tensor], device: torch.device) -> bool:
+def _all_on_device(tensors: Sequence[torch.Tensor], device: torch.device) -> bool:
     if device.type == "cpu":
         return all(map(_on_cpu, tensors))
     return all(tensor.device == device for tensor in tensors)
 
 
-_layout = lru_cache(maxsize=_KEPT)(Layout)
+_layout = lru_cache(maxsize=_CACHE_SIZE)(Layout)
 
 
 def layout_of(tensors: Sequence[torch.Tensor]) -> Layout:

@@ -78,8 +78,8 @@ def recursively_apply(
         if test_type(leaf):
             return func(leaf, *args, **kwargs)
         if error_on_other_type:
-            wanted, name = getattr(test_type, "__name__", "test_type"), getattr(func, "__name__", "the function")
-            raise LeafError(f"{name}: a leaf of type {type(leaf).__name__} does not satisfy {wanted}")
+            test_name, name = getattr(test_type, "__name__", "test_type"), getattr(func, "__name__", "the function")
+            raise LeafError(f"{name}: a leaf of type {type(leaf).__name__} does not satisfy {test_name}")
         return leaf
 
     return apply(data) if test_type(data) else map_nested(apply, data)
@@ -103,8 +103,8 @@ def initialize_tensors(data_structure: Any) -> Any:
     if isinstance(data_structure, (list, tuple)):
         return honor_type(data_structure, (initialize_tensors(item) for item in data_structure))
     if isinstance(data_structure, Mapping):
-        made = {key: initialize_tensors(item) for key, item in data_structure.items()}
-        return type(data_structure)(made)  # type: ignore[call-arg]
+        mapping = {key: initialize_tensors(item) for key, item in data_structure.items()}
+        return type(data_structure)(mapping)  # type: ignore[call-arg]
     return data_structure
 
 
@@ -142,8 +142,8 @@ def ignorant_find_batch_size(data: Any) -> int | None:
 
 def find_device(data: Any) -> torch.device | None:
     """Return the device of the first tensor in ``data``, or ``None``."""
-    found = tensors(data)
-    return found[0].device if found else None
+    leaves = tensors(data)
+    return leaves[0].device if leaves else None
 
 
 def listify(data: Any) -> Any:

@@ -39,10 +39,10 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
 def host_rng_state() -> dict[str, Any]:
     """Return the states of torch's CPU, Python's and NumPy's generators, in types that a safe unpickler reads."""
-    version, words, gauss = random.getstate()
+    version, internal_state, gauss = random.getstate()
     state: dict[str, Any] = {
         "torch_manual_seed": torch.get_rng_state(),
-        "random_state": [version, list(words), gauss],
+        "random_state": [version, list(internal_state), gauss],
     }
     if "numpy" in sys.modules:
         name, keys, position, has_gauss, cached = sys.modules["numpy"].random.get_state()
@@ -53,8 +53,8 @@ def host_rng_state() -> dict[str, Any]:
 def set_host_rng_state(state: dict[str, Any]) -> None:
     """Restore what `host_rng_state` returned; generators that it did not include keep their state."""
     torch.set_rng_state(state["torch_manual_seed"])
-    version, words, gauss = state["random_state"]
-    random.setstate((version, tuple(words), gauss))
+    version, internal_state, gauss = state["random_state"]
+    random.setstate((version, tuple(internal_state), gauss))
     if "numpy_random_seed" in state:
         import numpy
 
@@ -94,7 +94,7 @@ def synchronize_rng_state(rng_type: RNGType | str | None = None, generator: torc
     means the generator of this process's device, if it is of that type: a script that names them all runs
     everywhere.
     """
-    kind = RNGType(one_of(str(rng_type), RNGType.list(), what="rng_type"))
+    kind = RNGType(one_of(str(rng_type), RNGType.list(), source="rng_type"))
     state = PartialState()
     if not state.use_distributed:
         return
@@ -104,9 +104,9 @@ def synchronize_rng_state(rng_type: RNGType | str | None = None, generator: torc
     elif kind is RNGType.TORCH:
         torch.set_rng_state(_from_main(torch.get_rng_state()))
     elif kind.value == state.device.type:
-        own = device_rng_state(state.device)
-        if own is not None:
-            set_device_rng_state(state.device, _from_main(own))
+        device_state = device_rng_state(state.device)
+        if device_state is not None:
+            set_device_rng_state(state.device, _from_main(device_state))
 
 
 def _on_xla() -> bool:

@@ -12,13 +12,13 @@ from accel.launch.worker import Program, run_main
 USAGE = "usage: python -m accel.compat [-m MODULE | SCRIPT] [ARGUMENTS]"
 
 
-def main(words: list[str]) -> None:
-    """Run the program in ``words`` as `__main__`, as `python` would."""
-    if words[:1] in (["-h"], ["--help"]):
+def main(argv: list[str]) -> None:
+    """Run the program in ``argv`` as `__main__`, as `python` would."""
+    if argv[:1] in (["-h"], ["--help"]):
         print(USAGE)
         return
-    module = words[:1] == ["-m"]
-    program = words[1:] if module else words
+    module = argv[:1] == ["-m"]
+    program = argv[1:] if module else argv
     if not program:
         _refuse(f"nothing to run\n{USAGE}")
     if program[0].startswith("-") and not os.path.exists(program[0]):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from accel.checkpoint import load, save
-from accel.checkpoint.contents import Contents, Piece
+from accel.checkpoint.contents import CheckpointContents, Piece
 from accel.checkpoint.file_names import SCALER_NAME, custom_name
 from accel.errors import CheckpointError, one_of
 from accel.parallel import choose_strategy
@@ -46,7 +46,7 @@ def save_accelerator_state(
             _write(piece, folder)
     if scaler is not None:
         save(scaler.state_dict(), folder / SCALER_NAME, save_on_each_node)
-    for piece in contents.own(step, window_open=False):
+    for piece in contents.rank_state(step, window_open=False):
         _write(piece, folder)
     return folder
 
@@ -69,7 +69,7 @@ def load_accelerator_state(
     is. Raises `CheckpointError` naming the file that is missing, damaged or does not fit.
     """
     if map_location is not None:
-        one_of(map_location, ["cpu", "on_device"], what="load_accelerator_state(map_location=…)")
+        one_of(map_location, ["cpu", "on_device"], source="load_accelerator_state(map_location=…)")
     folder = Path(input_dir)
     contents = _contents(models, optimizers, schedulers, dataloaders, process_index, options=load_kwargs)
     step = contents.read(folder, **load_model_func_kwargs)
@@ -97,14 +97,14 @@ def _contents(
     schedulers: Sequence[Any],
     dataloaders: Sequence[Any],
     process_index: int,
-    **more: Any,
-) -> Contents:
+    **options: Any,
+) -> CheckpointContents:
     state: PartialState = PartialState()
     plugins: dict[type, Any] = {}
     if is_initialized():
         state = AcceleratorState()
         plugins = {type(plugin): plugin for plugin in (state.fsdp_plugin, state.parallelism_config) if plugin}
-    return Contents(
+    return CheckpointContents(
         device=state.device,
         process_index=process_index,
         strategy=choose_strategy(state, plugins),
@@ -113,7 +113,7 @@ def _contents(
         optimizers=optimizers,
         schedulers=schedulers,
         loaders=dataloaders,
-        **more,
+        **options,
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from accel.cli import config
 from accel.cli.argv import UsageError
-from accel.cli.launch import resolved, settled, start
+from accel.cli.launch import launch_options, resolve_settings, start
 from accel.cli.launch_file import default_folder, default_path
 from accel.errors import ArgumentError
 from accel.launch.errors import LaunchError
@@ -62,9 +62,9 @@ def write_basic_config(
     path = Path(save_location)
     if path.exists():
         return False
-    given = {"action": "default", "mixed_precision": mixed_precision.lower(), "answers": None, "json": False}
+    options = {"action": "default", "mixed_precision": mixed_precision.lower(), "answers": None, "json": False}
     try:
-        config.run(argparse.Namespace(config_file=str(path), **given))
+        config.run(argparse.Namespace(config_file=str(path), **options))
     except UsageError as error:
         raise ArgumentError(str(error)) from None
     return path
@@ -72,11 +72,11 @@ def write_basic_config(
 
 def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """Return a parser of `accel launch`'s flags, a script, and the script's own arguments."""
-    about = "Run a script here and now, one process per accelerator"
+    description = "Run a script here and now, one process per accelerator"
     if subparsers is None:
-        parser = argparse.ArgumentParser("accelerate launch", description=about, allow_abbrev=False)
+        parser = argparse.ArgumentParser("accelerate launch", description=description, allow_abbrev=False)
     else:
-        parser = subparsers.add_parser("launch", description=about, allow_abbrev=False)
+        parser = subparsers.add_parser("launch", description=description, allow_abbrev=False)
     add_arguments(parser)
     parser.add_argument("training_script", help="the script, module (-m) or command (--no_python)")
     parser.add_argument("training_script_args", nargs=argparse.REMAINDER, help="its arguments")
@@ -90,12 +90,12 @@ def launch_command(args: argparse.Namespace) -> None:
     Raises `ValueError` for contradictory settings, and `subprocess.CalledProcessError` with the exit code of a
     failed program; with ``quiet`` that is a `SystemExit`. A termination signal ends the launch first.
     """
-    given = _given(args)
+    explicit = _given(args)
     try:
-        resolved(given)
+        resolve_settings(explicit)
     except UsageError as error:
         raise ArgumentError(str(error)) from None
-    command = [sys.executable, "-m", "accel", "launch", *_flags(given), "--"]
+    command = [sys.executable, "-m", "accel", "launch", *_flags(explicit), "--"]
     command += [args.training_script, *args.training_script_args]
     code = run_child(command)
     if code and args.quiet:
@@ -106,31 +106,33 @@ def launch_command(args: argparse.Namespace) -> None:
 
 def _given(args: argparse.Namespace) -> dict[str, Any]:
     """Return the settings that differ from their defaults."""
-    found = vars(args)
-    given = {name: found[name] for name, default in defaults().items() if found.get(name, default) != default}
-    return {**given, "compat": True}
+    arguments = vars(args)
+    explicit = {
+        name: arguments[name] for name, default in defaults().items() if arguments.get(name, default) != default
+    }
+    return {**explicit, "compat": True}
 
 
-def _flags(given: dict[str, Any]) -> list[str]:
+def _flags(explicit: dict[str, Any]) -> list[str]:
     flags = []
-    for name, value in given.items():
+    for name, value in explicit.items():
         setting = BY_NAME[name]
         if setting.kind == "switch":
-            flags += [setting.shown]
+            flags += [setting.display_name]
         elif setting.kind == "words":
-            flags += [f"{setting.shown}={word}" for word in value]
+            flags += [f"{setting.display_name}={word}" for word in value]
         else:
-            flags += [f"{setting.shown}={typed(setting, value)}"]
+            flags += [f"{setting.display_name}={typed(setting, value)}"]
     return flags
 
 
 def main() -> None:
     """Run ``accelerate-launch`` with this process's arguments; a single rank replaces this process."""
     args = launch_command_parser().parse_args()
-    words = [args.training_script, *args.training_script_args]
-    program = Program.of(words, module=args.module, command=args.no_python)
+    program_argv = [args.training_script, *args.training_script_args]
+    program = Program.parse(program_argv, module=args.module, command=args.no_python)
     try:
-        code = start(settled(resolved(_given(args))), program)
+        code = start(launch_options(resolve_settings(_given(args))), program)
     except (LaunchError, UsageError) as error:
         raise SystemExit(f"accelerate launch: {error}") from None
     raise SystemExit(code)

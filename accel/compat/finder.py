@@ -50,16 +50,16 @@ class Finder:
         """Yield Accelerate's distribution, for `importlib.metadata`."""
         name = getattr(context, "name", None)
         if name is None or re.sub(r"[-_.]+", "-", name).lower() == NAME:
-            from accel.compat.mirror import Answered
+            from accel.compat.mirror import StubDistribution
 
-            yield Answered()
+            yield StubDistribution()
 
 
 class _Loader:
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        from accel.compat.mirror import Mirror
+        from accel.compat.mirror import AliasModule
 
-        return Mirror(spec.name)
+        return AliasModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
         """Do nothing: names are resolved when they are used."""
@@ -71,9 +71,9 @@ def install() -> None:
     Raises `StateError` if Accelerate itself is already imported: its objects in use would remain.
     """
     loaded = sys.modules.get(NAME)
-    if loaded is not None and type(loaded).__name__ != "Mirror":
-        where = getattr(loaded, "__file__", None) or "an unknown place"
-        raise StateError(f"accelerate is already imported, from {where}: import accel.compat before it")
+    if loaded is not None and type(loaded).__name__ != "AliasModule":
+        origin = getattr(loaded, "__file__", None) or "an unknown place"
+        raise StateError(f"accelerate is already imported, from {origin}: import accel.compat before it")
     if not any(type(finder).__name__ == "Finder" and type(finder).__module__ == __name__ for finder in sys.meta_path):
         sys.meta_path.insert(0, Finder())
     # What a script says of the logger "accelerate", its level and handlers, holds for accel's.

@@ -14,14 +14,14 @@ import torch
 from torch.nn.modules.module import _IncompatibleKeys
 
 from accel.checkpoint import save
-from accel.checkpoint.all_ranks import together
+from accel.checkpoint.all_ranks import run_on_all_ranks
 from accel.checkpoint.chunks import (
     Names,
     Saved,
     fill_module,
     fill_optimizer,
     fill_whole_optimizer,
-    outline_of,
+    optimizer_skeleton,
     split_optimizer,
 )
 from accel.checkpoint.dcp import DcpFolder, write_dcp
@@ -30,7 +30,7 @@ from accel.checkpoint.torch_files import read_object
 from accel.compat.constants import FSDP_MODEL_NAME
 from accel.compat.helpers import is_peft_model
 from accel.errors import ArgumentError, CheckpointError
-from accel.parallel.shares import whole_state
+from accel.parallel.shares import full_state
 
 
 def save_fsdp_model(
@@ -48,11 +48,11 @@ def save_fsdp_model(
     `peft.PeftModel`. Call it on every process. Replaces an older checkpoint of that name. Raises
     `CheckpointError`.
     """
-    whole = _is_whole(fsdp_plugin, use_dcp)
-    path = _place(output_dir, FSDP_MODEL_NAME, model_index, whole)
-    state = _weights(accelerator, model, adapter_only, whole)
-    if whole:
-        _write_file(path, whole_state(state, accelerator.is_main_process))
+    full = _is_whole(fsdp_plugin, use_dcp)
+    path = _place(output_dir, FSDP_MODEL_NAME, model_index, full)
+    state = _weights(accelerator, model, adapter_only, full)
+    if full:
+        _write_file(path, full_state(state, accelerator.is_main_process))
     else:
         write_dcp(path, {"model": state})
 
@@ -71,27 +71,27 @@ def load_fsdp_model(
     Returns what `torch.nn.Module.load_state_dict` returns. Raises `CheckpointError`, on all processes, for a
     missing or damaged checkpoint, and for different names or shapes.
     """
-    whole = _is_whole(fsdp_plugin, use_dcp)
-    path = _place(input_dir, FSDP_MODEL_NAME, model_index, whole)
-    accelerator.strategy.settle()
-    inside = accelerator.strategy.unwrap(model)
-    adapter = _weights(accelerator, model, adapter_only, whole) if _is_adapter(inside, adapter_only) else None
+    full = _is_whole(fsdp_plugin, use_dcp)
+    path = _place(input_dir, FSDP_MODEL_NAME, model_index, full)
+    accelerator.strategy.finish_pending()
+    unwrapped = accelerator.strategy.unwrap(model)
+    adapter = _weights(accelerator, model, adapter_only, full) if _is_adapter(unwrapped, adapter_only) else None
 
     def fill() -> None:
-        saved, extra = _read_weights(path, whole)
+        saved, extra = _read_weights(path, full)
         if adapter is None:
-            fill_module(inside, saved, extra=extra)
+            fill_module(unwrapped, saved, extra=extra)
         for name, value in (adapter or {}).items():
             if name not in saved:
-                raise CheckpointError(f"{saved.where}: it lacks {name}")
+                raise CheckpointError(f"{saved.folder}: it lacks {name}")
             saved.fill(name, value)
 
-    together("load_fsdp_model", fill)
-    if adapter is None or whole:
+    run_on_all_ranks("load_fsdp_model", fill)
+    if adapter is None or full:
         return _IncompatibleKeys([], [])
     from peft import set_peft_model_state_dict
 
-    return set_peft_model_state_dict(inside, adapter, adapter_name=inside.active_adapter)
+    return set_peft_model_state_dict(unwrapped, adapter, adapter_name=unwrapped.active_adapter)
 
 
 def save_fsdp_optimizer(
@@ -107,17 +107,17 @@ def save_fsdp_optimizer(
 
     Whole state goes to ``optimizer.bin``. See `save_fsdp_model` for the rest.
     """
-    whole = _is_whole(fsdp_plugin, use_dcp)
-    path = _place(output_dir, OPTIMIZER_NAME, optimizer_index, whole)
+    full = _is_whole(fsdp_plugin, use_dcp)
+    path = _place(output_dir, OPTIMIZER_NAME, optimizer_index, full)
     outline, tensors = split_optimizer(optimizer, _names(accelerator, model))
     entries = {
         name: {**entry, **{key: tensors[f"{name}:{key}"] for key in outline["chunked"][name]}}
         for name, entry in outline["state"].items()
     }
     groups = outline["param_groups"]
-    if whole:
+    if full:
         keep = accelerator.is_main_process
-        entries = {name: whole_state(entry, keep) for name, entry in entries.items()}
+        entries = {name: full_state(entry, keep) for name, entry in entries.items()}
         _write_file(path, {"state": entries, "param_groups": groups})
     else:
         write_dcp(path, {"optimizer": {"state": entries, "param_groups": groups}})
@@ -138,27 +138,27 @@ def load_fsdp_optimizer(
     ``adapter_only`` has no effect: a checkpoint has the state of the optimizer's parameters. Raises
     `CheckpointError`, on all processes, if it is missing, damaged or does not fit.
     """
-    whole = _is_whole(fsdp_plugin, use_dcp)
-    path = _place(input_dir, OPTIMIZER_NAME, optimizer_index, whole)
+    full = _is_whole(fsdp_plugin, use_dcp)
+    path = _place(input_dir, OPTIMIZER_NAME, optimizer_index, full)
     names = _names(accelerator, model)
-    fill = _fill_from_file if whole else _fill_from_folder
-    together("load_fsdp_optimizer", lambda: fill(optimizer, names, path))
+    fill = _fill_from_file if full else _fill_from_folder
+    run_on_all_ranks("load_fsdp_optimizer", lambda: fill(optimizer, names, path))
 
 
 def _is_whole(plugin: Any, use_dcp: bool) -> bool:
     if plugin is None:
         raise ArgumentError("fsdp_plugin is None: the run is not sharded. Use accelerator.save_state and load_state")
-    whole: bool = plugin.state_dict_type.name == "FULL_STATE_DICT"
-    if not whole and not use_dcp:
+    full: bool = plugin.state_dict_type.name == "FULL_STATE_DICT"
+    if not full and not use_dcp:
         raise ArgumentError(
             "use_dcp=False is not supported: its files fit only as many processes as wrote them. Leave it out"
         )
-    return whole
+    return full
 
 
-def _place(folder: Any, name: str, index: int, whole: bool) -> Path:
+def _place(folder: Any, name: str, index: int, full: bool) -> Path:
     """Return the file or folder of a model or an optimizer in ``folder``, or ``folder`` if it is that folder."""
-    if whole:
+    if full:
         return Path(folder) / numbered_name(f"{name}.bin", index)
     numbered = f"{name}_{index}"
     return Path(folder) if Path(folder).name == numbered else Path(folder) / numbered
@@ -168,36 +168,36 @@ def _is_adapter(model: Any, adapter_only: bool) -> bool:
     return adapter_only and is_peft_model(model)
 
 
-def _weights(accelerator: Any, model: Any, adapter_only: bool, whole: bool) -> dict[str, Any]:
+def _weights(accelerator: Any, model: Any, adapter_only: bool, full: bool) -> dict[str, Any]:
     """Return the state dict of ``model`` or its adapter, which shares memory with it.
 
     Only in a DCP folder does Accelerate name the adapter's weights as peft does, without the adapter's own name.
     """
-    accelerator.strategy.settle()
-    inside = accelerator.strategy.unwrap(model)
-    if _is_adapter(inside, adapter_only) and not whole:
+    accelerator.strategy.finish_pending()
+    unwrapped = accelerator.strategy.unwrap(model)
+    if _is_adapter(unwrapped, adapter_only) and not full:
         from peft import get_peft_model_state_dict
 
-        adapter: dict[str, Any] = get_peft_model_state_dict(inside, adapter_name=inside.active_adapter)
+        adapter: dict[str, Any] = get_peft_model_state_dict(unwrapped, adapter_name=unwrapped.active_adapter)
         return adapter
-    state: dict[str, Any] = inside.state_dict(keep_vars=whole)  # tied weights are then one tensor
-    if not _is_adapter(inside, adapter_only):
+    state: dict[str, Any] = unwrapped.state_dict(keep_vars=full)  # tied weights are then one tensor
+    if not _is_adapter(unwrapped, adapter_only):
         return state
-    frozen = {name for name, value in inside.named_parameters(remove_duplicate=False) if not value.requires_grad}
+    frozen = {name for name, value in unwrapped.named_parameters(remove_duplicate=False) if not value.requires_grad}
     return {name: value for name, value in state.items() if name not in frozen}
 
 
 def _names(accelerator: Any, model: Any) -> Names:
-    accelerator.strategy.settle()
-    known: dict[int, str] = {id(value): name for name, value in accelerator.strategy.unwrap(model).named_parameters()}
+    accelerator.strategy.finish_pending()
+    by_id: dict[int, str] = {id(value): name for name, value in accelerator.strategy.unwrap(model).named_parameters()}
 
     def name_of(parameter: torch.Tensor) -> str:
-        if id(parameter) not in known:
+        if id(parameter) not in by_id:
             raise CheckpointError(
                 f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not in the model: "
                 "prepare both, and give the model that the optimizer was made for"
             )
-        return known[id(parameter)]
+        return by_id[id(parameter)]
 
     return name_of
 
@@ -207,19 +207,19 @@ def _write_file(path: Path, state: Any) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         save(state, path)
 
-    together(f"saving {path}", write)
+    run_on_all_ranks(f"saving {path}", write)
 
 
-def _read_weights(path: Path, whole: bool) -> tuple[Saved, dict[str, Any]]:
+def _read_weights(path: Path, full: bool) -> tuple[Saved, dict[str, Any]]:
     """Return the tensors of a model, and the rest of its state dict."""
-    if whole:
+    if full:
         state = read_object(path, mapped=True)
         tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
         extra = {name: value for name, value in state.items() if name not in tensors}
-        return Saved.whole(tensors, str(path)), extra
+        return Saved.single_chunk(tensors, str(path)), extra
     folder = _opened(path, "model")
-    ways = {item: folder.paths[item] for item in folder.tensors.shapes}
-    items = {way[1]: item for item, way in ways.items() if way[0] == "model" and len(way) == 2}
+    key_paths = {item: folder.paths[item] for item in folder.tensors.shapes}
+    items = {key_path[1]: item for item, key_path in key_paths.items() if key_path[0] == "model" and len(key_path) == 2}
     return folder.tensors.renamed(items), folder.nested("model", set(items.values()))
 
 
@@ -228,8 +228,10 @@ def _fill_from_file(optimizer: Any, names: Names, path: Path) -> None:
     if all(isinstance(number, int) for group in state["param_groups"] for number in group["params"]):
         fill_whole_optimizer(optimizer, state, path)  # by `save_state`, which numbers parameters
         return
-    outline, tensors = outline_of(state, {name: name for group in state["param_groups"] for name in group["params"]})
-    fill_optimizer(optimizer, names, outline, Saved.whole(tensors, str(path)))
+    outline, tensors = optimizer_skeleton(
+        state, {name: name for group in state["param_groups"] for name in group["params"]}
+    )
+    fill_optimizer(optimizer, names, outline, Saved.single_chunk(tensors, str(path)))
 
 
 def _fill_from_folder(optimizer: Any, names: Names, path: Path) -> None:
@@ -237,16 +239,16 @@ def _fill_from_folder(optimizer: Any, names: Names, path: Path) -> None:
     chunked: dict[str, list[str]] = {}
     items: dict[str, str] = {}
     for item, shape in folder.tensors.shapes.items():
-        way = folder.paths[item]
-        if way[:2] == ("optimizer", "state") and len(way) == 4 and shape:
-            chunked.setdefault(way[2], []).append(way[3])
-            items[f"{way[2]}:{way[3]}"] = item
+        key_path = folder.paths[item]
+        if key_path[:2] == ("optimizer", "state") and len(key_path) == 4 and shape:
+            chunked.setdefault(key_path[2], []).append(key_path[3])
+            items[f"{key_path[2]}:{key_path[3]}"] = item
     outline = {"state": {}, "param_groups": [], **folder.nested("optimizer", set(items.values())), "chunked": chunked}
     fill_optimizer(optimizer, names, outline, folder.tensors.renamed(items))
 
 
 def _opened(path: Path, key: str) -> DcpFolder:
     folder = DcpFolder(path)
-    if not any(way[0] == key and len(way) > 1 for way in folder.paths.values()):
+    if not any(key_path[0] == key and len(key_path) > 1 for key_path in folder.paths.values()):
         raise CheckpointError(f"{path} has no {key}: name the folder that save_fsdp_{key} wrote")
     return folder

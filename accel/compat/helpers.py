@@ -58,7 +58,7 @@ def move_to_device(state: Any, device: torch.device) -> Any:
 
 def get_module_class_from_name(module: torch.nn.Module, name: str) -> type | None:
     """Return the class called ``name`` among the modules of ``module``, itself included, or ``None``."""
-    return next((type(inner) for inner in module.modules() if type(inner).__name__ == name), None)
+    return next((type(submodule) for submodule in module.modules() if type(submodule).__name__ == name), None)
 
 
 def enable_fsdp_ram_efficient_loading() -> None:
@@ -80,8 +80,8 @@ def get_parameters_from_modules(
     """
     if isinstance(modules, str):
         pattern = re.compile(modules)
-        modules = [inner.to(device) for name, inner in model.named_modules() if pattern.fullmatch(name)]
-    return {parameter for inner in modules or () for parameter in inner.parameters()}
+        modules = [submodule.to(device) for name, submodule in model.named_modules() if pattern.fullmatch(name)]
+    return {parameter for submodule in modules or () for parameter in submodule.parameters()}
 
 
 # Helpers about precision.

@@ -17,7 +17,7 @@ from accel.errors import nearest
 _PATCHED = "_patched_homes"
 
 
-class Mirror(ModuleType):
+class AliasModule(ModuleType):
     """One of Accelerate's modules.
 
     Setting a name also sets it in its home, so that the calling code sees a patch of
@@ -31,31 +31,31 @@ class Mirror(ModuleType):
             return names_of(self.__name__)
         if name.startswith("__"):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        home = find(self.__name__, name)
-        if home is None and is_module(f"{self.__name__}.{name}"):
+        origin = find(self.__name__, name)
+        if origin is None and is_module(f"{self.__name__}.{name}"):
             return import_module(f"{self.__name__}.{name}")
-        if home is None:
+        if origin is None:
             raise _missing(self.__name__, name, sys._getframe(1))
-        value = getattr(import_module(home.module), home.name)
+        value = getattr(import_module(origin.module), origin.name)
         self.__dict__[name] = value
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        home = find(self.__name__, name) if not name.startswith("__") else None
-        if home is not None and isinstance(value, Mirror):
+        origin = find(self.__name__, name) if not name.startswith("__") else None
+        if origin is not None and isinstance(value, AliasModule):
             return  # `accelerate.utils.tqdm` is a module and, as an attribute, the function in it
-        if home is not None:
-            module = import_module(home.module)
-            self.__dict__.setdefault(_PATCHED, {}).setdefault(name, getattr(module, home.name))
-            setattr(module, home.name, value)
+        if origin is not None:
+            module = import_module(origin.module)
+            self.__dict__.setdefault(_PATCHED, {}).setdefault(name, getattr(module, origin.name))
+            setattr(module, origin.name, value)
         super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
         super().__delattr__(name)
         patched = self.__dict__.get(_PATCHED, {})
-        home = find(self.__name__, name)
-        if home is not None and name in patched:
-            setattr(import_module(home.module), home.name, patched.pop(name))
+        origin = find(self.__name__, name)
+        if origin is not None and name in patched:
+            setattr(import_module(origin.module), origin.name, patched.pop(name))
 
     def __dir__(self) -> list[str]:
         return sorted({*self.__dict__, *names_of(self.__name__)} - {_PATCHED})
@@ -82,7 +82,7 @@ _FILES = {
 }
 
 
-class Answered(Distribution):
+class StubDistribution(Distribution):
     """A distribution with two metadata texts and no files."""
 
     def read_text(self, filename: str | PathLike[str]) -> str | None:

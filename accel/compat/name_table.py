@@ -221,14 +221,14 @@ def names_of(module: str) -> list[str]:
     """Return the names in a module of the mirror, without submodules."""
     if module == "accelerate":
         return list(_TOP)
-    found = [name for _, name in _homes(module)]
+    names = [name for _, name in _homes(module)]
     if module == "accelerate.test_utils":
-        found += names_of("accelerate.test_utils.testing")
+        names += names_of("accelerate.test_utils.testing")
     if module == "accelerate.utils":
-        found += [name for part in TABLE if part.startswith("accelerate.utils.") for name in names_of(part)]
-        found.append("ParallelismConfig")
-    found += [name for part, name in SEEN_FROM if part == module and name not in found]
-    return found
+        names += [name for part in TABLE if part.startswith("accelerate.utils.") for name in names_of(part)]
+        names.append("ParallelismConfig")
+    names += [name for part, name in SEEN_FROM if part == module and name not in names]
+    return names
 
 
 def find(module: str, name: str) -> Home | None:
@@ -240,23 +240,23 @@ def find(module: str, name: str) -> Home | None:
     special = SEEN_FROM.get((module, name))
     if special is not None:
         return special
-    home = "accelerate.test_utils.testing" if module == "accelerate.test_utils" else module
-    own = next((Home(place, known) for place, known in _homes(home) if known == name), None)
-    if own is not None or (module in ("accelerate", "accelerate.utils") and name not in names_of(module)):
-        return own
+    table_module = "accelerate.test_utils.testing" if module == "accelerate.test_utils" else module
+    match = next((Home(origin, exported) for origin, exported in _homes(table_module) if exported == name), None)
+    if match is not None or (module in ("accelerate", "accelerate.utils") and name not in names_of(module)):
+        return match
     return _everywhere().get(name)
 
 
 @cache
 def _homes(module: str) -> list[tuple[str, str]]:
-    return [(home, name) for home, names in TABLE.get(module, {}).items() for name in names.split()]
+    return [(origin, name) for origin, names in TABLE.get(module, {}).items() for name in names.split()]
 
 
 @cache
 def _everywhere() -> dict[str, Home]:
     return {
-        name: Home(home, name)
+        name: Home(origin, name)
         for module in TABLE
         if not module.startswith(("accelerate.commands", "accelerate.test_utils")) or module.endswith("config_args")
-        for home, name in _homes(module)
+        for origin, name in _homes(module)
     }

@@ -56,13 +56,13 @@ def path_in_accelerate_package(*components: str) -> Path:
 
 def get_launch_command(**flags: Any) -> list[str]:
     """Return the words of an ``accelerate launch``. ``True`` is a bare flag; ``None`` and ``False`` are left out."""
-    words = ["accelerate", "launch"]
+    argv = ["accelerate", "launch"]
     for name, value in flags.items():
         if value is True:
-            words.append(f"--{name}")
+            argv.append(f"--{name}")
         elif value is not None and value is not False:
-            words.append(f"--{name}={value}")
-    return words
+            argv.append(f"--{name}={value}")
+    return argv
 
 
 DEFAULT_LAUNCH_COMMAND = get_launch_command(num_processes=device_count, monitor_interval=0.1)
@@ -88,8 +88,8 @@ def _has_fp8() -> bool:
 
 
 def _has_trackers() -> bool:
-    known = (_packages(name)() for name in ("wandb", "tensorboard", "trackio", "swanlab"))
-    return any(known) and not available.is_comet_ml_available()
+    installed = (_packages(name)() for name in ("wandb", "tensorboard", "trackio", "swanlab"))
+    return any(installed) and not available.is_comet_ml_available()
 
 
 # require_NAME -> when a test that needs it runs, and the reason of the skip otherwise.
@@ -130,14 +130,14 @@ _NEEDS: dict[str, _Need] = {
 
 
 def __getattr__(name: str) -> Any:
-    need = _NEEDS.get(name.removeprefix("require_")) if name.startswith("require_") else None
-    if need is None:
+    requirement = _NEEDS.get(name.removeprefix("require_")) if name.startswith("require_") else None
+    if requirement is None:
         raise AttributeError(f"module {__name__} has no attribute {name!r}")
-    return partial(_unless, need)
+    return partial(_unless, requirement)
 
 
-def _unless(need: _Need, test: Test) -> Test:
-    return unittest.skipUnless(need.met(), f"test requires {need.reason}")(test)  # type: ignore[type-var]
+def _unless(requirement: _Need, test: Test) -> Test:
+    return unittest.skipUnless(requirement.met(), f"test requires {requirement.reason}")(test)  # type: ignore[type-var]
 
 
 skip = unittest.skip("Test was skipped")
@@ -209,8 +209,8 @@ class MockingTestCase(unittest.TestCase):
 
 def are_the_same_tensors(tensor: torch.Tensor) -> bool:
     """Return True if every process has the same tensor."""
-    mine = tensor.to(AcceleratorState().device)
-    return all(torch.equal(one, mine) for one in gather(mine[None].clone()))
+    local = tensor.to(AcceleratorState().device)
+    return all(torch.equal(row, local) for row in gather(local[None].clone()))
 
 
 class RunOutput(NamedTuple):
@@ -233,25 +233,23 @@ def execute_subprocess_async(
 
     Raises `RuntimeError` with its stderr if it fails or exceeds ``timeout`` seconds.
     """
-    words = [str(word) for word in cmd]
+    argv = [str(argument) for argument in cmd]
     if echo:
-        print("\nRunning: ", " ".join(words))
-    done = asyncio.run(_stream(words, env, stdin, timeout, quiet))
-    if done.returncode:
-        stderr = "\n".join(done.stderr)
-        raise RuntimeError(f"'{' '.join(words)}' failed with returncode {done.returncode}\n\n{stderr}")
-    return done
+        print("\nRunning: ", " ".join(argv))
+    completed = asyncio.run(_stream(argv, env, stdin, timeout, quiet))
+    if completed.returncode:
+        stderr = "\n".join(completed.stderr)
+        raise RuntimeError(f"'{' '.join(argv)}' failed with returncode {completed.returncode}\n\n{stderr}")
+    return completed
 
 
-async def _stream(
-    words: list[str], env: Mapping[str, str] | None, stdin: Any, timeout: float, quiet: bool
-) -> RunOutput:
+async def _stream(argv: list[str], env: Mapping[str, str] | None, stdin: Any, timeout: float, quiet: bool) -> RunOutput:
     pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(*words, env=env, stdin=stdin, stdout=pipe, stderr=pipe)
+    process = await asyncio.create_subprocess_exec(*argv, env=env, stdin=stdin, stdout=pipe, stderr=pipe)
     assert process.stdout is not None
     assert process.stderr is not None
-    out: list[str] = []
-    err: list[str] = []
+    stdout: list[str] = []
+    stderr: list[str] = []
 
     async def show(stream: asyncio.StreamReader, lines: list[str], file: Any, label: str) -> None:
         async for raw in stream:
@@ -260,14 +258,14 @@ async def _stream(
                 print(label, lines[-1], file=file)
 
     reading = asyncio.gather(
-        show(process.stdout, out, sys.stdout, "stdout:"), show(process.stderr, err, sys.stderr, "stderr:")
+        show(process.stdout, stdout, sys.stdout, "stdout:"), show(process.stderr, stderr, sys.stderr, "stderr:")
     )
     try:
         await asyncio.wait_for(reading, timeout)
     except asyncio.TimeoutError:
         process.kill()
-        err.append(f"killed after {timeout:g} s")
-    return RunOutput(await process.wait(), out, err)
+        stderr.append(f"killed after {timeout:g} s")
+    return RunOutput(await process.wait(), stdout, stderr)
 
 
 def pytest_xdist_worker_id() -> int:
@@ -288,11 +286,11 @@ def run_command(
     command: Sequence[str | Path], return_stdout: bool = False, env: Mapping[str, str] | None = None
 ) -> str | None:
     """Run a command; with ``return_stdout`` return its output. Raises `SubprocessCallException`."""
-    words = [str(word) for word in command]
-    done = subprocess.run(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
-    printed = done.stdout.decode(errors="replace")
-    if done.returncode:
-        raise SubprocessCallException(f"Command `{' '.join(words)}` failed with the following error:\n\n{printed}")
+    argv = [str(argument) for argument in command]
+    completed = subprocess.run(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+    printed = completed.stdout.decode(errors="replace")
+    if completed.returncode:
+        raise SubprocessCallException(f"Command `{' '.join(argv)}` failed with the following error:\n\n{printed}")
     return printed if return_stdout else None
 
 

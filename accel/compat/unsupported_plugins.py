@@ -32,8 +32,8 @@ class DeepSpeedPlugin:
     msamp_opt_level: str | None = None
 
 
-def _refuse(what: str) -> NoReturn:
-    raise ArgumentError(f"{what} is not in this version of accel: see docs/migrating.md")
+def _refuse(feature: str) -> NoReturn:
+    raise ArgumentError(f"{feature} is not in this version of accel: see docs/migrating.md")
 
 
 class _DeepSpeeds:

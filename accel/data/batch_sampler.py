@@ -19,7 +19,7 @@ __all__ = ["BatchSamplerShard", "Epoch", "Share"]
 
 
 # Indices listed at a time: a call for each batch would cost as much as the listing itself.
-_LISTED = 4096
+_MAX_LISTED = 4096
 
 
 class Epoch(Iterator[Any]):
@@ -34,10 +34,10 @@ class Epoch(Iterator[Any]):
 
     def __init__(self, owner: BatchSamplerShard) -> None:
         self._owner = owner
-        self._given = owner.skip
+        self._yielded = owner.skip
         self._replay = owner.replay
         self._depth = owner.ahead
-        self._held: deque[Any] = deque()
+        self._buffer: deque[Any] = deque()
         self._batches: Iterator[Any] | None = None
         self.order: dict[str, Any] = {}
         self.first: Any = None
@@ -48,44 +48,44 @@ class Epoch(Iterator[Any]):
         """Draw the order, unless that is done already."""
         if self._batches is None:
             with self._owner.rng.drawing(self._replay) as self.order:
-                self._batches = self._owner.produce(self, self._given)
+                self._batches = self._owner.produce(self, self._yielded)
                 self._hold()
 
     def _hold(self) -> None:
         assert self._batches is not None
-        while self.total is None and len(self._held) < self._depth:
+        while self.total is None and len(self._buffer) < self._depth:
             try:
-                self._held.append(next(self._batches))
+                self._buffer.append(next(self._batches))
             except StopIteration:
-                self.total = self._given + len(self._held)
+                self.total = self._yielded + len(self._buffer)
 
     def run(self) -> Iterator[Any]:
         """Yield the batches, uncounted if none is buffered: a call for each would cost more than the batch."""
         self.begin()
         assert self._batches is not None
-        yield from (self if self._held else self._batches)
+        yield from (self if self._buffer else self._batches)
 
     def __next__(self) -> Any:
         self.begin()
-        held = self._held
-        if held:
-            batch = held.popleft()
-            self._given += 1
+        buffer = self._buffer
+        if buffer:
+            batch = buffer.popleft()
+            self._yielded += 1
             self._hold()
             return batch
         batch = next(self._batches)  # type: ignore[arg-type]
-        self._given += 1
+        self._yielded += 1
         return batch
 
     def state_dict(self) -> dict[str, int]:
         """Return the number of batches yielded, as torchdata's loader expects of its batch sampler's iterator."""
-        return {"given": self._given}
+        return {"given": self._yielded}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue after the batches that had been yielded at `state_dict`."""
-        self._given = state["given"]
+        self._yielded = state["given"]
         self._batches = None
-        self._held.clear()
+        self._buffer.clear()
         self.total = None
 
 
@@ -127,7 +127,7 @@ class BatchSamplerShard(BatchSampler):
         self.with_first = False  # whether `Epoch.first` must be known although it is skipped
         self.replay: dict[str, Any] | None = None
         self._shared = shared
-        self._settle()
+        self._configure()
         self.epoch = Epoch(self)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -137,7 +137,7 @@ class BatchSamplerShard(BatchSampler):
         vars(self).update(state)
         self.epoch = Epoch(self)
 
-    def _settle(self) -> None:
+    def _configure(self) -> None:
         source = self.batch_sampler
         self._processes = 1 if self.own_share else self.num_processes
         self._index = 0 if self.own_share else self.process_index
@@ -158,12 +158,12 @@ class BatchSamplerShard(BatchSampler):
             return None
         if not self._split:
             return size
-        return part_of(size, self._processes)
+        return batch_size_per_rank(size, self._processes)
 
     def set_sampler(self, sampler: Any) -> None:
         """Replace the sampler inside, from the next epoch on."""
         self.batch_sampler.sampler = sampler
-        self._settle()
+        self._configure()
 
     def share(self, samples: int) -> Share:
         """Return the arithmetic of this process's share of ``samples``."""
@@ -184,10 +184,10 @@ class BatchSamplerShard(BatchSampler):
         """Return the number of this process's batches in a full epoch."""
         if self._plain or self._split:
             return self.share(self.samples).steps
-        whole, rest = divmod(len(self.batch_sampler), self._processes)
+        full_rounds, rest = divmod(len(self.batch_sampler), self._processes)
         if rest == 0 or self.drop_last:
-            return whole
-        return whole + (self.even_batches or rest > self._index)
+            return full_rounds
+        return full_rounds + (self.even_batches or rest > self._index)
 
     @property
     def total_length(self) -> int:
@@ -236,23 +236,23 @@ class BatchSamplerShard(BatchSampler):
 
     def _walk(self, samples: Iterator[Any], epoch: Epoch, skip: int) -> Iterator[list[Any]]:
         share = self.share(0)
-        mine = slice(self._index * share.batch, (self._index + 1) * share.batch)
+        own_slice = slice(self._index * share.batch, (self._index + 1) * share.batch)
         head: list[Any] = []
         for step in _forever():
-            dealt = list(islice(samples, share.round_size))
-            head = head or dealt
-            epoch.first = head[mine]
-            if len(dealt) == share.round_size:
+            round_samples = list(islice(samples, share.round_size))
+            head = head or round_samples
+            epoch.first = head[own_slice]
+            if len(round_samples) == share.round_size:
                 if step >= skip:
-                    yield dealt[mine]
+                    yield round_samples[own_slice]
                 continue
-            if dealt and not self.drop_last:
+            if round_samples and not self.drop_last:
                 if not self.own_share:
-                    epoch.last_counts = self.share(len(dealt)).real_counts(0)
+                    epoch.last_counts = self.share(len(round_samples)).real_counts(0)
                 if share.even:
-                    dealt = [*dealt, *islice(cycle(head), share.round_size - len(dealt))]
-                if step >= skip and dealt[mine]:
-                    yield dealt[mine]
+                    round_samples = [*round_samples, *islice(cycle(head), share.round_size - len(round_samples))]
+                if step >= skip and round_samples[own_slice]:
+                    yield round_samples[own_slice]
             elif step > 0 and not self.own_share:
                 epoch.last_counts = (share.batch,) * self._processes
             return
@@ -260,51 +260,51 @@ class BatchSamplerShard(BatchSampler):
     def _deal(self, epoch: Epoch, skip: int) -> Iterator[Any]:
         batches, processes = iter(self.batch_sampler), self._processes
         head: list[Any] = []
-        dealt = list(islice(batches, processes))
+        round_batches = list(islice(batches, processes))
         for step in _forever():
-            following = list(islice(batches, processes)) if len(dealt) == processes else []
-            head = head or dealt
+            next_batches = list(islice(batches, processes)) if len(round_batches) == processes else []
+            head = head or round_batches
             epoch.first = next(iter(head), None)
-            if not following:
-                if dealt and step >= skip:
-                    yield from self._last_dealt(dealt, head, epoch)
+            if not next_batches:
+                if round_batches and step >= skip:
+                    yield from self._last_dealt(round_batches, head, epoch)
                 return
             if step >= skip:
-                yield dealt[self._index]
-            dealt = following
+                yield round_batches[self._index]
+            round_batches = next_batches
 
-    def _last_dealt(self, dealt: list[Any], head: list[Any], epoch: Epoch) -> Iterator[Any]:
-        complete = len(dealt) == self._processes and self._full(dealt[-1])
+    def _last_dealt(self, round_batches: list[Any], head: list[Any], epoch: Epoch) -> Iterator[Any]:
+        complete = len(round_batches) == self._processes and self._full(round_batches[-1])
         if self.drop_last and not complete:
             return
         if not self.own_share:
-            sizes = [len(batch) if isinstance(batch, Sized) else 1 for batch in dealt]
-            epoch.last_counts = (*sizes, *[0] * (self._processes - len(dealt)))
+            sizes = [len(batch) if isinstance(batch, Sized) else 1 for batch in round_batches]
+            epoch.last_counts = (*sizes, *[0] * (self._processes - len(round_batches)))
         if self.even_batches and self._processes > 1 and not complete:
-            dealt = self._completed(dealt, head)
-        if self._index < len(dealt):
-            yield dealt[self._index]
+            round_batches = self._completed(round_batches, head)
+        if self._index < len(round_batches):
+            yield round_batches[self._index]
 
     def _full(self, batch: Any) -> bool:
         return self.own_batch_size is None or (isinstance(batch, Sized) and len(batch) >= self.own_batch_size)
 
-    def _completed(self, dealt: list[Any], head: list[Any]) -> list[Any]:
+    def _completed(self, round_batches: list[Any], head: list[Any]) -> list[Any]:
         size, processes = self.own_batch_size, self._processes
-        if size is None or any(len(batch) != size for batch in dealt[:-1]) or len(dealt[-1]) > size:
-            return [*dealt, *islice(cycle(head), processes - len(dealt))]
-        flat = list(chain.from_iterable(dealt))
+        if size is None or any(len(batch) != size for batch in round_batches[:-1]) or len(round_batches[-1]) > size:
+            return [*round_batches, *islice(cycle(head), processes - len(round_batches))]
+        flat = list(chain.from_iterable(round_batches))
         flat.extend(islice(cycle(chain.from_iterable(head)), size * processes - len(flat)))
         return [flat[start : start + size] for start in range(0, len(flat), size)]
 
 
-def part_of(size: int, processes: int) -> int:
+def batch_size_per_rank(size: int, processes: int) -> int:
     """Return one process's part of a batch of ``size``. Raises `DataError` if it is not divisible."""
     part, rest = divmod(size, processes)
     if rest:
-        below = f"{size - rest} and " if part else ""
+        lower = f"{size - rest} and " if part else ""
         raise DataError(
             f"split_batches: batch size {size} is not a multiple of the {processes} processes; "
-            f"nearest {'are' if below else 'is'} {below}{size + processes - rest}"
+            f"nearest {'are' if lower else 'is'} {lower}{size + processes - rest}"
         )
     return part
 
@@ -314,23 +314,23 @@ def _forever() -> Iterator[int]:
 
 
 def _pick(order: Sequence[int] | torch.Tensor, share: Share, skip: int) -> Iterator[list[int]]:
-    whole = share.samples // share.round_size
+    full_rounds = share.samples // share.round_size
     if not isinstance(order, torch.Tensor):
         first, batch, stride = share.index * share.batch, share.batch, share.round_size
-        for start in range(skip * stride + first, whole * stride, stride):
+        for start in range(skip * stride + first, full_rounds * stride, stride):
             yield _indices(order, start, start + batch, share.samples)
-        for step in range(max(skip, whole), share.steps):
+        for step in range(max(skip, full_rounds), share.steps):
             yield _indices(order, *share.span(step), share.samples)
         return
     # Own batches side by side: stepping through memory is fast, and the rest of the epoch can be let go.
-    rounds = order[: whole * share.round_size].view(whole, share.processes, share.batch)
-    own = rounds[:, share.index].contiguous()
-    last = [_indices(order, *share.span(step), share.samples) for step in range(whole, share.steps)]
+    rounds = order[: full_rounds * share.round_size].view(full_rounds, share.processes, share.batch)
+    own_batches = rounds[:, share.index].contiguous()
+    last = [_indices(order, *share.span(step), share.samples) for step in range(full_rounds, share.steps)]
     del order, rounds
-    at_once = max(1, _LISTED // share.batch)
-    for start in range(skip, whole, at_once):
-        yield from own[start : start + at_once].tolist()
-    yield from last[max(0, skip - whole) :]
+    chunk = max(1, _MAX_LISTED // share.batch)
+    for start in range(skip, full_rounds, chunk):
+        yield from own_batches[start : start + chunk].tolist()
+    yield from last[max(0, skip - full_rounds) :]
 
 
 def _indices(order: Any, start: int, end: int, samples: int) -> list[int]:
@@ -339,8 +339,8 @@ def _indices(order: Any, start: int, end: int, samples: int) -> list[int]:
     if end > samples:
         return [int(order[position % samples]) for position in range(start, end)]
     if isinstance(order, torch.Tensor):
-        listed: list[int] = order[start:end].tolist()
-        return listed
+        indices: list[int] = order[start:end].tolist()
+        return indices
     if isinstance(order, list):
         return order[start:end]
     return [order[position] for position in range(start, end)]
@@ -372,9 +372,9 @@ def data_place(mesh: Any) -> tuple[int, int] | None:
 
 def _place(mesh: Any, coordinates: Any) -> tuple[int, int]:
     shares, index = 1, 0
-    for name, size, at in zip(mesh.mesh_dim_names or (), mesh.mesh.shape, coordinates, strict=False):
+    for name, size, coordinate in zip(mesh.mesh_dim_names or (), mesh.mesh.shape, coordinates, strict=False):
         if name in _DATA_DIMENSIONS:
-            shares, index = shares * size, index * size + int(at)
+            shares, index = shares * size, index * size + int(coordinate)
     return shares, index
 
 
@@ -382,16 +382,16 @@ def shares_by_rank(mesh: Any, processes: int) -> list[int]:
     """Return the data share of each rank: its own, or that of its place in ``mesh``."""
     if mesh is None:
         return list(range(processes))
-    found = [0] * processes
+    shares = [0] * processes
     for coordinates in _all_coordinates(tuple(mesh.mesh.shape)):
-        found[int(mesh.mesh[coordinates])] = _place(mesh, coordinates)[1]
-    return found
+        shares[int(mesh.mesh[coordinates])] = _place(mesh, coordinates)[1]
+    return shares
 
 
 def _all_coordinates(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
     rows: list[tuple[int, ...]] = [()]
     for size in shape:
-        rows = [(*row, at) for row in rows for at in range(size)]
+        rows = [(*row, coordinate) for row in rows for coordinate in range(size)]
     return rows
 
 
@@ -401,8 +401,8 @@ def is_shared_out(dataloader: Any) -> bool:
     Detects torch's `DistributedSampler`, and a stream of the ``datasets`` library after its
     ``split_dataset_by_node``. Anything else needs ``already_sharded=True``.
     """
-    outer = dataloader.sampler if isinstance(dataloader.sampler, BatchSampler) else dataloader.batch_sampler
-    if isinstance(getattr(outer, "sampler", None), DistributedSampler):
+    batch_sampler = dataloader.sampler if isinstance(dataloader.sampler, BatchSampler) else dataloader.batch_sampler
+    if isinstance(getattr(batch_sampler, "sampler", None), DistributedSampler):
         return True
     return is_datasets_stream(dataloader.dataset) and getattr(dataloader.dataset, "_distributed", None) is not None
 

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterDataPipe, MapDataPipe
 
-from accel.data.batch_sampler import BatchSamplerShard, part_of, shares_by_rank
+from accel.data.batch_sampler import BatchSamplerShard, batch_size_per_rank, shares_by_rank
 from accel.data.loader import PreparedLoader
 from accel.data.rows import count_rows, join_rows, take_rows
-from accel.data.torch_loader import Lookahead, alter, make_loader, seeding_aside, window_depth
+from accel.data.torch_loader import Lookahead, make_loader, preserve_rng, set_attributes, window_depth
 from accel.data.transfer import Encoder, Receiver, Sender, host_group
 from accel.errors import DataError
 from accel.state import PartialState
@@ -46,7 +46,7 @@ class Round:
 
 
 @dataclass(kw_only=True)
-class Dealer:
+class BatchSplitter:
     """A splitter of batches into rounds of ``shares`` parts.
 
     ``nominal``: rows of a part, if the loader defines them.
@@ -66,46 +66,46 @@ class Dealer:
 
     def deal(self, batches: Iterator[Any], skip: int = 0) -> Iterator[Round]:
         """Yield the rounds of ``batches`` after the first ``skip``."""
-        taken = 1 if self.split else self.shares
+        round_size = 1 if self.split else self.shares
         for number in count():
-            dealt = list(islice(batches, taken))
-            if not dealt or (len(dealt) < taken and self.drop_last):
+            round_batches = list(islice(batches, round_size))
+            if not round_batches or (len(round_batches) < round_size and self.drop_last):
                 return
             if self.first is None and self.even and self.shares > 1:
-                self.first = self._needed(dealt[0])
+                self.first = self._copy_for_completion(round_batches[0])
             if number >= skip:
-                yield self._round(dealt)
+                yield self._round(round_batches)
 
-    def _needed(self, batch: Any) -> Any:
+    def _copy_for_completion(self, batch: Any) -> Any:
         """Copy what a short last round needs of ``batch``: the training loop may change its own part in place."""
         always_cut = self.split or self.slice_fn is not None
         return copy.deepcopy(take_rows(batch, slice(0, self.shares - 1)) if always_cut else batch)
 
-    def _round(self, dealt: list[Any]) -> Round:
-        sizes = [count_rows(batch) for batch in dealt]
-        alike = len(dealt) == self.shares and all(size == sizes[0] for size in sizes)
-        whole = not self.split and self.slice_fn is None
-        if whole and (alike or (not self.even and len(dealt) == self.shares)):
-            return Round(dealt, self._counted(sizes))
+    def _round(self, round_batches: list[Any]) -> Round:
+        sizes = [count_rows(batch) for batch in round_batches]
+        equal_sizes = len(round_batches) == self.shares and all(size == sizes[0] for size in sizes)
+        whole_batches = not self.split and self.slice_fn is None
+        if whole_batches and (equal_sizes or (not self.even and len(round_batches) == self.shares)):
+            return Round(round_batches, self._counted(sizes))
         try:
-            return self._cut(join_rows(dealt))
+            return self._split(join_rows(round_batches))
         except DataError:
-            if not whole:
+            if not whole_batches:
                 raise
-        return self._filled(dealt, sizes)
+        return self._filled(round_batches, sizes)
 
-    def _cut(self, joined: Any) -> Round:
+    def _split(self, joined: Any) -> Round:
         rows = count_rows(joined)
         if rows is None:
             raise DataError(f"a batch of type {type(joined).__name__} has no rows to give each process a part of")
-        each, rest = divmod(rows, self.shares)
+        share_rows, rest = divmod(rows, self.shares)
         if rest and self.even:
             joined = self._completed(joined, self.shares - rest)
-            each += 1
-            edges = [share * each for share in range(self.shares + 1)]
-            counts = tuple(min(each, max(0, rows - start)) for start in edges[:-1])
+            share_rows += 1
+            edges = [share * share_rows for share in range(self.shares + 1)]
+            counts = tuple(min(share_rows, max(0, rows - start)) for start in edges[:-1])
             return Round([self._slice(joined, edges, share) for share in range(self.shares)], counts)
-        edges = [share * each + min(share, rest) for share in range(self.shares + 1)]
+        edges = [share * share_rows + min(share, rest) for share in range(self.shares + 1)]
         parts = [
             self._slice(joined, edges, share) if edges[share] < edges[share + 1] else None
             for share in range(self.shares)
@@ -128,15 +128,15 @@ class Dealer:
         return join_rows(parts)
 
     def _slice(self, joined: Any, edges: list[int], share: int) -> Any:
-        cut = take_rows if self.slice_fn is None else self.slice_fn
-        return cut(joined, slice(edges[share], edges[share + 1]), process_index=share, num_processes=self.shares)
+        slicer = take_rows if self.slice_fn is None else self.slice_fn
+        return slicer(joined, slice(edges[share], edges[share + 1]), process_index=share, num_processes=self.shares)
 
-    def _filled(self, dealt: list[Any], sizes: list[int | None]) -> Round:
+    def _filled(self, round_batches: list[Any], sizes: list[int | None]) -> Round:
         """Return a round of batches that cannot be cut, with the epoch's first one for shares without any."""
-        missing = self.shares - len(dealt)
+        missing = self.shares - len(round_batches)
         if not self.even or missing == 0:
-            return Round([*dealt, *[None] * missing])
-        return Round([*dealt, *[self.first] * missing], (*[size or 1 for size in sizes], *[0] * missing))
+            return Round([*round_batches, *[None] * missing])
+        return Round([*round_batches, *[self.first] * missing], (*[size or 1 for size in sizes], *[0] * missing))
 
 
 # The loader.
@@ -156,7 +156,7 @@ class Failure:
 class Outgoing:
     """A round ready to send: the main process's own part, and the other ranks' messages."""
 
-    own: Any
+    local_batch: Any
     counts: tuple[int, ...] | None
     messages: list[torch.Tensor | None]
 
@@ -197,7 +197,7 @@ class DataLoaderDispatcher(PreparedLoader):
         self.iteration = iteration
 
     @classmethod
-    def around(
+    def wrap(
         cls,
         base: DataLoader[Any],
         batches: BatchSamplerShard | None,
@@ -206,11 +206,11 @@ class DataLoaderDispatcher(PreparedLoader):
         even: bool,
         slice_fn: Callable[..., Any] | None,
         mesh: Any,
-        **how: Any,
+        **kwargs: Any,
     ) -> DataLoaderDispatcher:
-        """Return a loader around ``base`` itself; ``how``: see `PreparedLoader._set_up`."""
+        """Return a loader around ``base`` itself; ``kwargs``: see `PreparedLoader._set_up`."""
         loader = cls.__new__(cls)
-        loader._set_up(base, batches, **how)
+        loader._set_up(base, batches, **kwargs)
         loader._set_up_dispatch(split, even, slice_fn, mesh)
         return loader
 
@@ -227,7 +227,7 @@ class DataLoaderDispatcher(PreparedLoader):
         self._rows = 1
         size = self._base_batch_size()
         if split and size is not None:
-            part_of(size, self._share_count)
+            batch_size_per_rank(size, self._share_count)
 
     @property
     def _share_count(self) -> int:
@@ -237,12 +237,12 @@ class DataLoaderDispatcher(PreparedLoader):
         size = self.base_dataloader.batch_size if self.batches is None else self.batches.batch_size
         return size if isinstance(size, int) else None
 
-    def _whole_length(self) -> int:
+    def _total_length(self) -> int:
         batches = len(self.base_dataloader)
         if self.split_batches:
             return batches
-        whole, rest = divmod(batches, self._share_count)
-        return whole + bool(rest and not self._drop_last)
+        full_rounds, rest = divmod(batches, self._share_count)
+        return full_rounds + bool(rest and not self._drop_last)
 
     @property
     def total_batch_size(self) -> int:
@@ -302,90 +302,90 @@ class DataLoaderDispatcher(PreparedLoader):
     def _read(self, skip: int, replay: dict[str, Any] | None) -> Lookahead:
         base, batches = self.base_dataloader, self.batches
         # Whether reading begins behind the epoch's first batch, which may be needed to complete the last round.
-        late = self.progress.position > 0 and (batches is not None or skip == 0)
-        late = late and self._even and self._share_count > 1
+        needs_first = self.progress.position > 0 and (batches is not None or skip == 0)
+        needs_first = needs_first and self._even and self._share_count > 1
         if batches is not None:
             batches.skip = skip * (1 if self.split_batches else self._share_count)
-            batches.replay, batches.with_first = replay, late
+            batches.replay, batches.with_first = replay, needs_first
         snapshot = base.state_dict if self.stateful_base else None  # type: ignore[attr-defined]
-        rounds = self._rounds(0 if batches is not None else skip, late)
-        ahead = Lookahead(rounds, partial(window_depth, self.gradient_state), snapshot)
+        rounds = self._rounds(0 if batches is not None else skip, needs_first)
+        lookahead = Lookahead(rounds, partial(window_depth, self.gradient_state), snapshot)
         if batches is None:
             with self._stream_rng.drawing(replay) as self.progress.order:
-                ahead.fill()
-            return ahead
-        ahead.fill()
+                lookahead.fill()
+            return lookahead
+        lookahead.fill()
         self.progress.order = batches.epoch.order
-        return ahead
+        return lookahead
 
-    def _rounds(self, skip: int, late: bool) -> Iterator[Outgoing | Failure]:
-        dealer = Dealer(
+    def _rounds(self, skip: int, needs_first: bool) -> Iterator[Outgoing | Failure]:
+        splitter = BatchSplitter(
             shares=self._share_count, split=self.split_batches, even=self._even, drop_last=self._drop_last,
             nominal=None if self._base_batch_size() is None else self.nominal_rows, slice_fn=self.slice_fn,
         )  # fmt: skip
         encoders = [Encoder() for _ in range(self.processes)]
         try:
-            if late and self.batches is None:
+            if needs_first and self.batches is None:
                 order = self._stream_rng.capture()
-                dealer.first = self._read_first({})
+                splitter.first = self._read_first({})
                 self._stream_rng.assume(order)
             source = self._iterate_base()
-            if late and self.batches is not None:
+            if needs_first and self.batches is not None:
                 self.batches.epoch.begin()
                 name = "sampler" if self.base_dataloader.batch_sampler is None else "batch_sampler"
-                with seeding_aside(self.base_dataloader):
-                    dealer.first = self._read_first({name: [self.batches.epoch.first]})
-            for dealt in dealer.deal(source, skip):
-                yield self._outgoing(dealt, encoders)
+                with preserve_rng(self.base_dataloader):
+                    splitter.first = self._read_first({name: [self.batches.epoch.first]})
+            for batch_round in splitter.deal(source, skip):
+                yield self._outgoing(batch_round, encoders)
         except Exception as error:
             yield Failure(error)
 
     def _read_first(self, sampler: dict[str, Any]) -> Any:
         """Read the epoch's first batch as the loader inside does, without changing that loader or its data set."""
         base = copy.copy(self.base_dataloader)
-        alter(base, _iterator=None, next_iter_state=None, dataset=copy.copy(base.dataset), **sampler)
+        set_attributes(base, _iterator=None, next_iter_state=None, dataset=copy.copy(base.dataset), **sampler)
         return next(iter(base), None)
 
-    def _outgoing(self, dealt: Round, encoders: list[Encoder]) -> Outgoing:
+    def _outgoing(self, batch_round: Round, encoders: list[Encoder]) -> Outgoing:
         messages: list[torch.Tensor | None] = [None] * self.processes
         for rank in range(1, self.processes):
-            part = dealt.parts[self._shares[rank]]
+            part = batch_round.parts[self._shares[rank]]
             if part is not None:
-                messages[rank] = encoders[rank].encode(part, dealt.counts)
-        return Outgoing(dealt.parts[self._shares[0]], dealt.counts, messages)
+                messages[rank] = encoders[rank].encode(part, batch_round.counts)
+        return Outgoing(batch_round.parts[self._shares[0]], batch_round.counts, messages)
 
-    def _lead(self, sender: Sender, ahead: Lookahead) -> Iterator[Any]:
-        self._total = self._known_length()
+    def _lead(self, sender: Sender, lookahead: Lookahead) -> Iterator[Any]:
+        self._total = self._length_or_none()
         try:
-            sender.open(self._following(ahead))
-            while (item := ahead.peek()) is not None:
-                next(ahead)
+            sender.open(self._following(lookahead))
+            while (item := lookahead.peek()) is not None:
+                next(lookahead)
                 if isinstance(item, Failure):
-                    sender.send(self._told(item), [0] * self.processes, None)
+                    sender.send(self._encode_failure(item), [0] * self.processes, None)
                     raise item.error
-                self._count(ahead)
-                sender.send(item.messages, self._following(ahead), self.batches_left)
-                self._note(item.own, item.counts)
-                yield item.own
+                self._count(lookahead)
+                sender.send(item.messages, self._following(lookahead), self.batches_left)
+                self._note(item.local_batch, item.counts)
+                yield item.local_batch
         finally:
             # Also where the epoch is left early: what has been given here must arrive elsewhere, unless nobody is left.
             with suppress(RuntimeError):
-                sender.settle()
+                sender.wait_sent()
 
-    def _known_length(self) -> int | None:
+    def _length_or_none(self) -> int | None:
         try:
-            return None if self.batches is None else self._whole_length()
+            return None if self.batches is None else self._total_length()
         except TypeError:  # a sampler without length
             return None
 
-    def _following(self, ahead: Lookahead) -> list[int]:
+    def _following(self, lookahead: Lookahead) -> list[int]:
         """Return the size in bytes of each rank's next message."""
-        item = ahead.peek()
+        item = lookahead.peek()
         if item is None:
             return [0] * self.processes
-        return [len(message) for message in self._told(item)] if isinstance(item, Failure) else item.sizes
+        return [len(message) for message in self._encode_failure(item)] if isinstance(item, Failure) else item.sizes
 
-    def _told(self, failure: Failure) -> list[torch.Tensor]:
+    def _encode_failure(self, failure: Failure) -> list[torch.Tensor]:
         return [Encoder().encode(None, str(failure))] * self.processes
 
     def _follow(self, receiver: Receiver) -> Iterator[Any]:
@@ -396,8 +396,8 @@ class DataLoaderDispatcher(PreparedLoader):
                 raise DataError(note)
             self.progress.position += 1
             self.end_of_dataloader = self.progress.ended = receiver.at_end
-            left = 1 if receiver.at_end else receiver.left
-            self._total = None if left is None else self.progress.position + left - 1
+            remaining = 1 if receiver.at_end else receiver.left
+            self._total = None if remaining is None else self.progress.position + remaining - 1
             self._note(batch, note)
             yield batch
 

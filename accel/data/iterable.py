@@ -1,7 +1,7 @@
 """One process's share of a data set that can only be read from its start.
 
 Every process reads the same stream and keeps its own part of each round. Items of an incomplete last round
-are wrapped in a `Marked` where the data set is read (maybe in a worker process), so that the loader learns
+are wrapped in a `LastRoundItem` where the data set is read (maybe in a worker process), so that the loader learns
 how many are real.
 """
 
@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import IterableDataset
 
-from accel.data.batch_sampler import part_of
+from accel.data.batch_sampler import batch_size_per_rank
 from accel.data.shard_math import Share
 
 
-class Marked(NamedTuple):
+class LastRoundItem(NamedTuple):
     """An item, or a batch, of the last round, with ``real`` samples over all processes that are not repetitions."""
 
     item: Any
@@ -30,7 +30,7 @@ class IterableDatasetShard(IterableDataset[Any]):
     ``batch_size``: that of each process, or with ``split_batches`` of all together (a multiple of
         ``num_processes``, otherwise `DataError`).
     ``even_batches``: complete the last round.
-    ``marks``: yield the items of an incomplete last round as `Marked`.
+    ``marks``: yield the items of an incomplete last round as `LastRoundItem`.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         self.split_batches = split_batches
         self.even_batches = even_batches
         self.marks = marks
-        self._part = part_of(batch_size, num_processes) if split_batches and batch_size > 1 else batch_size
+        self._part = batch_size_per_rank(batch_size, num_processes) if split_batches and batch_size > 1 else batch_size
 
     def set_epoch(self, epoch: int) -> None:
         """Pass ``epoch`` to the data set if that has ``set_epoch``."""
@@ -70,39 +70,41 @@ class IterableDatasetShard(IterableDataset[Any]):
             samples=samples, batch=self._part, processes=self.num_processes, index=self.process_index,
             even=self.even_batches, drop_last=self.drop_last,
         )  # fmt: skip
-        whole = samples // self._round
-        if share.steps == whole:
-            return whole * self._part
-        start, end = share.span(whole)
-        return whole * self._part + end - start
+        full_rounds = samples // self._round
+        if share.steps == full_rounds:
+            return full_rounds * self._part
+        start, end = share.span(full_rounds)
+        return full_rounds * self._part + end - start
 
     def __iter__(self) -> Iterator[Any]:
         items = iter(self.dataset)
-        mine = slice(self.process_index * self._part, (self.process_index + 1) * self._part)
+        own_slice = slice(self.process_index * self._part, (self.process_index + 1) * self._part)
         head: list[Any] = []
-        while len(dealt := list(islice(items, self._round))) == self._round:
-            head = head or dealt
-            yield from dealt[mine]
-        if dealt and not self.drop_last:
-            real = len(dealt)
+        while len(round_samples := list(islice(items, self._round))) == self._round:
+            head = head or round_samples
+            yield from round_samples[own_slice]
+        if round_samples and not self.drop_last:
+            real = len(round_samples)
             if self.even_batches:
-                dealt.extend(islice(cycle(head or dealt[:]), self._round - real))
-            yield from (Marked(item, real) if self.marks else item for item in dealt[mine])
+                round_samples.extend(islice(cycle(head or round_samples[:]), self._round - real))
+            yield from (LastRoundItem(item, real) if self.marks else item for item in round_samples[own_slice])
 
 
-class MarkedCollate:
-    """A collate function for `IterableDatasetShard`; a batch with marked items becomes one `Marked`."""
+class LastRoundCollate:
+    """A collate function for `IterableDatasetShard`; a batch with marked items becomes one `LastRoundItem`."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self.collate = collate
 
     def __call__(self, items: Any) -> Any:
-        if isinstance(items, Marked):
-            return Marked(self.collate(items.item), items.real)
+        if isinstance(items, LastRoundItem):
+            return LastRoundItem(self.collate(items.item), items.real)
         real = (
-            next((item.real for item in items if isinstance(item, Marked)), None) if isinstance(items, list) else None
+            next((item.real for item in items if isinstance(item, LastRoundItem)), None)
+            if isinstance(items, list)
+            else None
         )
         if real is None:
             return self.collate(items)
-        plain = [item.item if isinstance(item, Marked) else item for item in items]
-        return Marked(self.collate(plain), real)
+        samples = [item.item if isinstance(item, LastRoundItem) else item for item in items]
+        return LastRoundItem(self.collate(samples), real)

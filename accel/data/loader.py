@@ -13,20 +13,20 @@ from torch.utils.data import DataLoader
 
 from accel.collectives.rng import host_rng_state, set_host_rng_state, synchronize_rng_states
 from accel.data.batch_sampler import BatchSamplerShard
-from accel.data.iterable import IterableDatasetShard, Marked
+from accel.data.iterable import IterableDatasetShard, LastRoundItem
 from accel.data.loader_state import Progress
 from accel.data.rows import count_rows
 from accel.data.shard_math import Share
 from accel.data.shuffle import OrderRng
 from accel.data.torch_loader import (
     Lookahead,
-    alter,
     blank,
     get_sampler,
     make_loader,
-    mover,
-    seeding_aside,
+    preserve_rng,
+    set_attributes,
     stateful_kind,
+    to_device_fn,
     window_depth,
 )
 from accel.enums import RNGType
@@ -109,9 +109,9 @@ class PreparedLoader(DataLoader[Any]):
 
     def __len__(self) -> int:
         """Return the number of batches of one iteration. Raises `TypeError` for an iterable data set without length."""
-        return max(0, self._whole_length() - self.skip_batches)
+        return max(0, self._total_length() - self.skip_batches)
 
-    def _whole_length(self) -> int:
+    def _total_length(self) -> int:
         return len(self.base_dataloader) if self.batches is None else len(self.batches)
 
     @property
@@ -146,8 +146,8 @@ class PreparedLoader(DataLoader[Any]):
     @property
     def total_batch_size(self) -> int:
         """Samples in one round, over all processes."""
-        own = self.base_dataloader.batch_size if self.batches is None else self.batches.own_batch_size
-        return (own or 1) * self.processes
+        batch_size = self.base_dataloader.batch_size if self.batches is None else self.batches.own_batch_size
+        return (batch_size or 1) * self.processes
 
     @property
     def total_dataset_length(self) -> int:
@@ -239,29 +239,29 @@ class PreparedLoader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         progress, base = self.progress, self.base_dataloader
-        over = self.resumes and progress.resumed and progress.ended
-        at, replay, inner = progress.begin()
+        finished = self.resumes and progress.resumed and progress.ended
+        start, replay, inner = progress.begin()
         resumed = replay is not None
-        skip = progress.position = max(self.skip_batches, at) if self.resumes else self.skip_batches
-        goes_on = resumed and not over
-        if inner is not None and self.stateful_base and (skip == at if goes_on else self._outlives):
+        skip = progress.position = max(self.skip_batches, start) if self.resumes else self.skip_batches
+        continues = resumed and not finished
+        if inner is not None and self.stateful_base and (skip == start if continues else self._reuses_dataset):
             base.load_state_dict(inner)  # type: ignore[attr-defined]
-            if goes_on:
+            if continues:
                 skip = 0
             else:  # of an epoch that is over only the state of the data set counts, which the next one starts from
-                with seeding_aside(base):
-                    alter(base, _iterator=base._get_iterator())
+                with preserve_rng(base):
+                    set_attributes(base, _iterator=base._get_iterator())
         self._announce()
         if self.rng_types and not resumed:
             synchronize_rng_states(self.rng_types, self.synchronized_generator)
         self.reset()
-        kept = host_rng_state()
-        source = iter(()) if over else self._open(skip, replay)
+        rng_state = host_rng_state()
+        source = iter(()) if finished else self._open(skip, replay)
         if resumed:  # what was drawn and read again here was so before the checkpoint
-            set_host_rng_state(kept)
+            set_host_rng_state(rng_state)
         self.gradient_state._add_dataloader(self)
         try:
-            yield from source if self.device is None else map(mover(self.device, self._non_blocking), source)
+            yield from source if self.device is None else map(to_device_fn(self.device, self._non_blocking), source)
         finally:
             self.end()
             if isinstance(source, Generator):
@@ -272,11 +272,11 @@ class PreparedLoader(DataLoader[Any]):
         """Start an iteration of the loader inside. Persistent workers draw their seed only in the first epoch."""
         base = self.base_dataloader
         restarts = base.persistent_workers and base._iterator is None and self.progress.epoch > 0
-        with seeding_aside(base) if restarts else nullcontext():
+        with preserve_rng(base) if restarts else nullcontext():
             return iter(base)
 
     @property
-    def _outlives(self) -> bool:
+    def _reuses_dataset(self) -> bool:
         """True if a data set that has a state keeps it from one epoch to the next."""
         base = self.base_dataloader
         return hasattr(base.dataset, "state_dict") and (base.num_workers == 0 or base.persistent_workers)
@@ -299,13 +299,13 @@ class PreparedLoader(DataLoader[Any]):
         """Begin an epoch; the iterator skips ``skip`` batches and keeps position, end and length up to date."""
         raise TypeError(f"{type(self).__name__} is a base: use DataLoaderShard or DataLoaderDispatcher")
 
-    def _count(self, ahead: Lookahead) -> None:
-        """Count a batch that ``ahead`` yielded, and note if it is known to be the last."""
+    def _count(self, lookahead: Lookahead) -> None:
+        """Count a batch that ``lookahead`` yielded, and note if it is known to be the last."""
         self.progress.position += 1
-        self.progress.inner = ahead.snapshot_here
-        if ahead.exhausted:
-            self._total = self.progress.position + len(ahead)
-            self.end_of_dataloader = self.progress.ended = not len(ahead)
+        self.progress.inner = lookahead.snapshot_here
+        if lookahead.exhausted:
+            self._total = self.progress.position + len(lookahead)
+            self.end_of_dataloader = self.progress.ended = not len(lookahead)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loader's state for a checkpoint, in types that a safe unpickler reads.
@@ -338,14 +338,14 @@ class PreparedLoader(DataLoader[Any]):
         self.progress.load_state_dict(state_dict, self.process_index, self.total_batch_size)
         self._rng.set_generator_states(state_dict["generators"])
         self._rng.set_seeds(state_dict.get("seeds", []))
-        alter(self.base_dataloader, _iterator=None)  # workers that persist start anew, as in another process
+        set_attributes(self.base_dataloader, _iterator=None)  # workers that persist start anew, as in another process
 
     def own_state_dict(self) -> Any:
         """Return the state of a torchdata loader inside, which may differ by process; ``None`` if not needed."""
         progress, base = self.progress, self.base_dataloader
         if not self.stateful_base or progress.inner is not None:
             return progress.inner
-        needed = progress.running or (self._outlives and base._iterator is not None)
+        needed = progress.running or (self._reuses_dataset and base._iterator is not None)
         return base.state_dict() if needed else None  # type: ignore[attr-defined]
 
     def load_own_state_dict(self, state: Any) -> None:
@@ -392,10 +392,10 @@ class DataLoaderShard(PreparedLoader):
         self.iteration = iteration
 
     @classmethod
-    def around(cls, base: DataLoader[Any], batches: BatchSamplerShard | None, **how: Any) -> DataLoaderShard:
-        """Return a loader around ``base`` itself; ``how``: see `PreparedLoader._set_up`."""
+    def wrap(cls, base: DataLoader[Any], batches: BatchSamplerShard | None, **kwargs: Any) -> DataLoaderShard:
+        """Return a loader around ``base`` itself; ``kwargs``: see `PreparedLoader._set_up`."""
         loader = cls.__new__(cls)
-        loader._set_up(base, batches, **how)
+        loader._set_up(base, batches, **kwargs)
         return loader
 
     def _open(self, skip: int, replay: dict[str, Any] | None) -> Iterator[Any]:
@@ -430,14 +430,14 @@ class DataLoaderShard(PreparedLoader):
             for _ in range(skip):
                 next(source, None)
             snapshot = base.state_dict if self.stateful_base else None  # type: ignore[attr-defined]
-            ahead = Lookahead(source, partial(window_depth, self.gradient_state), snapshot)
-            ahead.fill()
-        return self._look_ahead(ahead)
+            lookahead = Lookahead(source, partial(window_depth, self.gradient_state), snapshot)
+            lookahead.fill()
+        return self._look_ahead(lookahead)
 
-    def _look_ahead(self, ahead: Lookahead) -> Iterator[Any]:
-        for batch in ahead:
-            self._count(ahead)
-            if isinstance(batch, Marked):
+    def _look_ahead(self, lookahead: Lookahead) -> Iterator[Any]:
+        for batch in lookahead:
+            self._count(lookahead)
+            if isinstance(batch, LastRoundItem):
                 batch, self._real = batch
             elif self.end_of_dataloader and self.processes == 1 and self.base_dataloader.batch_size is not None:
                 self._real = count_rows(batch)

@@ -40,9 +40,9 @@ class Progress:
             self.inner = None
         elif self.resumed:
             return
-        self._leave(epoch)
+        self._next_epoch(epoch)
 
-    def _leave(self, following: int) -> None:
+    def _next_epoch(self, following: int) -> None:
         self.epoch = following
         self.position = 0
         self.order = None
@@ -54,16 +54,16 @@ class Progress:
         Returns its position and the random state to draw its order from, 0 and ``None`` unless it was interrupted;
         and the state to restore in the loader inside.
         """
-        left = (self.position, self.order) if self.resumed else (0, None)
+        start = (self.position, self.order) if self.resumed else (0, None)
         inner, self.inner = self.inner, None
-        self._leave(self.epoch + self.running)  # an epoch that was left by `break` counts
+        self._next_epoch(self.epoch + self.running)  # an epoch that was left by `break` counts
         self.order = {}
-        return *left, inner
+        return *start, inner
 
     def finish(self) -> None:
         """End the epoch and move on to the next."""
         self.inner = None
-        self._leave(self.epoch + 1)
+        self._next_epoch(self.epoch + 1)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
@@ -81,15 +81,15 @@ class Progress:
         The state of a loader inside is used if it was ``process``'s own. With another ``round_size`` the position is
         the one after the same samples, or the last one before.
         """
-        self._leave(state["epoch"])
+        self._next_epoch(state["epoch"])
         self.resumed = state["in_epoch"]
         if self.resumed:
-            self.position = _moved(state["position"], state.get("round", round_size), round_size)
+            self.position = _rescaled_position(state["position"], state.get("round", round_size), round_size)
             self.order = state["order"]
             self.ended = state.get("ended", False)
         self._same_round = state.get("round", round_size) == round_size
-        mine = self._same_round and state.get("process", process) == process
-        self.inner = state.get("loader") if mine else None
+        same_process = self._same_round and state.get("process", process) == process
+        self.inner = state.get("loader") if same_process else None
 
     def set_inner(self, state: Any) -> None:
         """Set the state of the loader inside, unless it was saved with another round size."""
@@ -97,13 +97,13 @@ class Progress:
             self.inner = state
 
 
-def _moved(position: int, was: int, now: int) -> int:
-    """Convert ``position`` from rounds of ``was`` samples to rounds of ``now``; warn if samples are repeated."""
-    moved, again = divmod(position * was, now)
-    if again:
+def _rescaled_position(position: int, old_size: int, new_size: int) -> int:
+    """Convert ``position`` from rounds of ``old_size`` samples to rounds of ``new_size``; warn if some are repeated."""
+    rounds, repeated = divmod(position * old_size, new_size)
+    if repeated:
         logger.warning(
             "resuming in the middle of an epoch: "
             "%d samples were seen, %d are used by each round of this world: %d are repeated",
-            position * was, now, again,
+            position * old_size, new_size, repeated,
         )  # fmt: skip
-    return moved
+    return rounds

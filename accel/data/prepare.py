@@ -11,12 +11,18 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from accel import collectives
-from accel.data.batch_sampler import BatchSamplerShard, data_place, is_datasets_stream, is_shared_out, part_of
+from accel.data.batch_sampler import (
+    BatchSamplerShard,
+    batch_size_per_rank,
+    data_place,
+    is_datasets_stream,
+    is_shared_out,
+)
 from accel.data.dispatcher import DataLoaderDispatcher
-from accel.data.iterable import IterableDatasetShard, MarkedCollate
+from accel.data.iterable import IterableDatasetShard, LastRoundCollate
 from accel.data.loader import DataLoaderShard, PreparedLoader
 from accel.data.shuffle import SeedableRandomSampler, is_plain_batch_sampler, is_plain_shuffle
-from accel.data.torch_loader import alter, share_sampler
+from accel.data.torch_loader import set_attributes, share_sampler
 from accel.enums import RNGType
 from accel.errors import ArgumentError, DataError
 from accel.state import PartialState
@@ -61,16 +67,16 @@ def prepare_data_loader(
     if isinstance(dataloader, PreparedLoader):
         return dataloader
     world = PartialState()
-    place = data_place(torch_device_mesh) or (world.num_processes, world.process_index)
-    processes = place[0] if num_processes is None else num_processes
-    index = place[1] if process_index is None else process_index
+    position = data_place(torch_device_mesh) or (world.num_processes, world.process_index)
+    processes = position[0] if num_processes is None else num_processes
+    index = position[1] if process_index is None else process_index
     kinds = [str(kind) for kind in (["generator"] if rng_types is None else rng_types)]
-    own = already_sharded or is_shared_out(dataloader)
-    shared = "generator" in kinds and processes > 1 and not own
+    presharded = already_sharded or is_shared_out(dataloader)
+    shared = "generator" in kinds and processes > 1 and not presharded
     base = copy.copy(dataloader)
     if use_seedable_sampler:
-        _make_seedable(base, data_seed, everywhere=processes > 1)
-    how: dict[str, Any] = {
+        _make_seedable(base, data_seed, distributed=processes > 1)
+    kwargs: dict[str, Any] = {
         "device": device if put_on_device else None,
         "non_blocking": non_blocking,
         "drop_last": base.drop_last or getattr(base.batch_sampler, "drop_last", False),
@@ -79,40 +85,42 @@ def prepare_data_loader(
         "index": index,
         "resumes": use_stateful_dataloader,
     }
-    if _dispatches(base, dispatch_batches, processes, own, put_on_device, torch_device_mesh):
+    if _dispatches(base, dispatch_batches, processes, presharded, put_on_device, torch_device_mesh):
         batches = None if isinstance(base.dataset, IterableDataset) else share_sampler(base)
-        return DataLoaderDispatcher.around(
+        return DataLoaderDispatcher.wrap(
             base, batches, split=split_batches, even=even_batches, slice_fn=slice_fn_for_dispatch,
-            mesh=torch_device_mesh, **how,
+            mesh=torch_device_mesh, **kwargs,
         )  # fmt: skip
     if isinstance(base.dataset, IterableDataset):
-        _share_stream(base, 1 if own else processes, index, split_batches, even_batches)
-        return DataLoaderShard.around(base, None, shared=shared, **how)
+        _share_stream(base, 1 if presharded else processes, index, split_batches, even_batches)
+        return DataLoaderShard.wrap(base, None, shared=shared, **kwargs)
     batches = share_sampler(
         base, num_processes=processes, process_index=index, split_batches=split_batches, even_batches=even_batches,
-        shared="generator" in kinds, own_share=own,
+        shared="generator" in kinds, own_share=presharded,
     )  # fmt: skip
-    return DataLoaderShard.around(base, batches, **how)
+    return DataLoaderShard.wrap(base, batches, **kwargs)
 
 
-def _dispatches(base: DataLoader[Any], asked: bool | None, processes: int, own: bool, placed: bool, mesh: Any) -> bool:
-    if asked and own:
+def _dispatches(
+    base: DataLoader[Any], requested: bool | None, processes: int, presharded: bool, put_on_device: bool, mesh: Any
+) -> bool:
+    if requested and presharded:
         raise DataError(
             "dispatch_batches=True has the main process read for all, but this loader is its own process's share "
             "already: leave dispatch_batches out, or give a loader of the whole data set"
         )
-    if own:
+    if presharded:
         return False
     if processes == 1:
-        return bool(asked) and PartialState().num_processes == 1
-    if asked is None:
-        asked = placed and isinstance(base.dataset, IterableDataset)
+        return bool(requested) and PartialState().num_processes == 1
+    if requested is None:
+        requested = put_on_device and isinstance(base.dataset, IterableDataset)
     world = PartialState().num_processes
-    if asked and mesh is None and processes != world:
+    if requested and mesh is None and processes != world:
         if world == 1:
             return False  # a share of a world that is not there, as in a dry run: nobody could send it anything
         raise DataError(f"dispatch_batches=True reads for all {world} processes of the world, not for {processes}")
-    return asked
+    return requested
 
 
 def _share_stream(base: DataLoader[Any], processes: int, index: int, split: bool, even: bool) -> None:
@@ -120,7 +128,7 @@ def _share_stream(base: DataLoader[Any], processes: int, index: int, split: bool
         return
     dataset: Any = base.dataset
     if is_datasets_stream(dataset) and not split and dataset.num_shards >= processes:
-        alter(base, dataset=dataset.shard(num_shards=processes, index=index))
+        set_attributes(base, dataset=dataset.shard(num_shards=processes, index=index))
         return
     size = base.batch_size or 1
     shard = IterableDatasetShard(
@@ -128,25 +136,27 @@ def _share_stream(base: DataLoader[Any], processes: int, index: int, split: bool
         even_batches=even, marks=True,
     )  # fmt: skip
     if shard.split_batches:
-        size = part_of(size, processes)
-        alter(base, batch_size=size, batch_sampler=BatchSampler(base.sampler, size, base.drop_last))
-    alter(base, dataset=shard, collate_fn=MarkedCollate(base.collate_fn))
+        size = batch_size_per_rank(size, processes)
+        set_attributes(base, batch_size=size, batch_sampler=BatchSampler(base.sampler, size, base.drop_last))
+    set_attributes(base, dataset=shard, collate_fn=LastRoundCollate(base.collate_fn))
 
 
-def _make_seedable(base: DataLoader[Any], seed: int | None, everywhere: bool) -> None:
+def _make_seedable(base: DataLoader[Any], seed: int | None, distributed: bool) -> None:
     """Replace a random sampler in ``base`` by one that depends on a seed and the epoch alone."""
-    outer: Any = base.batch_sampler
-    if not is_plain_batch_sampler(outer) or not is_plain_shuffle(outer.sampler):
+    batch_sampler: Any = base.batch_sampler
+    if not is_plain_batch_sampler(batch_sampler) or not is_plain_shuffle(batch_sampler.sampler):
         return
     if seed is None:
         seed = torch.initial_seed() % 2**62
-        if everywhere:
+        if distributed:
             seed = collectives.broadcast_object_list([seed])[0]
-    sampler = outer.sampler
+    sampler = batch_sampler.sampler
     seeded = SeedableRandomSampler(
         sampler.data_source, sampler.replacement, sampler._num_samples, sampler.generator, data_seed=seed
     )
-    alter(base, sampler=seeded, batch_sampler=BatchSampler(seeded, outer.batch_size, outer.drop_last))
+    set_attributes(
+        base, sampler=seeded, batch_sampler=BatchSampler(seeded, batch_sampler.batch_size, batch_sampler.drop_last)
+    )
 
 
 # Skip the first batches of a loader.
@@ -168,9 +178,9 @@ class SkipBatchSampler(BatchSampler):
         source = self.batch_sampler
         if isinstance(source, BatchSamplerShard):
             return islice(iter(source), self.skip_batches, None)
-        walker = BatchSamplerShard(source)
-        walker.skip = self.skip_batches
-        return iter(walker)
+        shard = BatchSamplerShard(source)
+        shard.skip = self.skip_batches
+        return iter(shard)
 
     def __len__(self) -> int:
         return max(0, self.total_length - self.skip_batches)
@@ -212,11 +222,11 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
         raise ArgumentError(f"skip_first_batches: {num_batches} batches cannot be skipped, it must be 0 or more")
     base = copy.copy(dataloader)
     if isinstance(base.dataset, IterableDataset):
-        skipping = DataLoaderShard.around(base, None)
-        skipping.skip_batches = num_batches
-        return skipping
+        loader = DataLoaderShard.wrap(base, None)
+        loader.skip_batches = num_batches
+        return loader
     if base.batch_sampler is None:
-        alter(base, sampler=SkipBatchSampler(base.sampler, num_batches))
+        set_attributes(base, sampler=SkipBatchSampler(base.sampler, num_batches))
     else:
-        alter(base, batch_sampler=SkipBatchSampler(base.batch_sampler, num_batches))
+        set_attributes(base, batch_sampler=SkipBatchSampler(base.batch_sampler, num_batches))
     return base

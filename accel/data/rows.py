@@ -84,13 +84,13 @@ def _join(parts: list[Any], sizes: list[int | None]) -> Any:
 def _join_tensors(parts: list[torch.Tensor]) -> torch.Tensor:
     shapes = {tuple(part.shape[1:]) for part in parts}
     if len(shapes) > 1:
-        shown = ", ".join(str(list(part.shape)) for part in parts)
-        raise DataError(f"batches of different shapes cannot be joined: {shown}")
+        listing = ", ".join(str(list(part.shape)) for part in parts)
+        raise DataError(f"batches of different shapes cannot be joined: {listing}")
     return torch.cat(parts)
 
 
-def _equal(one: Any, other: Any) -> bool:
-    return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
+def _equal(first: Any, second: Any) -> bool:
+    return torch.equal(first, second) if isinstance(first, torch.Tensor) else bool(first == second)
 
 
 def _is_nest(data: Any) -> bool:
@@ -111,8 +111,8 @@ def _items(data: Any) -> list[Any]:
 
 def _rebuild(like: Any, items: list[Any]) -> Any:
     if isinstance(like, Mapping):
-        named = dict(zip(like, items, strict=True))
-        return named if type(like) is dict else type(like)(named)  # type: ignore[call-arg]
+        mapping = dict(zip(like, items, strict=True))
+        return mapping if type(like) is dict else type(like)(mapping)  # type: ignore[call-arg]
     if is_record(like):
         names = [field.name for field in dataclasses.fields(like) if field.init]
         return dataclasses.replace(like, **dict(zip(names, items, strict=True)))
@@ -143,21 +143,23 @@ def without_repetitions(gathered: Any, counts: tuple[int, ...], rows: int, nomin
     def keep(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or leaf.ndim == 0 or leaf.shape[0] % len(counts) or not leaf.shape[0]:
             return leaf
-        own = leaf.shape[0] // len(counts)
-        if own == nominal != rows and (own % rows or _is_repeated(leaf, len(counts))):
-            each = 1
-        elif own % rows == 0:
-            each = own // rows
+        local_rows = leaf.shape[0] // len(counts)
+        if local_rows == nominal != rows and (local_rows % rows or _is_repeated(leaf, len(counts))):
+            per_sample = 1
+        elif local_rows % rows == 0:
+            per_sample = local_rows // rows
         else:
             return leaf
-        return torch.cat([leaf[rank * own : rank * own + count * each] for rank, count in enumerate(counts)])
+        return torch.cat(
+            [leaf[rank * local_rows : rank * local_rows + count * per_sample] for rank, count in enumerate(counts)]
+        )
 
     return map_nested(keep, gathered)
 
 
 def _is_repeated(leaf: torch.Tensor, processes: int) -> bool:
-    own = leaf.reshape(processes, -1)
-    return leaf.ndim == 1 and bool((own == own[:, :1]).all())
+    by_process = leaf.reshape(processes, -1)
+    return leaf.ndim == 1 and bool((by_process == by_process[:, :1]).all())
 
 
 def own_part(items: Any, counts: tuple[int, ...], rank: int) -> Any:

@@ -33,10 +33,10 @@ class Share:
     @property
     def steps(self) -> int:
         """Batches of this process."""
-        whole, rest = divmod(self.samples, self.round_size)
+        full_rounds, rest = divmod(self.samples, self.round_size)
         if self.drop_last or rest == 0:
-            return whole
-        return whole + (self.even or rest > self.index * self.batch)
+            return full_rounds
+        return full_rounds + (self.even or rest > self.index * self.batch)
 
     def span(self, step: int) -> tuple[int, int]:
         """Return first and past-the-end position of batch ``step``; positions from ``samples`` on wrap around."""

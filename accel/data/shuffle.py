@@ -78,13 +78,13 @@ def _is_torchdata(item: Any, name: str) -> bool:
 
 def _permutations(sampler: Any, generator: torch.Generator) -> torch.Tensor:
     # The draws of torch's RandomSampler, kept as a tensor: a process lists its own share alone.
-    size, wanted = len(sampler.data_source), sampler.num_samples
-    whole, rest = divmod(wanted, size)
-    drawn = [torch.randperm(size, generator=generator) for _ in range(whole)]
+    size, num_samples = len(sampler.data_source), sampler.num_samples
+    full_passes, rest = divmod(num_samples, size)
+    permutations = [torch.randperm(size, generator=generator) for _ in range(full_passes)]
     if rest or (type(sampler) is RandomSampler and generator is sampler.generator):
         # torch draws a last permutation even to take none of it: a generator of the user's must go on from there.
-        drawn.append(torch.randperm(size, generator=generator)[:rest])
-    return drawn[0] if len(drawn) == 1 else torch.cat(drawn)
+        permutations.append(torch.randperm(size, generator=generator)[:rest])
+    return permutations[0] if len(permutations) == 1 else torch.cat(permutations)
 
 
 def draw(sampler: Iterable[Any]) -> Sequence[int] | torch.Tensor | Indexable | Iterator[Any]:
@@ -118,8 +118,8 @@ class OrderRng:
 
     def generators(self) -> list[torch.Generator]:
         """Return the owners' own generators."""
-        found = [getattr(owner, "generator", None) for owner in self._owners]
-        return [generator for generator in found if isinstance(generator, torch.Generator)]
+        candidates = [getattr(owner, "generator", None) for owner in self._owners]
+        return [generator for generator in candidates if isinstance(generator, torch.Generator)]
 
     def capture(self) -> dict[str, Any]:
         """Return the state of all generators in types that a safe unpickler reads; empty if an order needs none."""
@@ -154,21 +154,21 @@ class OrderRng:
 
         Afterwards the global generators of a process that had other states have those again.
         """
-        own = self.capture()
-        start = replay if replay is not None else self._agreed(own)
-        foreign = bool(start) and start is not own and not _same(start, own)
-        if foreign:
+        captured = self.capture()
+        start = replay if replay is not None else self._agreed(captured)
+        differs = bool(start) and start is not captured and not _states_equal(start, captured)
+        if differs:
             self.assume(start)
         try:
             yield start
         finally:
-            if foreign:
-                set_host_rng_state(own["host"])
+            if differs:
+                set_host_rng_state(captured["host"])
 
-    def _agreed(self, own: dict[str, Any]) -> dict[str, Any]:
-        if not self._shared or not own:
-            return own
-        start: dict[str, Any] = collectives.broadcast_object_list([own])[0]
+    def _agreed(self, captured: dict[str, Any]) -> dict[str, Any]:
+        if not self._shared or not captured:
+            return captured
+        start: dict[str, Any] = collectives.broadcast_object_list([captured])[0]
         return start
 
     def assume(self, state: dict[str, Any]) -> None:
@@ -183,8 +183,8 @@ def _draws_nothing(owner: Any) -> bool:
     return type(owner) is SequentialSampler or (isinstance(owner, Indexable) and not isinstance(owner, Sampler))
 
 
-def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return bool(_plain(one) == _plain(other))
+def _states_equal(first: dict[str, Any], second: dict[str, Any]) -> bool:
+    return bool(_plain(first) == _plain(second))
 
 
 def _plain(state: Any) -> Any:

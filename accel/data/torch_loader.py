@@ -20,7 +20,7 @@ from accel.state import GradientState, PartialState
 from accel.world import xla
 
 
-def alter(loader: DataLoader[Any], **attributes: Any) -> None:
+def set_attributes(loader: DataLoader[Any], **attributes: Any) -> None:
     """Set attributes of a loader that is not being iterated.
 
     `DataLoader` forbids this after construction, because a running iterator would not see it; ``loader`` must be
@@ -30,16 +30,16 @@ def alter(loader: DataLoader[Any], **attributes: Any) -> None:
 
 
 @contextmanager
-def seeding_aside(base: DataLoader[Any]) -> Iterator[None]:
+def preserve_rng(base: DataLoader[Any]) -> Iterator[None]:
     """Draw the seed of ``base``'s workers in the block without advancing the generator that it comes from."""
-    own = base.generator
-    aside = torch.Generator()
-    aside.set_state(torch.get_rng_state() if own is None else own.get_state())
-    alter(base, generator=aside)
+    original = base.generator
+    scratch = torch.Generator()
+    scratch.set_state(torch.get_rng_state() if original is None else original.get_state())
+    set_attributes(base, generator=scratch)
     try:
         yield
     finally:
-        alter(base, generator=own)
+        set_attributes(base, generator=original)
 
 
 def make_loader(
@@ -55,14 +55,14 @@ def make_loader(
     return base, share_sampler(base)
 
 
-def share_sampler(base: DataLoader[Any], **how: Any) -> BatchSamplerShard:
+def share_sampler(base: DataLoader[Any], **kwargs: Any) -> BatchSamplerShard:
     """Replace the batch sampler of ``base`` by a `BatchSamplerShard`, and return that."""
     if base.batch_sampler is None:
-        batches = BatchSamplerShard(base.sampler, **how)
-        alter(base, sampler=batches)
+        batches = BatchSamplerShard(base.sampler, **kwargs)
+        set_attributes(base, sampler=batches)
     else:
-        batches = BatchSamplerShard(base.batch_sampler, **how)
-        alter(base, batch_sampler=batches)
+        batches = BatchSamplerShard(base.batch_sampler, **kwargs)
+        set_attributes(base, batch_sampler=batches)
     return batches
 
 
@@ -71,10 +71,10 @@ def loader_class(stateful: bool) -> type[DataLoader[Any]]:
     if not stateful:
         return DataLoader
     try:
-        found: type[DataLoader[Any]] = import_module("torchdata.stateful_dataloader").StatefulDataLoader
+        stateful_class: type[DataLoader[Any]] = import_module("torchdata.stateful_dataloader").StatefulDataLoader
     except ImportError:
         raise ArgumentError("use_stateful_dataloader=True needs torchdata: pip install 'torchdata>=0.8'") from None
-    return found
+    return stateful_class
 
 
 @cache
@@ -92,15 +92,15 @@ def stateful_kind(kind: Any) -> Any:
 
 def blank(kind: Any, stateful: bool) -> DataLoader[Any]:
     """Return a loader without state, for unpickling."""
-    made: Any = stateful_kind(kind) if stateful else kind
-    loader: DataLoader[Any] = made.__new__(made)
+    cls: Any = stateful_kind(kind) if stateful else kind
+    loader: DataLoader[Any] = cls.__new__(cls)
     return loader
 
 
 def get_sampler(dataloader: DataLoader[Any]) -> Any:
     """Return the sampler inside ``dataloader``, prepared or not; ``None`` if its batch sampler has none."""
-    outer = dataloader.sampler if isinstance(dataloader.sampler, BatchSampler) else dataloader.batch_sampler
-    return getattr(outer, "sampler", None)
+    batch_sampler = dataloader.sampler if isinstance(dataloader.sampler, BatchSampler) else dataloader.batch_sampler
+    return getattr(batch_sampler, "sampler", None)
 
 
 # Read ahead as far as the end of an accumulation window must be known, and no further.
@@ -125,14 +125,14 @@ class Lookahead(Iterator[Any]):
         self._source = source
         self._depth = depth
         self._snapshot = snapshot
-        self._held: deque[tuple[Any, Any]] = deque()
+        self._buffer: deque[tuple[Any, Any]] = deque()
         self.exhausted = False
         self.snapshot_here: Any = None
 
     def fill(self) -> None:
         """Read until the buffer is full or the source ends."""
-        wanted = self._depth()
-        while not self.exhausted and len(self._held) < wanted:
+        depth = self._depth()
+        while not self.exhausted and len(self._buffer) < depth:
             self._read()
 
     def _read(self) -> None:
@@ -141,21 +141,21 @@ class Lookahead(Iterator[Any]):
         except StopIteration:
             self.exhausted = True
             return
-        self._held.append((item, None if self._snapshot is None else self._snapshot()))
+        self._buffer.append((item, None if self._snapshot is None else self._snapshot()))
 
     def peek(self) -> Any:
         """Return the next item, or ``None`` if there is none."""
-        return self._held[0][0] if self._held else None
+        return self._buffer[0][0] if self._buffer else None
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._buffer)
 
     def __next__(self) -> Any:
-        if not self._held:
+        if not self._buffer:
             self.fill()
-            if not self._held:
+            if not self._buffer:
                 raise StopIteration
-        item, self.snapshot_here = self._held.popleft()
+        item, self.snapshot_here = self._buffer.popleft()
         self.fill()
         return item
 
@@ -163,7 +163,7 @@ class Lookahead(Iterator[Any]):
 # Put batches on a device, at little more than the cost of asking torch.
 
 
-def mover(device: torch.device, non_blocking: bool) -> Callable[[Any], Any]:
+def to_device_fn(device: torch.device, non_blocking: bool) -> Callable[[Any], Any]:
     """Return `send_to_device` for one device, with a fast path for tensors and for dicts and lists of them."""
 
     def move(batch: Any) -> Any:

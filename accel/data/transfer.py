@@ -64,33 +64,35 @@ class Encoder:
 
     def encode(self, batch: Any, note: Any) -> torch.Tensor:
         """Return the message with ``batch`` and ``note`` (small and picklable, or ``None``)."""
-        found: list[torch.Tensor] = []
+        tensors: list[torch.Tensor] = []
 
         def lift(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
                 return leaf
-            found.append(leaf)
+            tensors.append(leaf)
             return Slot(leaf.dtype, tuple(leaf.shape))
 
         structure = pickle.dumps(map_nested(lift, batch), protocol=5)
         changed = structure != self._sent
-        said = b"" if note is None and not changed else pickle.dumps((structure if changed else None, note), protocol=5)
+        header = (
+            b"" if note is None and not changed else pickle.dumps((structure if changed else None, note), protocol=5)
+        )
         self._sent = structure
-        return _laid_out(said, found)
+        return _laid_out(header, tensors)
 
 
-def _laid_out(said: bytes, tensors: list[torch.Tensor]) -> torch.Tensor:
-    end = _aligned(_HEADER_BYTES + len(said))
+def _laid_out(header: bytes, tensors: list[torch.Tensor]) -> torch.Tensor:
+    end = _aligned(_HEADER_BYTES + len(header))
     message = torch.empty(end + sum(_aligned(t.nbytes) for t in tensors), dtype=torch.uint8)
     message[:_HEADER_BYTES] = 0
-    message[:_HEADER_BYTES].view(torch.int64)[1] = len(said)
-    if said:
-        message[_HEADER_BYTES : _HEADER_BYTES + len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
+    message[:_HEADER_BYTES].view(torch.int64)[1] = len(header)
+    if header:
+        message[_HEADER_BYTES : _HEADER_BYTES + len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
     for tensor in tensors:
         start, end = end, end + _aligned(tensor.nbytes)
         if tensor.numel():
-            place = message[start : start + tensor.nbytes].view(tensor.dtype)
-            place.view(tensor.shape).copy_(tensor.detach())
+            payload = message[start : start + tensor.nbytes].view(tensor.dtype)
+            payload.view(tensor.shape).copy_(tensor.detach())
     return message
 
 
@@ -133,35 +135,35 @@ class Sender:
     def __init__(self, processes: int, group: Any) -> None:
         self._processes = processes
         self._group = group
-        self._under_way: list[tuple[Any, torch.Tensor]] = []
+        self._in_flight: list[tuple[Any, torch.Tensor]] = []
 
     def open(self, sizes: list[int]) -> None:
         """Send the sizes of the first messages: ``sizes[r]`` bytes to process r, 0 for none at all."""
         self._send([torch.tensor([size]) for size in sizes])
 
-    def send(self, messages: Sequence[torch.Tensor | None], following: list[int], left: int | None) -> None:
+    def send(self, messages: Sequence[torch.Tensor | None], following: list[int], remaining: int | None) -> None:
         """Send ``messages[r]`` to process r (``None``: nothing), with the sizes of the following ones.
 
-        ``left``: rounds from this one on, if known.
+        ``remaining``: rounds from this one on, if known.
         """
         for message, size in zip(messages, following, strict=True):
             if message is not None:
                 header = message[:_HEADER_BYTES].view(torch.int64)
-                header[0], header[2] = size, -1 if left is None else left
+                header[0], header[2] = size, -1 if remaining is None else remaining
         self._send(messages)
 
     def _send(self, messages: Sequence[torch.Tensor | None]) -> None:
-        self.settle()
+        self.wait_sent()
         for rank in range(1, self._processes):
             message = messages[rank]
             if message is not None:
-                self._under_way.append((dist.isend(message, rank, self._group, _TAG), message))
+                self._in_flight.append((dist.isend(message, rank, self._group, _TAG), message))
 
-    def settle(self) -> None:
+    def wait_sent(self) -> None:
         """Wait until everything sent has been received."""
-        for work, _ in self._under_way:
+        for work, _ in self._in_flight:
             work.wait()
-        self._under_way.clear()
+        self._in_flight.clear()
 
 
 class Receiver:

@@ -12,7 +12,7 @@ def describe() -> dict[str, str]:
     """Return the machine's properties for a bug report, by name; unknown ones are left out."""
     from accel.launch.devices import available_cpus
 
-    found = {
+    fields = {
         "platform": platform.platform(),
         "python": f"{platform.python_version()} ({platform.python_implementation()}, {sys.executable})",
         "accel command": shutil.which("accel") or "not on PATH",
@@ -20,7 +20,7 @@ def describe() -> dict[str, str]:
         "memory": _memory(),
         "/dev/shm": _shared_memory(),
     }
-    return {name: value for name, value in found.items() if value}
+    return {name: value for name, value in fields.items() if value}
 
 
 def _processor() -> str:
@@ -29,8 +29,8 @@ def _processor() -> str:
             name = next((line for line in file if line.lower().startswith("model name")), "")
     except OSError:
         name = ""
-    shown = name.partition(":")[2].strip() or platform.processor() or platform.machine()
-    return f"({shown})" if shown else ""
+    processor_name = name.partition(":")[2].strip() or platform.processor() or platform.machine()
+    return f"({processor_name})" if processor_name else ""
 
 
 def _memory() -> str:
@@ -39,8 +39,8 @@ def _memory() -> str:
     except (OSError, ValueError, AttributeError):
         return ""
     limit = _limit()
-    shown = f"{total / 2**30:.1f} GiB"
-    return f"{shown}, of which the control group allows {limit / 2**30:.1f} GiB" if limit and limit < total else shown
+    text = f"{total / 2**30:.1f} GiB"
+    return f"{text}, of which the control group allows {limit / 2**30:.1f} GiB" if limit and limit < total else text
 
 
 def _limit() -> int | None:
@@ -57,10 +57,10 @@ def _limit() -> int | None:
 
 def _shared_memory() -> str:
     try:
-        found = os.statvfs("/dev/shm")
+        stats = os.statvfs("/dev/shm")
     except OSError:
         return ""
-    return f"{found.f_bavail * found.f_frsize / 2**30:.1f} GiB free"
+    return f"{stats.f_bavail * stats.f_frsize / 2**30:.1f} GiB free"
 
 
 # Versions of packages by their metadata alone: a package that cannot be imported still has one.

@@ -47,9 +47,9 @@ def is_secret(name: str) -> bool:
 def secrets_of(value: Any, name: str = "") -> frozenset[str]:
     """Return the texts in ``value`` (nested plain values) whose names mark them as secrets, except very short ones."""
     if isinstance(value, Mapping):
-        return frozenset(text for key, inner in value.items() for text in secrets_of(inner, f"{key}"))
+        return frozenset(text for key, item in value.items() for text in secrets_of(item, f"{key}"))
     if isinstance(value, (list, tuple)):
-        return frozenset(text for inner in value for text in secrets_of(inner, name))
+        return frozenset(text for item in value for text in secrets_of(item, name))
     return frozenset({value} if isinstance(value, str) and len(value) >= _SHORTEST and is_secret(name) else ())
 
 
@@ -59,9 +59,9 @@ def without_secrets(value: Any, name: str = "", *, known: Collection[str] = ()) 
     known: secrets to remove wherever they appear.
     """
     if isinstance(value, Mapping):
-        return {key: without_secrets(inner, f"{key}", known=known) for key, inner in value.items()}
+        return {key: without_secrets(item, f"{key}", known=known) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [without_secrets(inner, name, known=known) for inner in value]
+        return [without_secrets(item, name, known=known) for item in value]
     if value is None or value == "" or isinstance(value, bool):
         return value
     if name and is_secret(name):

@@ -16,22 +16,22 @@ from typing import Any
 Probe = dict[str, Any]
 
 
-class Asked:
-    """A probe that runs in the background; `answer` waits for it."""
+class SubprocessProbe:
+    """A probe that runs in the background; `result` waits for it."""
 
     def __init__(self, question: str) -> None:
         import tempfile
 
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115  # a pipe could fill while nobody reads it
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115  # a pipe could fill while nobody reads it
         command = [sys.executable, "-m", "accel.diagnostics.subprocess_probe", question]
         self._running = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=self._said, env=_environment()
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=self._output, env=_environment()
         )
 
-    def answer(self, seconds: float) -> Probe:
+    def result(self, seconds: float) -> Probe:
         """Return the result; `{"error": …}`, in one line, for a probe that failed or was too slow, which is killed."""
         try:
-            shown, _ = self._running.communicate(timeout=seconds)
+            output, _ = self._running.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
             self._running.kill()
             self._running.wait()
@@ -39,33 +39,33 @@ class Asked:
         except BaseException:
             self._running.kill()
             raise
-        found = _read(shown)
-        return {"error": self._why()} if found is None else found
+        probe = _read(output)
+        return {"error": self._failure()} if probe is None else probe
 
-    def _why(self) -> str:
+    def _failure(self) -> str:
         code = self._running.returncode
-        self._said.seek(0)
-        lines = self._said.read().decode(errors="replace").strip().splitlines()
-        ended = f"ended by signal {-code}" if code < 0 else f"ended with code {code}"
-        return f"{lines[-1].strip()} ({ended})" if lines else ended
+        self._output.seek(0)
+        lines = self._output.read().decode(errors="replace").strip().splitlines()
+        outcome = f"ended by signal {-code}" if code < 0 else f"ended with code {code}"
+        return f"{lines[-1].strip()} ({outcome})" if lines else outcome
 
 
 def _environment() -> dict[str, str]:
     """Return this process's environment, extended so that the probe imports the same `accel`."""
     import accel
 
-    here = os.path.dirname(os.path.dirname(os.path.abspath(accel.__file__)))
-    paths = [here, *filter(None, [os.environ.get("PYTHONPATH")])]
+    package_root = os.path.dirname(os.path.dirname(os.path.abspath(accel.__file__)))
+    paths = [package_root, *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
-def _read(shown: bytes) -> Probe | None:
-    lines = shown.decode(errors="replace").strip().splitlines()
+def _read(output: bytes) -> Probe | None:
+    lines = output.decode(errors="replace").strip().splitlines()
     try:
-        found = json.loads(lines[-1]) if lines else None
+        probe = json.loads(lines[-1]) if lines else None
     except ValueError:
         return None
-    return found if isinstance(found, dict) else None
+    return probe if isinstance(probe, dict) else None
 
 
 def of_torch() -> Probe:
@@ -73,17 +73,17 @@ def of_torch() -> Probe:
     import torch
     import torch.distributed as dist
 
-    found: Probe = {
+    probe: Probe = {
         "version": torch.__version__,
-        "built for": f"CUDA {torch.version.cuda}" if torch.version.cuda else _other_build(torch),
+        "built for": f"CUDA {torch.version.cuda}" if torch.version.cuda else _non_cuda_build(torch),
         "cudnn": _or_none(lambda: torch.backends.cudnn.version()),  # type: ignore[no-untyped-call]
         "nccl": _or_none(lambda: ".".join(str(part) for part in torch.cuda.nccl.version())),  # type: ignore[no-untyped-call]
         "backends": [name for name in ("gloo", "mpi", "nccl", "ucc", "xccl") if _has_backend(dist, name)],
     }
-    return found | {"devices": _or_none(lambda: _devices(torch)) or []}
+    return probe | {"devices": _or_none(lambda: _devices(torch)) or []}
 
 
-def _other_build(torch: Any) -> str:
+def _non_cuda_build(torch: Any) -> str:
     return f"ROCm {torch.version.hip}" if torch.version.hip else "the CPU or a plug-in"
 
 
@@ -96,17 +96,17 @@ def _devices(torch: Any) -> list[dict[str, Any]]:
     if accelerator is None or not torch.accelerator.is_available():
         return []
     module: Any = getattr(torch, accelerator.type, None)
-    shown = []
+    devices = []
     for index in range(torch.accelerator.device_count()):
-        about = _or_none(lambda index=index: module.get_device_properties(index))  # type: ignore[misc]
-        shown.append(
+        properties = _or_none(lambda index=index: module.get_device_properties(index))  # type: ignore[misc]
+        devices.append(
             {
                 "kind": accelerator.type,
                 "name": _or_none(lambda index=index: str(module.get_device_name(index))),  # type: ignore[misc]
-                "memory": getattr(about, "total_memory", None),
+                "memory": getattr(properties, "total_memory", None),
             }
         )
-    return shown
+    return devices
 
 
 def of_nvml() -> Probe:
@@ -120,10 +120,10 @@ def of_nvml() -> Probe:
     count = ctypes.c_uint()
     nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
     cuda = ctypes.c_int()
-    known = _or_none(lambda: nvml.nvmlSystemGetCudaDriverVersion_v2(ctypes.byref(cuda))) == 0
+    has_cuda = _or_none(lambda: nvml.nvmlSystemGetCudaDriverVersion_v2(ctypes.byref(cuda))) == 0
     return {
         "driver": _text(lambda text, size: nvml.nvmlSystemGetDriverVersion(text, size)),
-        "cuda": f"{cuda.value // 1000}.{cuda.value % 1000 // 10}" if known else None,
+        "cuda": f"{cuda.value // 1000}.{cuda.value % 1000 // 10}" if has_cuda else None,
         "devices": [_nvml_device(nvml, index) for index in range(count.value)],
     }
 
@@ -135,35 +135,35 @@ class _Memory(ctypes.Structure):
 def _nvml_device(nvml: ctypes.CDLL, index: int) -> dict[str, Any]:
     handle, memory = ctypes.c_void_p(), _Memory()
     nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(handle))
-    known = _or_none(lambda: nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory))) == 0
+    has_memory = _or_none(lambda: nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory))) == 0
     return {
         "name": _text(lambda text, size: nvml.nvmlDeviceGetName(handle, text, size)),
-        "memory": memory.total if known else None,
-        "used": memory.used if known else None,
+        "memory": memory.total if has_memory else None,
+        "used": memory.used if has_memory else None,
     }
 
 
-def _text(ask: Callable[[Any, ctypes.c_uint], int]) -> str | None:
+def _text(query: Callable[[Any, ctypes.c_uint], int]) -> str | None:
     buffer = ctypes.create_string_buffer(96)
-    return buffer.value.decode(errors="replace") if _or_none(lambda: ask(buffer, ctypes.c_uint(96))) == 0 else None
+    return buffer.value.decode(errors="replace") if _or_none(lambda: query(buffer, ctypes.c_uint(96))) == 0 else None
 
 
-def _or_none(ask: Callable[[], Any]) -> Any:
+def _or_none(query: Callable[[], Any]) -> Any:
     """Return the result, or None if this build, driver or plug-in raises."""
     try:
-        return ask()
+        return query()
     except Exception:
         return None
 
 
 def main(question: str) -> int:
     try:
-        found = {"torch": of_torch, "nvml": of_nvml}[question]()
+        probe = {"torch": of_torch, "nvml": of_nvml}[question]()
     except ModuleNotFoundError as error:
-        found = {"error": "not installed"} if error.name == "torch" else {"error": f"cannot be imported: {error}"}
+        probe = {"error": "not installed"} if error.name == "torch" else {"error": f"cannot be imported: {error}"}
     except Exception as error:
-        found = {"error": " ".join(f"cannot be imported: {type(error).__name__}: {error}".split())}
-    print(f"\n{json.dumps(found)}")
+        probe = {"error": " ".join(f"cannot be imported: {type(error).__name__}: {error}".split())}
+    print(f"\n{json.dumps(probe)}")
     return 0
 
 

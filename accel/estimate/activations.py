@@ -22,14 +22,16 @@ from accel.errors import AccelError
 from accel.estimate.find import Subject, on_meta
 
 # float32 throughout; computing in bfloat16 on float32 weights (autocast); weights themselves in bfloat16
-Way = Literal["float32", "autocast", "bfloat16"]
+ComputeMode = Literal["float32", "autocast", "bfloat16"]
 
 
 class Unmeasured(AccelError):
     """The model cannot be run without memory, or its inputs are unknown."""
 
 
-def measure(subject: Subject, way: Way, *, batch_size: int, sequence_length: int, checkpointing: bool = False) -> int:
+def measure(
+    subject: Subject, mode: ComputeMode, *, batch_size: int, sequence_length: int, checkpointing: bool = False
+) -> int:
     """Return `step_bytes` for ``subject``. Raises `Unmeasured`, in one line.
 
     Under autocast it includes the bfloat16 copies of the weights, which autograd keeps.
@@ -41,61 +43,61 @@ def measure(subject: Subject, way: Way, *, batch_size: int, sequence_length: int
     try:
         model = on_meta(subject)
         with _quiet(), FakeTensorMode(allow_non_fake_inputs=True):
-            _make_fake(model, torch.bfloat16 if way == "bfloat16" else torch.float32)
+            _make_fake(model, torch.bfloat16 if mode == "bfloat16" else torch.float32)
             if checkpointing:
                 _checkpoint(model)
             inputs = subject.inputs(model, batch_size, sequence_length)
-            return step_bytes(model.train(), dict(inputs), way)
+            return step_bytes(model.train(), dict(inputs), mode)
     except AccelError as error:
         raise Unmeasured(str(error)) from None
     except Exception as error:
         if sequence_length > (subject.longest or sequence_length):
-            longer = f"sequences of {sequence_length} are longer than the {subject.longest} that the model takes"
-            raise Unmeasured(longer) from error
-        said = " ".join(f"{type(error).__name__}: {error}".split())
-        raise Unmeasured(f"{type(error).__name__} in its forward or backward: {said[:200]}") from error
+            explanation = f"sequences of {sequence_length} are longer than the {subject.longest} that the model takes"
+            raise Unmeasured(explanation) from error
+        detail = " ".join(f"{type(error).__name__}: {error}".split())
+        raise Unmeasured(f"{type(error).__name__} in its forward or backward: {detail[:200]}") from error
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Silence torch's log of failures here, which `Unmeasured` reports."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
-    before, log.disabled = log.disabled, True
+    previous, log.disabled = log.disabled, True
     try:
         yield
     finally:
-        log.disabled = before
+        log.disabled = previous
 
 
-def step_bytes(model: nn.Module, inputs: dict[str, Any], way: Way) -> int:
+def step_bytes(model: nn.Module, inputs: dict[str, Any], mode: ComputeMode) -> int:
     """Return the peak bytes of a forward and backward, without weights, buffers and the weights' gradients.
 
     The batch counts, and so do the outputs until the backward ends, as in a loop that holds them in variables.
     """
-    if way == "bfloat16":
+    if mode == "bfloat16":
         inputs = {name: _in_bfloat16(value) for name, value in inputs.items()}
-    taken = _Taken([*model.parameters(), *model.buffers()], tree_leaves(inputs))
-    with _gradients_apart(model, taken), taken:
-        with _autocast(way):
+    tracker = _AllocationTracker([*model.parameters(), *model.buffers()], tree_leaves(inputs))
+    with _exclude_gradients(model, tracker), tracker:
+        with _autocast(mode):
             outputs = model(**inputs)
         loss = _loss(outputs)
         if loss.requires_grad:
             loss.backward()  # type: ignore[no-untyped-call]
         del outputs, loss
     model.zero_grad()
-    return taken.most()
+    return tracker.peak()
 
 
-class _Taken(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A recorder of each memory that operators allocate while it is active, and of its release."""
 
-    def __init__(self, own: Iterable[torch.Tensor], batch: Iterable[object]) -> None:
+    def __init__(self, model_tensors: Iterable[torch.Tensor], batch: Iterable[object]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._events: list[tuple[int, int]] = []  # the number of a memory, and bytes: taken, or less than 0 when let go
-        self._apart: set[int] = set()
+        self._excluded: set[int] = set()
         # One alive is known by its address; the weak reference tells when that is free for another.
-        self._alive: dict[int, tuple[int, weakref.ref[Any] | None]] = {
-            t.untyped_storage()._cdata: (-1, None) for t in own
+        self._live: dict[int, tuple[int, weakref.ref[Any] | None]] = {
+            t.untyped_storage()._cdata: (-1, None) for t in model_tensors
         }
         for tensor in batch:
             self._note(tensor)
@@ -103,43 +105,43 @@ class _Taken(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(made):
+        outputs = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(outputs):
             self._note(tensor)
-        return made
+        return outputs
 
     def _note(self, tensor: object) -> None:
         if not isinstance(tensor, torch.Tensor):
             return
         storage = tensor.untyped_storage()
         address, size, number = storage._cdata, storage.nbytes(), len(self._events)
-        if address in self._alive:
+        if address in self._live:
             return
 
-        def gone(_: object) -> None:
+        def on_free(_: object) -> None:
             self._events.append((number, -size))
-            self._alive.pop(address, None)
+            self._live.pop(address, None)
 
         self._events.append((number, size))
-        self._alive[address] = (number, weakref.ref(storage, gone))
+        self._live[address] = (number, weakref.ref(storage, on_free))
 
-    def set_apart(self, tensor: torch.Tensor) -> None:
+    def exclude(self, tensor: torch.Tensor) -> None:
         """Exclude a tensor from the count, from its allocation on."""
-        self._apart.add(self._alive[tensor.untyped_storage()._cdata][0])
+        self._excluded.add(self._live[tensor.untyped_storage()._cdata][0])
 
-    def most(self) -> int:
-        now = most = 0
+    def peak(self) -> int:
+        current = peak = 0
         for number, size in self._events:
-            now += 0 if number in self._apart else size
-            most = max(most, now)
-        return most
+            current += 0 if number in self._excluded else size
+            peak = max(peak, current)
+        return peak
 
 
 @contextlib.contextmanager
-def _gradients_apart(model: nn.Module, taken: _Taken) -> Iterator[None]:
+def _exclude_gradients(model: nn.Module, tracker: _AllocationTracker) -> Iterator[None]:
     def accumulated(parameter: torch.Tensor) -> None:
         if parameter.grad is not None:
-            taken.set_apart(parameter.grad)
+            tracker.exclude(parameter.grad)
 
     hooks = [p.register_post_accumulate_grad_hook(accumulated) for p in model.parameters() if p.requires_grad]  # type: ignore[no-untyped-call]
     try:
@@ -151,35 +153,35 @@ def _gradients_apart(model: nn.Module, taken: _Taken) -> Iterator[None]:
 
 def _loss(outputs: Any) -> torch.Tensor:
     """Return the model's own loss, else the sum of its outputs, which needs no memory."""
-    own = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
-    if isinstance(own, torch.Tensor):
-        return own
-    given = [t for t in tree_leaves(outputs) if isinstance(t, torch.Tensor) and t.requires_grad]
-    return torch.stack([t.sum() for t in given]).sum() if given else torch.zeros(())
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+    if isinstance(loss, torch.Tensor):
+        return loss
+    tensors = [t for t in tree_leaves(outputs) if isinstance(t, torch.Tensor) and t.requires_grad]
+    return torch.stack([t.sum() for t in tensors]).sum() if tensors else torch.zeros(())
 
 
-def _autocast(way: Way) -> contextlib.AbstractContextManager[object]:
-    return torch.autocast("cpu", dtype=torch.bfloat16) if way == "autocast" else contextlib.nullcontext()
+def _autocast(mode: ComputeMode) -> contextlib.AbstractContextManager[object]:
+    return torch.autocast("cpu", dtype=torch.bfloat16) if mode == "autocast" else contextlib.nullcontext()
 
 
 def _make_fake(model: nn.Module, dtype: torch.dtype) -> None:
     """Replace all tensors of ``model`` by fake ones, as if on the CPU; tied weights stay tied."""
-    made: dict[int, torch.Tensor] = {}
+    fakes: dict[int, torch.Tensor] = {}
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in made:
+        if id(tensor) not in fakes:
             kind = dtype if tensor.is_floating_point() else tensor.dtype
             empty = torch.empty(tensor.shape, dtype=kind, device="cpu")
             parameter = isinstance(tensor, nn.Parameter)
-            made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if parameter else empty
-        return made[id(tensor)]
+            fakes[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if parameter else empty
+        return fakes[id(tensor)]
 
-    before = [*model.parameters(), *model.buffers()]  # alive until the end, for an id is theirs only so long
+    originals = [*model.parameters(), *model.buffers()]  # alive until the end, for an id is theirs only so long
     for module in model.modules():
-        places: tuple[Any, ...] = (module._parameters, module._buffers)
-        for held in places:
-            held.update({name: fake(tensor) for name, tensor in held.items() if tensor is not None})
-    del before
+        mappings: tuple[Any, ...] = (module._parameters, module._buffers)
+        for mapping in mappings:
+            mapping.update({name: fake(tensor) for name, tensor in mapping.items() if tensor is not None})
+    del originals
 
 
 def _in_bfloat16(value: Any) -> Any:
@@ -187,8 +189,8 @@ def _in_bfloat16(value: Any) -> Any:
 
 
 def _checkpoint(model: nn.Module) -> None:
-    older = getattr(model, "gradient_checkpointing_enable", None)
-    enable = getattr(model, "activation_checkpointing_enable", older)
+    fallback = getattr(model, "gradient_checkpointing_enable", None)
+    enable = getattr(model, "activation_checkpointing_enable", fallback)
     if enable is None:
         raise Unmeasured(f"a {type(model).__name__} has no checkpointing of its activations")
     enable()

@@ -56,8 +56,8 @@ def on_meta(subject: Subject) -> nn.Module:
             with init_empty_weights(include_buffers=False):
                 model = subject.make()
         except Exception as error:
-            said = " ".join(f"{type(error).__name__}: {error}".split())
-            raise NotFound(f"{subject.name} cannot be made: {said}") from error
+            detail = " ".join(f"{type(error).__name__}: {error}".split())
+            raise NotFound(f"{subject.name} cannot be made: {detail}") from error
     return model.to(torch.float32)
 
 
@@ -101,18 +101,18 @@ def read_header(path: str) -> dict[str, tuple[torch.dtype, list[int]]]:
     try:
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            left = os.fstat(file.fileno()).st_size - 8
-            header: dict[str, Any] = json.loads(file.read(length)) if 0 < length <= min(left, _MAX_HEADER) else {}
+            remaining = os.fstat(file.fileno()).st_size - 8
+            header: dict[str, Any] = json.loads(file.read(length)) if 0 < length <= min(remaining, _MAX_HEADER) else {}
             entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-            found = {name: (_BY_NAME[entry["dtype"]], [*entry["shape"]]) for name, entry in entries.items()}
-            whole = sum(kind.itemsize * math.prod(shape) for kind, shape in found.values()) == left - length
+            tensors = {name: (_BY_NAME[entry["dtype"]], [*entry["shape"]]) for name, entry in entries.items()}
+            complete = sum(kind.itemsize * math.prod(shape) for kind, shape in tensors.values()) == remaining - length
     except OSError as error:
         raise NotFound(f"{path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
-        whole = False
-    if not whole:
+        complete = False
+    if not complete:
         raise NotFound(f"{path} is not a safetensors file, or it is damaged")
-    return found
+    return tensors
 
 
 def _of_tensors(name: str, tensors: dict[str, tuple[torch.dtype, list[int]]]) -> Subject:
@@ -120,16 +120,16 @@ def _of_tensors(name: str, tensors: dict[str, tuple[torch.dtype, list[int]]]) ->
         root = nn.Module()
         for key, (kind, shape) in tensors.items():
             *path, last = key.split(".")
-            place = root
+            parent = root
             for part in path:
-                if part not in place._modules:
-                    place.add_module(part, nn.Module())
-                place = place.get_submodule(part)
-            held = torch.empty(shape, dtype=kind, device="meta")
+                if part not in parent._modules:
+                    parent.add_module(part, nn.Module())
+                parent = parent.get_submodule(part)
+            tensor = torch.empty(shape, dtype=kind, device="meta")
             if kind.is_floating_point or kind.is_complex:
-                place.register_parameter(last, nn.Parameter(held))
+                parent.register_parameter(last, nn.Parameter(tensor))
             else:
-                place.register_buffer(last, held)
+                parent.register_buffer(last, tensor)
         return root
 
     return Subject(name=name, library="safetensors", make=make, inputs=None)
@@ -155,22 +155,22 @@ def of_config(name: str, folder: str, config: Mapping[str, Any], *, trust_remote
     if remote and not trust_remote_code:
         raise NotFound(f"{name} is defined by code of its own: read it, and if you trust it, give --trust_remote_code")
     try:
-        known = AutoConfig.from_pretrained(name if remote else folder, trust_remote_code=remote)
+        model_config = AutoConfig.from_pretrained(name if remote else folder, trust_remote_code=remote)
     except Exception as error:
-        said = str(error).strip().split("\n")[0]
-        raise NotFound(f"{name}: its config.json is of no model that transformers knows: {said}") from None
-    named = next((n for n in config.get("architectures") or [] if hasattr(transformers, str(n))), None)
+        detail = str(error).strip().split("\n")[0]
+        raise NotFound(f"{name}: its config.json is of no model that transformers knows: {detail}") from None
+    class_name = next((n for n in config.get("architectures") or [] if hasattr(transformers, str(n))), None)
 
     def make() -> nn.Module:
         if remote:
-            return _of_remote_code(transformers, known)
-        if named is not None:
-            made: nn.Module = getattr(transformers, named)(known)
-            return made
-        found: nn.Module = transformers.AutoModel.from_config(known, dtype=torch.float32)  # type: ignore[no-untyped-call]
-        return found
+            return _of_remote_code(transformers, model_config)
+        if class_name is not None:
+            model: nn.Module = getattr(transformers, class_name)(model_config)
+            return model
+        base_model: nn.Module = transformers.AutoModel.from_config(model_config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+        return base_model
 
-    text = known.get_text_config()
+    text = model_config.get_text_config()
     return Subject(
         name=name,
         library="transformers",
@@ -180,11 +180,13 @@ def of_config(name: str, folder: str, config: Mapping[str, Any], *, trust_remote
     )
 
 
-def _of_remote_code(transformers: Any, known: Any) -> nn.Module:
-    kinds = [kind for kind in known.auto_map if kind.startswith("AutoModel")]
+def _of_remote_code(transformers: Any, model_config: Any) -> nn.Module:
+    kinds = [kind for kind in model_config.auto_map if kind.startswith("AutoModel")]
     kind = next((kind for kind in kinds if "For" in kind), "AutoModel")
-    made: nn.Module = getattr(transformers, kind).from_config(known, dtype=torch.float32, trust_remote_code=True)
-    return made
+    model: nn.Module = getattr(transformers, kind).from_config(
+        model_config, dtype=torch.float32, trust_remote_code=True
+    )
+    return model
 
 
 def transformers_inputs(model: nn.Module, batch: int, length: int) -> Mapping[str, Any]:
@@ -194,25 +196,25 @@ def transformers_inputs(model: nn.Module, batch: int, length: int) -> Mapping[st
     tokens = torch.zeros(batch, length, dtype=torch.long)
     main = getattr(model, "main_input_name", "input_ids")
     if main == "input_ids":
-        given = {"input_ids": tokens}
+        model_inputs = {"input_ids": tokens}
     elif main == "pixel_values":
         size = getattr(config, "image_size", 224)
         height, width = size if isinstance(size, (list, tuple)) else (size, size)
-        given = {"pixel_values": torch.zeros(batch, getattr(config, "num_channels", 3), height, width)}
+        model_inputs = {"pixel_values": torch.zeros(batch, getattr(config, "num_channels", 3), height, width)}
     elif main == "input_features" and hasattr(config, "max_source_positions"):
         frames = 2 * int(config.max_source_positions)
-        given = {"input_features": torch.zeros(batch, int(config.num_mel_bins), frames)}
+        model_inputs = {"input_features": torch.zeros(batch, int(config.num_mel_bins), frames)}
     elif main == "input_values":
-        given = {"input_values": torch.zeros(batch, length)}
+        model_inputs = {"input_values": torch.zeros(batch, length)}
     else:
         raise NotFound(f"what a {kind} computes on ({main}) is not known here")
     if kind.endswith(_PREDICTS_TOKENS) and main in ("input_ids", "input_features"):
-        return {**given, "labels": tokens}
+        return {**model_inputs, "labels": tokens}
     if kind.endswith(_PREDICTS_CLASSES):
-        return {**given, "labels": torch.zeros(batch, dtype=torch.long)}
+        return {**model_inputs, "labels": torch.zeros(batch, dtype=torch.long)}
     if getattr(config, "is_encoder_decoder", False):
-        given["decoder_input_ids"] = tokens
-    return given
+        model_inputs["decoder_input_ids"] = tokens
+    return model_inputs
 
 
 # Models on the Hugging Face Hub, of which only config.json is fetched, and those that timm knows.
@@ -232,24 +234,24 @@ def fetch_config(name: str) -> str:
         raise NotFound(f"{name}: huggingface_hub cannot be imported: {type(error).__name__}: {error}") from None
 
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # it would tell of every attempt
-    where = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     try:
         return _without_network(name) or os.path.dirname(hf_hub_download(name, "config.json"))
     except errors.GatedRepoError:
         raise NotFound(f"{name} is gated: ask for access on its page, then log in: hf auth login") from None
     except errors.RepositoryNotFoundError:
         raise NotFound(
-            f"{name}: no such file, directory or model on {where}; a private one needs: hf auth login"
+            f"{name}: no such file, directory or model on {endpoint}; a private one needs: hf auth login"
         ) from None
     except (_Unreachable, errors.LocalEntryNotFoundError):
-        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{where} cannot be reached"
-        raise NotFound(f"{name}: {why}, and its config.json is not in the cache") from None
+        reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{endpoint} cannot be reached"
+        raise NotFound(f"{name}: {reason}, and its config.json is not in the cache") from None
     except errors.EntryNotFoundError:
-        raise NotFound(f"{name} has no config.json on {where}: name one of its safetensors files instead") from None
+        raise NotFound(f"{name} has no config.json on {endpoint}: name one of its safetensors files instead") from None
     except errors.HFValidationError:
         raise NotFound(f"{name!r} is no file or directory here, and no name that a model on the Hub can have") from None
     except (OSError, errors.HfHubHTTPError) as error:
-        raise NotFound(f"{name}: {where} failed: {' '.join(str(error).split())}") from None
+        raise NotFound(f"{name}: {endpoint} failed: {' '.join(str(error).split())}") from None
 
 
 class _Unreachable(Exception):
@@ -279,17 +281,17 @@ def read_config(folder: str) -> Mapping[str, Any]:
     path = os.path.join(folder, "config.json")
     try:
         with open(path, "rb") as file:
-            found = json.load(file)
+            config = json.load(file)
     except OSError as error:
         raise NotFound(f"{path}: {error.strerror}") from None
     except ValueError as error:
         raise NotFound(f"{path} is not JSON: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(config, dict):
         raise NotFound(f"{path} does not describe a model")
-    return found
+    return config
 
 
-def timm_knows(name: str) -> bool:
+def timm_has_model(name: str) -> bool:
     """Return True if timm can be imported and has a model of that name."""
     if find_spec("timm") is None:
         return False
@@ -312,7 +314,9 @@ def of_timm(name: str, config: Mapping[str, Any] | None = None) -> Subject:
     architecture = str(config.get("architecture", name.partition(":")[2] or name))
     if not timm.is_model(architecture):
         raise NotFound(f"{architecture}: timm has no such model{nearest(architecture, timm.list_models())}")
-    given = {key: config[key] for key in ("num_classes", "global_pool") if key in config} | config.get("model_args", {})
+    kwargs = {key: config[key] for key in ("num_classes", "global_pool") if key in config} | config.get(
+        "model_args", {}
+    )
 
     def inputs(model: nn.Module, batch: int, length: int) -> Mapping[str, Any]:
         shape = (getattr(model, "pretrained_cfg", None) or {}).get("input_size", (3, 224, 224))
@@ -321,7 +325,7 @@ def of_timm(name: str, config: Mapping[str, Any] | None = None) -> Subject:
     return Subject(
         name=name,
         library="timm",
-        make=lambda: timm.create_model(architecture, pretrained=False, **given),
+        make=lambda: timm.create_model(architecture, pretrained=False, **kwargs),
         inputs=inputs,
     )
 
@@ -348,7 +352,7 @@ def find(name: str, library: str | None = None, *, trust_remote_code: bool = Fal
     module, colon, factory = name.partition(":")
     if colon and module not in ("hf-hub", "hf_hub"):
         return of_factory(name, module, factory)
-    if library == "timm" or (library is None and "/" not in name and timm_knows(name)):
+    if library == "timm" or (library is None and "/" not in name and timm_has_model(name)):
         return of_timm(name)
     folder = fetch_config(name.removeprefix("hf-hub:").removeprefix("hf_hub:"))
     return _by_config(name, folder, library, trust_remote_code)
@@ -367,7 +371,7 @@ def _by_config(name: str, folder: str, library: str | None, trust_remote_code: b
     config = read_config(folder)
     if library is None:
         library = "timm" if "architecture" in config and "model_type" not in config else "transformers"
-    if one_of(library, LIBRARIES, what="--library_name") == "timm":
+    if one_of(library, LIBRARIES, source="--library_name") == "timm":
         return of_timm(name, config)
     return of_config(name, folder, config, trust_remote_code=trust_remote_code)
 
@@ -381,20 +385,20 @@ def of_factory(name: str, module: str, factory: str) -> Subject:
 
     sys.path[:0] = [""] if "" not in sys.path else []  # the current directory, as for `python -m`
     try:
-        found = importlib.import_module(module)
+        target = importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise NotFound(f"{name}: no module {error.name!r} here") from None
     except Exception as error:
         raise NotFound(f"{name}: module {module} cannot be imported: {type(error).__name__}: {error}") from error
     for part in factory.split("."):
-        found = getattr(found, part, None)  # type: ignore[assignment]
-    if not callable(found):
+        target = getattr(target, part, None)  # type: ignore[assignment]
+    if not callable(target):
         raise NotFound(f"{name}: module {module} has no function or class {factory!r}")
-    call: Callable[..., Any] = found
+    call: Callable[..., Any] = target
 
     def make(batch_size: int = 1, sequence_length: int = 1) -> tuple[nn.Module, Mapping[str, Any] | None]:
-        made = call(**_wanted(call, batch_size=batch_size, sequence_length=sequence_length))
-        model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+        created = call(**_accepted_kwargs(call, batch_size=batch_size, sequence_length=sequence_length))
+        model, inputs = created if isinstance(created, tuple) and len(created) == 2 else (created, None)
         if not isinstance(model, nn.Module):
             raise ArgumentError(f"{name} gives a {type(model).__name__}, not a torch.nn.Module")
         if inputs is not None and not isinstance(inputs, Mapping):
@@ -402,19 +406,19 @@ def of_factory(name: str, module: str, factory: str) -> Subject:
         return model, inputs
 
     def inputs(model: nn.Module, batch: int, length: int) -> Mapping[str, Any]:
-        given = make(batch, length)[1]
-        if given is None:
+        forward_kwargs = make(batch, length)[1]
+        if forward_kwargs is None:
             raise NotFound(f"{name} gives no inputs: let it return (model, inputs)")
-        return given
+        return forward_kwargs
 
     return Subject(name=name, library="torch", make=lambda: make()[0], inputs=inputs)
 
 
-def _wanted(call: Callable[..., Any], **given: Any) -> dict[str, Any]:
+def _accepted_kwargs(call: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
     try:
         names = inspect.signature(call).parameters
     except (TypeError, ValueError):
         return {}
     if isinstance(call, type) and issubclass(call, nn.Module):
         return {}
-    return {name: value for name, value in given.items() if name in names}
+    return {name: value for name, value in arguments.items() if name in names}

@@ -16,7 +16,7 @@ from accel.big_models.sizes import (
     estimate_training_usage,
     get_max_layer_size,
 )
-from accel.estimate.activations import Unmeasured, Way, measure
+from accel.estimate.activations import ComputeMode, Unmeasured, measure
 from accel.estimate.find import Subject, on_meta
 
 # The memory of each of N processes in training, by the way in which they share the work: arithmetic alone.
@@ -62,10 +62,10 @@ class Need:
     @property
     def total(self) -> int:
         """The peak bytes: while gradients are computed, or during the optimizer's step."""
-        held = self.weights + self.gradients + self.optimizer
+        resident = self.weights + self.gradients + self.optimizer
         if self.strategy == "ddp":
-            return held + self.gathered + max(self.activations or 0, self.step)
-        return held + max(self.gathered + (self.activations or 0), self.step)
+            return resident + self.gathered + max(self.activations or 0, self.step)
+        return resident + max(self.gathered + (self.activations or 0), self.step)
 
 
 def needs(shape: Shape, processes: int, dtype: str, activations: Mapping[str, int | None]) -> list[Need]:
@@ -77,22 +77,22 @@ def _need(strategy: str, shape: Shape, n: int, dtype: str, activations: Mapping[
     full = dtype == "float32"
     compute = 4 if full else 2
     zero = strategy.startswith("zero")
-    each = compute if zero else 4  # bytes of a weight that is kept, and of its gradient
+    weight_bytes = compute if zero else 4  # bytes of a weight that is kept, and of its gradient
     state = 12 if zero else 8
     split = {"ddp": (), "fsdp": "wgo", "zero1": "o", "zero2": "go", "zero3": "wgo"}[strategy]
 
     def share(size: int, part: str) -> int:
         return size * (math.ceil(shape.trained / n) if part in split else shape.trained)
 
-    way = "float32" if full else "autocast" if strategy == "ddp" else "bfloat16"
+    mode = "float32" if full else "autocast" if strategy == "ddp" else "bfloat16"
     return Need(
         strategy=strategy,
         dtype=dtype,
-        weights=share(each, "w") + shape.fixed,
-        gradients=share(each, "g"),
+        weights=share(weight_bytes, "w") + shape.fixed,
+        gradients=share(weight_bytes, "g"),
         optimizer=share(state, "o"),
         gathered=_gathered(strategy, shape, n, compute),
-        activations=activations.get(way),
+        activations=activations.get(mode),
         step=share(4, "o"),  # a temporary of Adam's for every weight that this process steps
     )
 
@@ -104,8 +104,8 @@ def _gathered(strategy: str, shape: Shape, n: int, compute: int) -> int:
     if strategy == "ddp":
         return 4 * shape.trained  # the buckets in which gradients travel
     if strategy == "fsdp":
-        whole = min(shape.trained, shape.outside + 2 * shape.unit)
-        return compute * (whole + 2 * max(shape.unit, shape.outside))  # gradients are copied together to be reduced
+        gathered = min(shape.trained, shape.outside + 2 * shape.unit)
+        return compute * (gathered + 2 * max(shape.unit, shape.outside))  # gradients are copied together to be reduced
     largest = max(shape.unit, shape.leaf)
     return compute * (min(shape.trained, 2 * largest) + largest) if strategy == "zero3" else 0
 
@@ -161,8 +161,8 @@ def report(
     length = sequence_length or min(512, subject.longest or 512)
     shape, unit = shape_of(model)
     trained_in = [dtype for dtype in dtypes if dtype in TRAINED_IN]
-    ways = dict.fromkeys(_ways(trained_in))
-    found, unmeasured = _activations(subject, list(ways), batch_size, length, checkpointing)
+    modes = dict.fromkeys(_compute_modes(trained_in))
+    activations, unmeasured = _activations(subject, list(modes), batch_size, length, checkpointing)
     return Report(
         subject=subject,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
@@ -170,7 +170,7 @@ def report(
         layers=_largest(model, "float32")[1],
         unit=unit,
         sizes=[size_of(model, dtype) for dtype in dtypes],
-        needs=[need for dtype in trained_in for need in needs(shape, processes, dtype, found)],
+        needs=[need for dtype in trained_in for need in needs(shape, processes, dtype, activations)],
         batch_size=batch_size,
         sequence_length=length,
         processes=processes,
@@ -194,17 +194,17 @@ def _largest(model: nn.Module, dtype: str) -> tuple[int | float, list[str]]:
 def shape_of(model: nn.Module) -> tuple[Shape, str]:
     """Return the numbers of elements in ``model``, and the class of the parts that are gathered one by one."""
     trained = {id(p): p.numel() for p in model.parameters() if p.requires_grad}
-    held = {
+    fixed_sizes = {
         id(t): t.numel() * t.element_size() for t in [*model.parameters(), *model.buffers()] if id(t) not in trained
     }
     units = _units(model)
     sizes = [sum(trained.get(id(p), 0) for p in unit.parameters()) for unit in units]
-    inside = {id(p) for unit in units for p in unit.parameters()}
-    outside = sum(size for key, size in trained.items() if key not in inside)
+    unit_ids = {id(p) for unit in units for p in unit.parameters()}
+    outside = sum(size for key, size in trained.items() if key not in unit_ids)
     leaves = (sum(trained.get(id(p), 0) for p in m.parameters(recurse=False)) for m in model.modules())
     shape = Shape(
         trained=sum(trained.values()),
-        fixed=sum(held.values()),
+        fixed=sum(fixed_sizes.values()),
         unit=max(sizes, default=0),
         outside=outside,
         leaf=max(leaves),
@@ -214,10 +214,10 @@ def shape_of(model: nn.Module) -> tuple[Shape, str]:
 
 def _units(model: nn.Module) -> list[nn.Module]:
     """Return the blocks: those named by transformers, else the list of modules with the most weights."""
-    named = class_names(getattr(model, "_no_split_modules", None))
-    found = [module for module in model.modules() if type(module).__name__ in named]
-    if found:
-        return found
+    block_classes = class_names(getattr(model, "_no_split_modules", None))
+    blocks = [module for module in model.modules() if type(module).__name__ in block_classes]
+    if blocks:
+        return blocks
     lists = [m for m in model.modules() if isinstance(m, (nn.ModuleList, nn.Sequential)) and len(m) > 1]
     return list(max(lists, key=_weight, default=nn.ModuleList()).children())
 
@@ -226,35 +226,37 @@ def _weight(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _ways(dtypes: Sequence[str]) -> list[Way]:
-    half: list[Way] = ["autocast", "bfloat16"] if any(dtype != "float32" for dtype in dtypes) else []
+def _compute_modes(dtypes: Sequence[str]) -> list[ComputeMode]:
+    half: list[ComputeMode] = ["autocast", "bfloat16"] if any(dtype != "float32" for dtype in dtypes) else []
     return [*(["float32"] if "float32" in dtypes else []), *half]  # type: ignore[list-item]
 
 
 def _activations(
-    subject: Subject, ways: Sequence[Way], batch: int, length: int, checkpointing: bool
+    subject: Subject, modes: Sequence[ComputeMode], batch: int, length: int, checkpointing: bool
 ) -> tuple[dict[str, int | None], str | None]:
-    found: dict[str, int | None] = {}
-    for way in ways:
+    activations: dict[str, int | None] = {}
+    for mode in modes:
         try:
-            found[way] = measure(subject, way, batch_size=batch, sequence_length=length, checkpointing=checkpointing)
+            activations[mode] = measure(
+                subject, mode, batch_size=batch, sequence_length=length, checkpointing=checkpointing
+            )
         except Unmeasured as error:
             return {}, str(error)
-    return found, None
+    return activations, None
 
 
-def as_json(found: Report) -> dict[str, Any]:
+def as_json(memory_report: Report) -> dict[str, Any]:
     """Return the report as plain values, in bytes."""
     return {
-        "model": found.subject.name,
-        "library": found.subject.library,
-        "parameters": found.parameters,
-        "trained": found.trained,
-        "largest_layers": found.layers,
-        "sizes": [vars(size) for size in found.sizes],
-        "processes": found.processes,
-        "batch_size": found.batch_size,
-        "sequence_length": found.sequence_length,
-        "needs": [{**vars(need), "total": need.total} for need in found.needs],
-        "activations_unknown": found.unmeasured,
+        "model": memory_report.subject.name,
+        "library": memory_report.subject.library,
+        "parameters": memory_report.parameters,
+        "trained": memory_report.trained,
+        "largest_layers": memory_report.layers,
+        "sizes": [vars(size) for size in memory_report.sizes],
+        "processes": memory_report.processes,
+        "batch_size": memory_report.batch_size,
+        "sequence_length": memory_report.sequence_length,
+        "needs": [{**vars(need), "total": need.total} for need in memory_report.needs],
+        "activations_unknown": memory_report.unmeasured,
     }

@@ -77,7 +77,7 @@ class GangAgent(SimpleElasticAgent):
         self._poll_s = poll_s
         self._meeting = meeting
         self._exits: dict[int, Exit] = {}
-        self._alive: set[int] = set()
+        self._running_ranks: set[int] = set()
         self._ended_at = float("inf")
         self._next_peer_check = 0.0
         self._finished = False
@@ -106,7 +106,7 @@ class GangAgent(SimpleElasticAgent):
         return self._started + (self._first_attempt or 0)
 
     @property
-    def _told_attempt(self) -> int | None:
+    def _attempt_number(self) -> int | None:
         """The attempt's number in reports; None if unknown."""
         return None if self._first_attempt is None else self._attempt
 
@@ -120,15 +120,15 @@ class GangAgent(SimpleElasticAgent):
             env = {**self._settings.env, **self._rank_environment(worker_group, worker)}
             log = self._settings.log_of(worker.global_rank, self._attempt)
             self._server.start_rank(worker.local_rank, env, log, self._settings.spawn)
-            self._alive.add(worker.local_rank)
-            self._hear_of_starts(pids, 0)
+            self._running_ranks.add(worker.local_rank)
+            self._record_starts(pids, 0)
             if self._has_failed():  # those that are left would only be ended again
                 break
-        while self._alive - pids.keys():
-            self._hear_of_starts(pids, self._poll_s)
+        while self._running_ranks - pids.keys():
+            self._record_starts(pids, self._poll_s)
         return {worker.local_rank: pids.get(worker.local_rank, 0) for worker in worker_group.workers}
 
-    def _hear_of_starts(self, pids: dict[int, Any], timeout_s: float) -> None:
+    def _record_starts(self, pids: dict[int, Any], timeout_s: float) -> None:
         for event in self._server.events(timeout_s):
             if event["event"] == "started":
                 pids[event["local_rank"]] = event["pid"]
@@ -137,22 +137,22 @@ class GangAgent(SimpleElasticAgent):
         self._check_interrupted()
 
     def _has_failed(self) -> bool:
-        return any(one.code != 0 for one in self._exits.values())
+        return any(end.code != 0 for end in self._exits.values())
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Wait up to the poll interval for events, then return the state of the gang."""
         try:
             for event in self._server.events(self._poll_s):
                 self._note(event)
-        except ServerGone as gone:
-            return self._fail(self._launcher_failure(str(gone)))
+        except ServerGone as error:
+            return self._fail(self._launcher_failure(str(error)))
         self._check_interrupted()
         if self._has_failed():
             return self._fail(self._end_after_failure())
-        if not self._alive and not self._finished:
+        if not self._running_ranks and not self._finished:
             self._finished = True
             self._gang(lambda peers: peers.announce_success())
-        return self._ask_peers()
+        return self._check_peers()
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._end_ranks(signal.SIGTERM, self._settings.grace_s)
@@ -165,15 +165,15 @@ class GangAgent(SimpleElasticAgent):
 
     # How the gang stands.
 
-    def _ask_peers(self) -> RunResult:
+    def _check_peers(self) -> RunResult:
         now = time.monotonic()
         if not self._finished and now < self._next_peer_check:
             return RunResult(WorkerState.HEALTHY)
         self._next_peer_check = now + _PEER_CHECK_S
         self._gang(lambda peers: peers.beat())
-        elsewhere = self._gang(lambda peers: peers.failure_elsewhere()) or self._lost_node()
-        if elsewhere:
-            return self._fail(Failure.from_json(elsewhere))
+        remote_failure = self._gang(lambda peers: peers.failure_elsewhere()) or self._lost_node_failure()
+        if remote_failure:
+            return self._fail(Failure.from_json(remote_failure))
         if self._finished and (self._gang(lambda peers: peers.all_succeeded()) is not False):
             return RunResult(
                 WorkerState.SUCCEEDED, return_values={w.global_rank: None for w in self._worker_group.workers}
@@ -182,29 +182,29 @@ class GangAgent(SimpleElasticAgent):
             time.sleep(self._poll_s)
         return RunResult(WorkerState.HEALTHY)
 
-    def _gang(self, ask: Callable[[Peers], Any]) -> Any:
+    def _gang(self, query: Callable[[Peers], Any]) -> Any:
         """Call the rendezvous; if node 0 is gone, return that as the failure."""
         try:
-            return ask(self._peers)
+            return query(self._peers)
         except RuntimeError as error:  # DistStoreError and its kin
             return {**self._launcher_failure(f"node 0 is gone: {error}").to_json(), "final": not self._peers.may_shrink}
 
     def _fail(self, failure: Failure) -> RunResult:
-        agreed = self._announce(failure)
-        elsewhere = (agreed["node"], agreed["rank"]) != (failure.node, failure.rank)
-        self.failure = Failure.from_json(agreed) if elsewhere else failure
-        if agreed["final"]:
+        announcement = self._announce(failure)
+        is_remote = (announcement["node"], announcement["rank"]) != (failure.node, failure.rank)
+        self.failure = Failure.from_json(announcement) if is_remote else failure
+        if announcement["final"]:
             self._remaining_restarts = 0
         self._observe("failure", failure=self.failure, restarts_left=self._remaining_restarts)
         return RunResult(WorkerState.FAILED, failures=self._process_failures())
 
     def _announce(self, failure: Failure) -> dict[str, Any]:
         """Report a failure to the other nodes, and whether it ends the gang. Return the failure reported first."""
-        alone = failure.rank is None and not self._peers.may_shrink  # nobody is there to start its ranks again
+        unrecoverable = failure.rank is None and not self._peers.may_shrink  # nobody is there to start its ranks again
         requeued = self._settings.requeued and failure.reason == "preempted"
-        final = self._remaining_restarts == 0 or alone or requeued or failure.reason == "time_limit"
-        told = {**failure.to_json(), "final": final}
-        return dict(self._gang(lambda peers: peers.announce_failure(told)))
+        final = self._remaining_restarts == 0 or unrecoverable or requeued or failure.reason == "time_limit"
+        announcement = {**failure.to_json(), "final": final}
+        return dict(self._gang(lambda peers: peers.announce_failure(announcement)))
 
     def _end_after_failure(self) -> Failure:
         """End this node's ranks after one has failed, and report the failure to the other nodes.
@@ -225,32 +225,33 @@ class GangAgent(SimpleElasticAgent):
 
     def preempted(self) -> Failure | None:
         """Return the preemption to report if a rank here exited with the requeue code, whatever ended the gang."""
-        if not any(one.code == REQUEUE for one in self._exits.values()):
+        if not any(end.code == REQUEUE for end in self._exits.values()):
             return None
-        one = next(one for one in self._exits.values() if one.code == REQUEUE)
-        return diagnose(one, node=self._worker_group.group_rank or 0, host=socket.gethostname(),
-                        attempt=self._told_attempt, oom_kills=0, others="")  # fmt: skip
+        end = next(end for end in self._exits.values() if end.code == REQUEUE)
+        return diagnose(end, node=self._worker_group.group_rank or 0, host=socket.gethostname(),
+                        attempt=self._attempt_number, oom_kills=0, others="")  # fmt: skip
 
     def _own_failure(self) -> tuple[Failure, bool]:
         """Return the first failure on this node, and True if it is only an echo of another."""
-        one = first(self._exits.values(), self._ended_at)
+        end = first(self._exits.values(), self._ended_at)
         group = self._worker_group
-        ended = [other for other in self._exits.values() if other.local_rank != one.local_rank]
-        failure = diagnose(one, node=group.group_rank or 0, host=socket.gethostname(), attempt=self._told_attempt,
-                           oom_kills=oom_kill_count() - self._oom_kills, others=_fate(ended))  # fmt: skip
-        return failure, one.echo
+        other_exits = [other for other in self._exits.values() if other.local_rank != end.local_rank]
+        failure = diagnose(end, node=group.group_rank or 0, host=socket.gethostname(), attempt=self._attempt_number,
+                           oom_kills=oom_kill_count() - self._oom_kills, 
+                           others=_describe_other_ranks(other_exits))  # fmt: skip
+        return failure, end.echo
 
     def _launcher_failure(self, message: str, *, how: str = "failed", exit_code: int = 1) -> Failure:
         node, host = self._worker_group.group_rank or 0, socket.gethostname()
-        return Failure(rank=None, node=node, host=host, attempt=self._told_attempt, exit_code=exit_code,
+        return Failure(rank=None, node=node, host=host, attempt=self._attempt_number, exit_code=exit_code,
                        reason="node_failure", how=how, message=message, time=time.time())  # fmt: skip
 
-    def _lost_node(self) -> dict[str, Any] | None:
+    def _lost_node_failure(self) -> dict[str, Any] | None:
         """Return the failure of a node that has fallen silent, or None."""
-        lost = self._gang(lambda peers: peers.silent())
-        if not lost:
+        silent_node = self._gang(lambda peers: peers.silent_nodes())
+        if not silent_node:
             return None
-        node, host, seconds = lost
+        node, host, seconds = silent_node
         message = (
             f"nothing has been heard from it for {seconds:.0f} s: the machine, its network or its launcher is gone"
         )
@@ -260,12 +261,12 @@ class GangAgent(SimpleElasticAgent):
     def _check_interrupted(self) -> None:
         try:
             self._interrupted()
-        except SignalException as told:  # the other nodes' ranks would wait for ours, which are about to be ended
+        except SignalException as error:  # the other nodes' ranks would wait for ours, which are about to be ended
             if self._finished and self._gang(lambda peers: peers.all_succeeded()) is True:
                 return  # the node that was the first to leave is why this one is told
-            name, code = signal_name(told.sigval), 128 + told.sigval
+            name, code = signal_name(error.sigval), 128 + error.sigval
             failure = self._launcher_failure("", how=f"was told to end by {name}", exit_code=code)
-            if told.sigval == signal.SIGALRM:
+            if error.sigval == signal.SIGALRM:
                 how = "has reached the time limit"
                 failure = dataclasses.replace(failure, how=how, exit_code=TIME_LIMIT, reason="time_limit")
             self._announce(failure)
@@ -273,9 +274,9 @@ class GangAgent(SimpleElasticAgent):
 
     def _process_failures(self) -> dict[int, ProcessFailure]:
         return {
-            one.rank: ProcessFailure(local_rank=one.local_rank, pid=one.pid, exitcode=one.code, error_file="")
-            for one in self._exits.values()
-            if one.code != 0
+            end.rank: ProcessFailure(local_rank=end.local_rank, pid=end.pid, exitcode=end.code, error_file="")
+            for end in self._exits.values()
+            if end.code != 0
         }
 
     def _note(self, event: dict[str, Any]) -> None:
@@ -283,7 +284,7 @@ class GangAgent(SimpleElasticAgent):
             return
         local_rank = event["local_rank"]
         worker = self._worker_group.workers[local_rank]
-        self._alive.discard(local_rank)
+        self._running_ranks.discard(local_rank)
         log = self._settings.log_of(worker.global_rank, self._attempt)
         code, error = event["code"], event["error"]
         if error and code < 0 and self._ended_at != float("inf"):
@@ -309,7 +310,7 @@ class GangAgent(SimpleElasticAgent):
                 if any(event["event"] == "ended" for event in events):
                     return
         except ServerGone:  # its ranks died with it; the launcher's own sweep ends the rest
-            self._alive.clear()
+            self._running_ranks.clear()
 
     def _rank_environment(self, group: WorkerGroup, worker: Any) -> dict[str, str]:
         """Return torchrun's variables.
@@ -337,17 +338,17 @@ class GangAgent(SimpleElasticAgent):
         }
 
 
-def _fate(others: list[Exit]) -> str:
+def _describe_other_ranks(exits: list[Exit]) -> str:
     """Summarize how the other ranks ended."""
     groups: dict[str, list[int]] = {}
-    for one in others:
-        if one.code == 0:
-            fate = "had finished"
-        elif one.code == -signal.SIGTERM:
-            fate = "ended by SIGTERM"
-        elif one.code == -signal.SIGKILL:
-            fate = "killed after the grace"
+    for end in exits:
+        if end.code == 0:
+            outcome = "had finished"
+        elif end.code == -signal.SIGTERM:
+            outcome = "ended by SIGTERM"
+        elif end.code == -signal.SIGKILL:
+            outcome = "killed after the grace"
         else:
-            fate = one.how()
-        groups.setdefault(fate, []).append(one.rank)
-    return "; ".join(f"rank {', '.join(map(str, sorted(ranks)))} {fate}" for fate, ranks in groups.items())
+            outcome = end.description()
+        groups.setdefault(outcome, []).append(end.rank)
+    return "; ".join(f"rank {', '.join(map(str, sorted(ranks)))} {outcome}" for outcome, ranks in groups.items())

@@ -10,7 +10,7 @@ FLAG = "ACCEL_COMPAT"
 STARTUP = str(Path(__file__).parents[1] / "compat" / "startup")
 
 
-def is_asked(env: Mapping[str, str]) -> bool:
+def is_requested(env: Mapping[str, str]) -> bool:
     """Return True if ``env`` has the variable set."""
     return env.get(FLAG) == "1"
 

@@ -11,18 +11,18 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from .errors import CannotRun
+from .errors import CommandNotFound
 from .worker import open_log
 
 
-def say(text: str) -> None:
+def print_message(text: str) -> None:
     """Print to stderr. A closed stderr affects neither the gang nor its exit code."""
     if sys.stderr is not None:
         with contextlib.suppress(OSError, ValueError):
             print(text, file=sys.stderr, flush=True)
 
 
-def said_again(signum: int) -> bool:
+def is_repeated_signal(signum: int) -> bool:
     """Return True for a second signal that must not shorten the grace period: SIGALRM, or Slurm's second SIGTERM."""
     return signum == signal.SIGALRM or (signum == signal.SIGTERM and "SLURM_STEP_ID" in os.environ)
 
@@ -31,7 +31,7 @@ def log_path(log_dir: str | None, rank: int, attempt: int) -> str | None:
     return os.path.join(log_dir, f"rank-{rank}.a{attempt}.log") if log_dir else None
 
 
-def recorder(log_dir: str | None, events: str | None = None) -> Callable[..., None]:
+def event_writer(log_dir: str | None, events: str | None = None) -> Callable[..., None]:
     """Return a function that appends events to `events`, by default `launch.jsonl` in the log directory.
 
     A supervisor reads that file. Without a log_dir the function does nothing.
@@ -53,6 +53,6 @@ def recorder(log_dir: str | None, events: str | None = None) -> Callable[..., No
     return record
 
 
-def cannot_run(command: list[str], error: OSError) -> CannotRun:
+def cannot_run(command: list[str], error: OSError) -> CommandNotFound:
     missing = isinstance(error, FileNotFoundError)
-    return CannotRun(f"cannot run {command[0]!r}: {error.strerror}", missing=missing)
+    return CommandNotFound(f"cannot run {command[0]!r}: {error.strerror}", missing=missing)

@@ -16,8 +16,8 @@ from schedulers.errors import SpecError
 from schedulers.topology import number
 
 from . import watchdog
-from .console import say
-from .errors import Refused
+from .console import print_message
+from .errors import LaunchConfigError
 
 # Its text is the container's termination message, also of one that ends with exit code 0.
 _TERMINATION_LOG = "/dev/termination-log"
@@ -44,7 +44,7 @@ class Deadline:
         """Report that the time limit has passed. Return the launcher's exit code."""
         line = f"accel launch: the time limit of {self.limit_s} s is over; all ranks here have been ended"
         if not quiet:
-            say(line)
+            print_message(line)
         with contextlib.suppress(OSError):
             descriptor = os.open(_TERMINATION_LOG, os.O_WRONLY)
             try:
@@ -54,7 +54,7 @@ class Deadline:
         return self.exit_code
 
 
-def planned(env: Mapping[str, str], node_rank: int) -> Deadline | None:
+def deadline_from_env(env: Mapping[str, str], node_rank: int) -> Deadline | None:
     """Return the deadline in ACCEL_TIME_LIMIT, with the exit code for this node in ACCEL_TIME_LIMIT_EXIT.
 
     None without a limit, or if another launcher enforces it. Raises Refused.
@@ -62,8 +62,8 @@ def planned(env: Mapping[str, str], node_rank: int) -> Deadline | None:
     if "ACCEL_TIME_LIMIT" not in env or watchdog.LAUNCH_ID in env:
         return None
     try:
-        first, _, others = env.get("ACCEL_TIME_LIMIT_EXIT", "1,1").partition(",")
-        code = number({"ACCEL_TIME_LIMIT_EXIT": others if node_rank else first}, "ACCEL_TIME_LIMIT_EXIT")
+        first, _, other_code = env.get("ACCEL_TIME_LIMIT_EXIT", "1,1").partition(",")
+        code = number({"ACCEL_TIME_LIMIT_EXIT": other_code if node_rank else first}, "ACCEL_TIME_LIMIT_EXIT")
         return Deadline(limit_s=number(env, "ACCEL_TIME_LIMIT"), exit_code=code)
     except SpecError as error:
-        raise Refused(str(error)) from None
+        raise LaunchConfigError(str(error)) from None

@@ -69,7 +69,7 @@ def visible(mask: str | None, uuids: list[str]) -> list[str]:
     if mask is None:
         return uuids
     seen: list[str] = []
-    for entry in (word.strip() for word in mask.split(",")):
+    for entry in (part.strip() for part in mask.split(",")):
         device = _named(entry, uuids)
         if device is None or device in seen:
             break
@@ -122,8 +122,8 @@ def _xpu(env: Mapping[str, str]) -> list[str]:
     mask = env.get(VISIBLE["xpu"])
     if mask is None:
         return cards
-    wanted = {word.split(".")[0].strip() for word in mask.split(",")}
-    return [card for card in cards if card in wanted]
+    allowed = {part.split(".")[0].strip() for part in mask.split(",")}
+    return [card for card in cards if card in allowed]
 
 
 def _mps() -> list[str]:

@@ -41,13 +41,13 @@ class ElasticRendezvous(Peers):
         super().__init__(lost_after_s=lost_after_s, stay_s=stay_s, ending=ending)
         # Shared, one store would serve all attempts, and the second would find the addresses of the first one's dead.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        self._keeps_store = bool(parameters.get_as_bool("is_host"))
+        self._hosts_store = bool(parameters.get_as_bool("is_host"))
         try:
             self._torchs: RendezvousHandler = registry.get_rendezvous_handler(parameters)
         except RendezvousConnectionError:
-            if not (guessed and self._keeps_store):
+            if not (guessed and self._hosts_store):
                 raise
-            self._keeps_store, parameters.config["is_host"] = False, "0"  # another launcher here was the first
+            self._hosts_store, parameters.config["is_host"] = False, "0"  # another launcher here was the first
             self._torchs = registry.get_rendezvous_handler(parameters)
         self._attempt: Store | None = None
 
@@ -56,8 +56,8 @@ class ElasticRendezvous(Peers):
         info = self._torchs.next_rendezvous()
         self._node_rank, self._nodes, self._attempt = info.rank, info.world_size, info.store
         info.store.set(f"node/{info.rank}", socket.gethostname())
-        self._heard.clear()
-        self._lost.clear()
+        self._beats.clear()
+        self._lost_nodes.clear()
         return info
 
     def num_nodes_waiting(self) -> int:
@@ -92,10 +92,10 @@ class ElasticRendezvous(Peers):
         return self._torchs.shutdown()
 
 
-def is_this_machine(address: str, *, looked_up: bool) -> bool:
+def is_this_machine(address: str, *, resolve: bool) -> bool:
     """Return True if node 0's address is this machine's.
 
-    A pod's name is not looked up (`looked_up`): name servers cache "no such name" for a while.
+    A pod's name is not looked up (`resolve`): name servers cache "no such name" for a while.
     """
     own_names = (address, address.partition(".")[0])
-    return socket.gethostname() in own_names or (looked_up and _matches_machine_hostname(address))
+    return socket.gethostname() in own_names or (resolve and _matches_machine_hostname(address))

@@ -7,7 +7,7 @@ class LaunchError(Exception):
     """The ranks cannot be started."""
 
 
-class Refused(LaunchError):
+class LaunchConfigError(LaunchError):
     """The flags, the file or the scheduler's variables are invalid. Nothing was started."""
 
 
@@ -15,7 +15,7 @@ class RendezvousFailed(LaunchError):
     """The nodes did not find each other in time."""
 
 
-class CannotRun(Refused):
+class CommandNotFound(LaunchConfigError):
     """The command cannot be run. The exit code is a shell's: 127 if it is missing, else 126."""
 
     def __init__(self, message: str, *, missing: bool) -> None:

@@ -16,13 +16,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from accel.settings.contradictions import WAYS
+from accel.settings.contradictions import BACKEND_SWITCHES
 from schedulers.processes import die_with_parent
 
 from . import plan as plans
 from . import run as launch_run
-from .console import say
-from .errors import LaunchError, Refused
+from .console import print_message
+from .errors import LaunchConfigError, LaunchError
 from .plan import Launch
 from .worker import Program
 
@@ -44,13 +44,15 @@ def launch(options: Mapping[str, Any], program: Program) -> int:
     Raises LaunchError if it cannot be launched, for example because a package is missing.
     """
     refuse_missing(options)
-    if _shows_tpu(options, os.environ) and not _is_there("torch_tpu") and not options["quiet"]:
-        say("accel launch: this machine shows TPU chips, and the ranks use none: give --tpu, or --cpu")
+    if _shows_tpu(options, os.environ) and not _is_installed("torch_tpu") and not options["quiet"]:
+        print_message("accel launch: this machine shows TPU chips, and the ranks use none: give --tpu, or --cpu")
     if options["tpu"] and program.entry == "command" and _tpu_runtime(options) == "torch_xla":
-        raise Refused("--tpu and --no_python contradict each other: torch_xla calls a function of a Python script")
+        raise LaunchConfigError(
+            "--tpu and --no_python contradict each other: torch_xla calls a function of a Python script"
+        )
     if options["tpu"] and options["num_processes"] and not options["quiet"] and _tpu_runtime(options) == "torch_xla":
-        say(f"accel launch: --num_processes {options['num_processes']}: torch_xla starts one a chip anyhow")
-    run = planned(options, program)
+        print_message(f"accel launch: --num_processes {options['num_processes']}: torch_xla starts one a chip anyhow")
+    run = plan_launch(options, program)
     if options["use_deepspeed"] and _has_own_launcher(options, run):
         return _run_deepspeed(options, program, run)
     if options["mpirun_hostfile"]:
@@ -58,7 +60,7 @@ def launch(options: Mapping[str, Any], program: Program) -> int:
     return launch_run.launch(run)
 
 
-def starts_here(options: Mapping[str, Any]) -> bool:
+def starts_locally(options: Mapping[str, Any]) -> bool:
     """Return True if the launch starts on this machine rather than on a pod's hosts or SageMaker's."""
     return not (is_for_pod(options) or options["compute_environment"] == "AMAZON_SAGEMAKER")
 
@@ -68,13 +70,13 @@ def is_for_pod(options: Mapping[str, Any]) -> bool:
     return bool(options["tpu"] and options["tpu_use_cluster"] and not options["no_tpu_cluster"])
 
 
-def planned(options: Mapping[str, Any], program: Program, env: Mapping[str, str] = os.environ) -> Launch:
+def plan_launch(options: Mapping[str, Any], program: Program, env: Mapping[str, str] = os.environ) -> Launch:
     """Return `plan.plan`'s result with the environment and program that an engine needs."""
-    if _shows_tpu(options, env) and _is_there("torch_tpu"):
+    if _shows_tpu(options, env) and _is_installed("torch_tpu"):
         options = {**options, "tpu": True, "tpu_runtime": "torch_tpu"}
     if options["tpu"]:
         return _on_tpu({**options, "tpu_runtime": _tpu_runtime(options)}, program, env)
-    run = plans.plan(started_once(options), program, env)
+    run = plans.plan(with_default_rank(options), program, env)
     extra = dict(run.env) | options.get("overridden", {})
     if options["use_deepspeed"]:
         paths = [path for path in (extra.get("PYTHONPATH") or env.get("PYTHONPATH", "")).split(os.pathsep) if path]
@@ -91,14 +93,14 @@ def _on_tpu(options: Mapping[str, Any], program: Program, env: Mapping[str, str]
     run = plans.plan(options, program, env)
     extra = dict(run.env) | options.get("overridden", {})
     if torch_tpu:
-        own = host.torch_tpu_variables(
+        tpu_variables = host.torch_tpu_variables(
             env, host.chips(env), nodes=run.nodes, processes=run.processes, run_id=run.run_id
         )
-        return replace(run, env=extra | own)
+        return replace(run, env=extra | tpu_variables)
     extra.setdefault("PJRT_DEVICE", env.get("PJRT_DEVICE", "TPU"))
     # torch_xla finds the slice's other hosts itself.
-    alone: dict[str, Any] = {"processes": 1, "nodes": 1, "max_nodes": 1, "max_restarts": 0}
-    return replace(run, program=tpu_program(options, program), env=extra, **alone)
+    overrides: dict[str, Any] = {"processes": 1, "nodes": 1, "max_nodes": 1, "max_restarts": 0}
+    return replace(run, program=tpu_program(options, program), env=extra, **overrides)
 
 
 def _shows_tpu(options: Mapping[str, Any], env: Mapping[str, str]) -> bool:
@@ -106,25 +108,25 @@ def _shows_tpu(options: Mapping[str, Any], env: Mapping[str, str]) -> bool:
     from .devices import find
     from .tpu import host
 
-    asked = options["mpirun_hostfile"] or any(options[name] for name in WAYS)
-    return not asked and bool(host.chips(env)) and find(env).kind == "cpu"
+    explicit = options["mpirun_hostfile"] or any(options[name] for name in BACKEND_SWITCHES)
+    return not explicit and bool(host.chips(env)) and find(env).kind == "cpu"
 
 
 def _tpu_runtime(options: Mapping[str, Any]) -> str:
     """Return the requested runtime, else the installed one: torch_tpu before torch_xla."""
-    return options["tpu_runtime"] or next(filter(_is_there, _RUNTIMES), "torch_xla")
+    return options["tpu_runtime"] or next(filter(_is_installed, _RUNTIMES), "torch_xla")
 
 
-def started_once(options: Mapping[str, Any]) -> Mapping[str, Any]:
+def with_default_rank(options: Mapping[str, Any]) -> Mapping[str, Any]:
     """Fill in a default machine rank and address if one command starts the ranks of all machines."""
-    once = options["mpirun_hostfile"] or (options["use_deepspeed"] and not _each_by_itself(options))
-    if options["num_machines"] is None or not once:
+    runs_once = options["mpirun_hostfile"] or (options["use_deepspeed"] and not _is_per_machine(options))
+    if options["num_machines"] is None or not runs_once:
         return options
     filled = {"machine_rank": 0, "main_process_ip": ""}
     return {**options, **{name: value for name, value in filled.items() if options[name] is None}}
 
 
-def _each_by_itself(options: Mapping[str, Any]) -> bool:
+def _is_per_machine(options: Mapping[str, Any]) -> bool:
     """Return True if the launcher is started on every machine, as accel's is."""
     return _starter(options) in ("standard", "nossh")
 
@@ -133,19 +135,19 @@ def _starter(options: Mapping[str, Any], env: Mapping[str, str] = os.environ) ->
     """Return DeepSpeed's launcher: by default "standard" if a scheduler or job started this machine, else pdsh."""
     from schedulers.topology import RULES
 
-    there = any(marker in env for marker in (*RULES, "ACCEL_JOB_ID"))
-    return options["deepspeed_multinode_launcher"] or ("standard" if there else "pdsh")
+    is_started = any(marker in env for marker in (*RULES, "ACCEL_JOB_ID"))
+    return options["deepspeed_multinode_launcher"] or ("standard" if is_started else "pdsh")
 
 
 def refuse_missing(options: Mapping[str, Any]) -> None:
     """Raise LaunchError if an engine's package is not installed; the message has the command that installs it."""
-    for name, (package, shown, remedy) in _NEEDS.items():
+    for name, (package, display_name, remedy) in _NEEDS.items():
         if options[name]:
-            _need(package, f"--{name}", shown, remedy)
+            _need(package, f"--{name}", display_name, remedy)
     if options["tpu"] and options["tpu_runtime"]:
         name = options["tpu_runtime"]
         _need(name, f"--tpu_runtime {name}", name, _tpu_remedy(name))
-    elif options["tpu"] and not any(map(_is_there, _RUNTIMES)):
+    elif options["tpu"] and not any(map(_is_installed, _RUNTIMES)):
         raise LaunchError(
             f"--tpu: neither torch_tpu nor torch_xla is installed in {sys.executable}: {_tpu_remedy('torch_tpu')}"
         )
@@ -157,12 +159,12 @@ def _tpu_remedy(runtime: str) -> str:
     return _EXTRA.format(runtime.replace("_", "-"))
 
 
-def _need(package: str, asked: str, shown: str, remedy: str) -> None:
-    if not _is_there(package):
-        raise LaunchError(f"{asked}: {shown} is not installed in {sys.executable}: {remedy}")
+def _need(package: str, flag: str, display_name: str, remedy: str) -> None:
+    if not _is_installed(package):
+        raise LaunchError(f"{flag}: {display_name} is not installed in {sys.executable}: {remedy}")
 
 
-def _is_there(module: str) -> bool:
+def _is_installed(module: str) -> bool:
     from importlib.util import find_spec
 
     try:
@@ -179,7 +181,7 @@ def deepspeed_command(options: Mapping[str, Any], program: Program, run: Launch)
     """Return the `deepspeed` command line, which starts all machines' ranks from one (with `nossh`: its own)."""
     launcher = _starter(options)
     if options["deepspeed_hostfile"] is None:
-        raise Refused(f"--use_deepspeed on {run.max_nodes} machines needs --deepspeed_hostfile")
+        raise LaunchConfigError(f"--use_deepspeed on {run.max_nodes} machines needs --deepspeed_hostfile")
     command = ["deepspeed", "--hostfile", str(options["deepspeed_hostfile"])]
     if launcher == "nossh":
         command += ["--node_rank", str(run.node_rank), "--no_ssh"]
@@ -214,16 +216,16 @@ def _is_plain(value: str) -> bool:
 
 def mpi_command(options: Mapping[str, Any], program: Program, run: Launch) -> list[str]:
     """Return the command line of Open MPI, Intel MPI or MVAPICH, depending on the output of `--version`."""
-    found = next((path for path in map(shutil.which, ("mpirun", "mpiexec")) if path), None)
-    if found is None:
+    mpirun = next((path for path in map(shutil.which, ("mpirun", "mpiexec")) if path), None)
+    if mpirun is None:
         raise LaunchError("--mpirun_hostfile: there is neither mpirun nor mpiexec on PATH; install Open MPI")
-    version = subprocess.run([found, "--version"], capture_output=True, text=True, check=False).stdout
+    version = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False).stdout
     hosts = os.path.expanduser(options["mpirun_hostfile"])
-    each, total = str(run.processes), str(run.processes * run.nodes)
+    per_node, total = str(run.processes), str(run.processes * run.nodes)
     if "Open MPI" in version or "OpenRTE" in version:
-        command = [found, "--hostfile", hosts, "--npernode", each, "-n", total, "--bind-to", "socket"]
+        command = [mpirun, "--hostfile", hosts, "--npernode", per_node, "-n", total, "--bind-to", "socket"]
     else:
-        command = [found, "-f", hosts, "-ppn", each, "-n", total]
+        command = [mpirun, "-f", hosts, "-ppn", per_node, "-n", total]
     return [*command, *program.command(unbuffered=False)]
 
 
@@ -247,14 +249,14 @@ def tpu_program(options: Mapping[str, Any], program: Program) -> Program:
 
 def pod_command(options: Mapping[str, Any], program: Program, launcher: Sequence[str] = ("accel-launch",)) -> list[str]:
     """Return the command line that each host of a slice runs for this launch."""
-    words = [*(["sudo"] if options["tpu_use_sudo"] else []), "env", *(options["env"] or []), "ACCELERATE_IN_TPU_POD=1"]
-    words += [*launcher, "--tpu", "--no_tpu_cluster"]
+    argv = [*(["sudo"] if options["tpu_use_sudo"] else []), "env", *(options["env"] or []), "ACCELERATE_IN_TPU_POD=1"]
+    argv += [*launcher, "--tpu", "--no_tpu_cluster"]
     for name in ("num_processes", "mixed_precision", "tpu_runtime"):
-        words += [f"--{name}", str(options[name])] if options[name] is not None else []
-    words += ["--main_training_function", options["main_training_function"] or "main"]
-    words += ["--downcast_bf16"] if options["downcast_bf16"] else []
-    words += {"module": ["-m"], "command": ["--no_python"], "script": []}[program.entry]
-    return [*words, *program.argv]
+        argv += [f"--{name}", str(options[name])] if options[name] is not None else []
+    argv += ["--main_training_function", options["main_training_function"] or "main"]
+    argv += ["--downcast_bf16"] if options["downcast_bf16"] else []
+    argv += {"module": ["-m"], "command": ["--no_python"], "script": []}[program.entry]
+    return [*argv, *program.argv]
 
 
 def _run(command: list[str], env: Mapping[str, str]) -> int:
@@ -269,10 +271,10 @@ def _run(command: list[str], env: Mapping[str, str]) -> int:
     except OSError as error:
         raise LaunchError(f"cannot run {command[0]!r}: {error.strerror}") from None
 
-    def pass_on(signum: int, _: object) -> None:
+    def forward_signal(signum: int, _: object) -> None:
         running.send_signal(signum)
 
     for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-        signal.signal(signum, pass_on)
+        signal.signal(signum, forward_signal)
     code = running.wait()
     return 128 - code if code < 0 else code

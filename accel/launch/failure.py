@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from accel.exit_codes import REQUEUE
-from schedulers.node.redaction import hide
+from schedulers.node.redaction import redact
 from schedulers.processes import signal_name
 
 from . import limits
@@ -54,7 +54,7 @@ class Exit:
     def exit_code(self) -> int:
         return self.code if self.code >= 0 else 128 - self.code
 
-    def how(self) -> str:
+    def description(self) -> str:
         if self.code < 0:
             return f"was killed by {signal_name(-self.code)} (exit code {self.exit_code})"
         return f"exited with code {self.code}"
@@ -84,8 +84,8 @@ class Failure:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Failure:
-        known = {field.name for field in dataclasses.fields(cls)}
-        return cls(**{key: value for key, value in data.items() if key in known})
+        field_names = {field.name for field in dataclasses.fields(cls)}
+        return cls(**{key: value for key, value in data.items() if key in field_names})
 
     def text_for(self, node: int | None, *, merged: bool = False, printed: bool = False) -> str:
         """Return a node's report: in full on node 0 and where the failure happened, else one line.
@@ -94,28 +94,28 @@ class Failure:
         merged:  the output of all nodes is read together, so that one traceback is enough.
         printed: the merged output includes the rank's own, with its traceback.
         """
-        here = self.host == socket.gethostname() if node is None else node == self.node
-        if not here and node:
+        is_local = self.host == socket.gethostname() if node is None else node == self.node
+        if not is_local and node:
             return self.headline()
-        return self.text(traceback=not merged or (here and not printed))
+        return self.text(traceback=not merged or (is_local and not printed))
 
     def headline(self) -> str:
         attempt = "" if self.attempt is None else f" in attempt {self.attempt}"
         if self.reason == "preempted":
             return f"accel launch: preempted{attempt}: {self.cause} (exit code {self.exit_code})"
-        who = f"rank {self.rank}" if self.rank is not None else "the launcher"
+        subject = f"rank {self.rank}" if self.rank is not None else "the launcher"
         comma = "," if attempt else ""
-        return f"accel launch: {who} on node {self.node} ({self.host}) failed first{comma}{attempt}: {self.how}"
+        return f"accel launch: {subject} on node {self.node} ({self.host}) failed first{comma}{attempt}: {self.how}"
 
     def text(self, *, traceback: bool = True) -> str:
         """Return the report. Its first line is a summary."""
         if self.reason == "preempted":
             return self.headline()
         lines = [self.headline()]
-        who = f"rank {self.rank}" if self.rank is not None else "the launcher"
+        subject = f"rank {self.rank}" if self.rank is not None else "the launcher"
         trace = self.traceback.rstrip().splitlines()[-12:] if traceback else []
         lines += [f"  | {line}" for line in trace]
-        if not trace and self.message not in ("", f"{who} {self.how}"):
+        if not trace and self.message not in ("", f"{subject} {self.how}"):
             lines.append(f"  error:  {self.message}")
         if self.cause:
             lines.append(f"  cause:  {self.cause}")
@@ -134,22 +134,23 @@ def first(exits: Iterable[Exit], ended_at: float) -> Exit:
     Failures after `ended_at` were caused by the shutdown and count only if there is no other; so do echoes of
     another rank's death.
     """
-    failed = [one for one in exits if one.code != 0]
-    before = [one for one in failed if one.moment <= ended_at] or failed
-    return min(before, key=lambda one: (one.echo, one.moment))
+    failed = [end for end in exits if end.code != 0]
+    earlier = [end for end in failed if end.moment <= ended_at] or failed
+    return min(earlier, key=lambda end: (end.echo, end.moment))
 
 
-def diagnose(one: Exit, *, node: int, host: str, attempt: int | None, oom_kills: int, others: str) -> Failure:
+def diagnose(end: Exit, *, node: int, host: str, attempt: int | None, oom_kills: int, others: str) -> Failure:
     """Return the failure of an exit, with cause and remedy if known."""
-    error = one.error or {}
+    error = end.error or {}
     secrets = _secrets()
-    said = hide(f"{error.get('type', '')}: {error.get('message', '')}".strip(": "), secrets)
-    reason, cause, remedy = _cause(one, said, oom_kills)
-    message = said.splitlines()[0] if said else f"rank {one.rank} {one.how()}"
+    error_text = redact(f"{error.get('type', '')}: {error.get('message', '')}".strip(": "), secrets)
+    reason, cause, remedy = _cause(end, error_text, oom_kills)
+    message = error_text.splitlines()[0] if error_text else f"rank {end.rank} {end.description()}"
     return Failure(
-        rank=one.rank, node=node, host=host, attempt=attempt, exit_code=one.exit_code, reason=reason, how=one.how(),
-        message=message[:500], traceback=hide(str(error.get("traceback", "")), secrets), log=one.log,
-        cause=cause, remedy=remedy, others=others, time=one.moment,
+        rank=end.rank, node=node, host=host, attempt=attempt, exit_code=end.exit_code, reason=reason,
+        how=end.description(),
+        message=message[:500], traceback=redact(str(error.get("traceback", "")), secrets), log=end.log,
+        cause=cause, remedy=remedy, others=others, time=end.moment,
     )  # fmt: skip
 
 
@@ -159,7 +160,7 @@ def _secrets() -> dict[str, str]:
     return {name: os.environ[name] for name in names if name in os.environ}
 
 
-_KNOWN: tuple[tuple[str, str, str, str], ...] = (
+_KNOWN_CAUSES: tuple[tuple[str, str, str, str], ...] = (
     # what the rank said, reason, cause, remedy
     (r"CUDA out of memory|OutOfMemoryError|HIP out of memory", "out_of_memory", "the GPU's memory is full",
      "smaller batch per process, gradient accumulation, mixed precision, or activation checkpointing"),
@@ -185,25 +186,25 @@ _KNOWN: tuple[tuple[str, str, str, str], ...] = (
 )  # fmt: skip
 
 
-def _cause(one: Exit, said: str, oom_kills: int) -> tuple[str, str, str]:
-    if one.code == REQUEUE:
+def _cause(end: Exit, error_text: str, oom_kills: int) -> tuple[str, str, str]:
+    if end.code == REQUEUE:
         return "preempted", "the ranks were warned, have left a checkpoint, and ask to be started again", ""
-    if one.code == -signal.SIGKILL and oom_kills:
+    if end.code == -signal.SIGKILL and oom_kills:
         return "out_of_memory", "the kernel killed it: the memory limit of its control group was reached", \
             "smaller batches or fewer data-loader workers, or ask for more memory (--memory)"  # fmt: skip
-    for pattern, reason, cause, remedy in _KNOWN:
-        if re.search(pattern, said):
+    for pattern, reason, cause, remedy in _KNOWN_CAUSES:
+        if re.search(pattern, error_text):
             import sys
 
             return reason, cause, remedy.format(python=sys.executable) if "{python}" in remedy else remedy
-    if one.code in (-signal.SIGKILL, 137):
+    if end.code in (-signal.SIGKILL, 137):
         return "exit_code", "something outside the program killed it with SIGKILL", \
             "if memory was short, the kernel's log (dmesg) says so: ask for more memory (--memory)"  # fmt: skip
-    if one.code == 127:
+    if end.code == 127:
         return "setup", "the command was not found", "check its name and PATH on the machine that ran it"
-    if one.code == 126:
+    if end.code == 126:
         return "setup", "the command may not be executed", "check its mode (chmod +x) and its first line"
-    if one.code < 0:
+    if end.code < 0:
         return "exit_code", "native code crashed, or something outside sent the signal", "the log's end shows where"
     return "exit_code", "", ""
 
@@ -227,11 +228,11 @@ def error_in_log(path: str | None) -> dict[str, Any] | None:
         return None
     trace = tail[start:].splitlines()
     for number, line in enumerate(trace[1:], 1):
-        found = _ERROR_LINE.match(line)  # the first line that is not indented
-        if found:
+        match = _ERROR_LINE.match(line)  # the first line that is not indented
+        if match:
             return {
-                "type": found["type"].rpartition(".")[2],
-                "message": found["message"] or "",
+                "type": match["type"].rpartition(".")[2],
+                "message": match["message"] or "",
                 "traceback": "\n".join(trace[: number + 1]),
             }
     return None

@@ -29,8 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser, *, defaults_too: bool = True)
         parser.set_defaults(**defaults())
     for group in ALL:
         if group.title in GROUPS:
-            about = f"{group.about}\nExample: accel launch {group.example}"
-            arguments = parser.add_argument_group(group.title, about)
+            description = f"{group.description}\nExample: accel launch {group.example}"
+            arguments = parser.add_argument_group(group.title, description)
             for setting in GROUPS[group.title]:
                 spellings = setting.spellings()
                 names = spellings if defaults_too else [name for name in spellings if "-" not in name[2:]]

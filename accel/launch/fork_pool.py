@@ -30,11 +30,11 @@ from .failure import Exit, first
 
 _GRACE_S = 5.0
 _ECHO_WAIT_S = 0.5
-_MOST_CHARACTERS = 5000
+_MAX_CHARACTERS = 5000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Errand:
+class Task:
     """The work of one process: function, arguments, and the variables that differ from this program's."""
 
     rank: int
@@ -46,14 +46,14 @@ class Errand:
 
 @dataclass
 class _Running:
-    errand: Errand
+    task: Task
     process: ForkProcess
     pipe: Connection
     handle: int  # becomes readable when the process has ended
     exit: Exit | None = None
 
 
-def run(errands: Sequence[Errand], prepare: Callable[[Errand], None], finish: Callable[[], None]) -> None:
+def run(tasks: Sequence[Task], prepare: Callable[[Task], None], finish: Callable[[], None]) -> None:
     """Run all errands at the same time and return when all have succeeded.
 
     Each process calls ``prepare(errand)`` before the function and ``finish()`` after it. Raises `ProcessError`
@@ -62,8 +62,8 @@ def run(errands: Sequence[Errand], prepare: Callable[[Errand], None], finish: Ca
     """
     running: list[_Running] = []
     try:
-        for errand in errands:
-            running.append(_start(errand, prepare, finish))
+        for task in tasks:
+            running.append(_start(task, prepare, finish))
         failed_at = _watch(running)
     except BaseException:
         _end(running)
@@ -73,11 +73,11 @@ def run(errands: Sequence[Errand], prepare: Callable[[Errand], None], finish: Ca
         raise _failure(running, failed_at)
 
 
-def _start(errand: Errand, prepare: Callable[[Errand], None], finish: Callable[[], None]) -> _Running:
+def _start(task: Task, prepare: Callable[[Task], None], finish: Callable[[], None]) -> _Running:
     context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe(duplex=False)
+    receiver, sender = context.Pipe(duplex=False)
     process = context.Process(
-        target=_child, args=(theirs, os.getpid(), errand, prepare, finish), name=f"rank {errand.rank}"
+        target=_child, args=(sender, os.getpid(), task, prepare, finish), name=f"rank {task.rank}"
     )
     sys.stdout.flush()
     sys.stderr.flush()
@@ -85,31 +85,31 @@ def _start(errand: Errand, prepare: Callable[[Errand], None], finish: Callable[[
         # Python 3.12 warns of any thread. A notebook has some, and they hold no lock that a rank takes.
         warnings.simplefilter("ignore", DeprecationWarning)
         process.start()
-    theirs.close()
+    sender.close()
     # The sentinel is a pipe, which stays open as long as anything that the process has started is alive.
     pid = process.pid or 0
-    return _Running(errand, process, ours, os.pidfd_open(pid) if hasattr(os, "pidfd_open") else process.sentinel)
+    return _Running(task, process, receiver, os.pidfd_open(pid) if hasattr(os, "pidfd_open") else process.sentinel)
 
 
 def _child(
-    pipe: Connection, parent: int, errand: Errand, prepare: Callable[[Errand], None], finish: Callable[[], None]
+    pipe: Connection, parent: int, task: Task, prepare: Callable[[Task], None], finish: Callable[[], None]
 ) -> None:
     os.setsid()
     die_with_parent(signal.SIGKILL, parent)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    os.environ.update(errand.env)
+    os.environ.update(task.env)
     _leave_pool()
     try:
-        prepare(errand)
-        errand.function(*errand.args)
+        prepare(task)
+        task.function(*task.args)
         finish()
     except SystemExit as end:
         if end.code not in (None, 0):
-            _tell(pipe, end, f"SystemExit: {end.code}")
+            _send_error(pipe, end, f"SystemExit: {end.code}")
             sys.exit(end.code if isinstance(end.code, int) else 1)
     except BaseException as error:
-        _tell(pipe, error, "".join(traceback.format_exception(type(error), error, _user_part(error))))
+        _send_error(pipe, error, "".join(traceback.format_exception(type(error), error, _user_part(error))))
         sys.exit(1)
 
 
@@ -121,15 +121,15 @@ def _leave_pool() -> None:
 
 def _user_part(error: BaseException) -> Any:
     """Return the traceback without this file's frames."""
-    where = error.__traceback__
-    while where is not None and where.tb_next is not None and where.tb_frame.f_code.co_filename == __file__:
-        where = where.tb_next
-    return where
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    return trace
 
 
-def _tell(pipe: Connection, error: BaseException, text: str) -> None:
+def _send_error(pipe: Connection, error: BaseException, text: str) -> None:
     # Nobody reads before this process has ended: all of it has to fit into the pipe, which holds 64 KiB.
-    message, text = str(error)[:_MOST_CHARACTERS], text[-2 * _MOST_CHARACTERS :]
+    message, text = str(error)[:_MAX_CHARACTERS], text[-2 * _MAX_CHARACTERS :]
     with contextlib.suppress(OSError):
         pipe.send({"type": type(error).__name__, "message": message, "time": time.time(), "traceback": text})
 
@@ -139,42 +139,42 @@ def _watch(running: Sequence[_Running]) -> float | None:
 
     After an echo, wait up to 0.5 s more for its cause.
     """
-    left = list(running)
-    while left:
-        ready = wait([one.handle for one in left])
-        for one in [one for one in left if one.handle in ready]:
-            left.remove(one)
-            _note_end(one)
-        bad = [one.exit for one in running if one.exit is not None and one.exit.code != 0]
-        if bad:
+    remaining = list(running)
+    while remaining:
+        ready = wait([child.handle for child in remaining])
+        for child in [child for child in remaining if child.handle in ready]:
+            remaining.remove(child)
+            _note_end(child)
+        failed = [child.exit for child in running if child.exit is not None and child.exit.code != 0]
+        if failed:
             now = time.time()
-            if all(end.echo for end in bad):  # another died under it, and is about to say why
+            if all(end.echo for end in failed):  # another died under it, and is about to say why
                 deadline = time.monotonic() + _ECHO_WAIT_S
-                for one in left:
-                    if wait([one.handle], max(0.0, deadline - time.monotonic())):
-                        _note_end(one)
+                for child in remaining:
+                    if wait([child.handle], max(0.0, deadline - time.monotonic())):
+                        _note_end(child)
                 now = time.time()
             return now
     return None
 
 
-def _note_end(one: _Running) -> None:
+def _note_end(child: _Running) -> None:
     error = None
     with contextlib.suppress(EOFError, OSError):
-        error = one.pipe.recv() if one.pipe.poll() else None
-    pid = one.process.pid or 0
-    if _ended_badly(pid):
+        error = child.pipe.recv() if child.pipe.poll() else None
+    pid = child.process.pid or 0
+    if _has_failed(pid):
         # What it has left is ended before it is collected: until then nobody else can have its number.
         _signal_group(pid, signal.SIGKILL)
-    one.process.join()
-    if one.handle != one.process.sentinel:
-        os.close(one.handle)
-    code = one.process.exitcode or 0
-    one.exit = Exit(rank=one.errand.rank, local_rank=one.errand.local_rank, pid=pid, code=code, time=time.time(),
+    child.process.join()
+    if child.handle != child.process.sentinel:
+        os.close(child.handle)
+    code = child.process.exitcode or 0
+    child.exit = Exit(rank=child.task.rank, local_rank=child.task.local_rank, pid=pid, code=code, time=time.time(),
                     error=error)  # fmt: skip
 
 
-def _ended_badly(pid: int) -> bool:
+def _has_failed(pid: int) -> bool:
     if not hasattr(os, "waitid"):
         return False
     with contextlib.suppress(ChildProcessError):
@@ -185,16 +185,16 @@ def _ended_badly(pid: int) -> bool:
 
 def _end(running: Sequence[_Running]) -> None:
     """End every process and its session: SIGTERM, grace period, SIGKILL. An interrupt cuts the grace period short."""
-    left = [one for one in running if one.exit is None]
-    for one in left:
-        _signal_group(one.process.pid or 0, signal.SIGTERM)
+    remaining = [child for child in running if child.exit is None]
+    for child in remaining:
+        _signal_group(child.process.pid or 0, signal.SIGTERM)
     deadline = time.monotonic() + _GRACE_S
     with contextlib.suppress(KeyboardInterrupt):
-        for one in left:
-            wait([one.handle], max(0.0, deadline - time.monotonic()))
-    for one in left:
-        _signal_group(one.process.pid or 0, signal.SIGKILL)
-        _note_end(one)
+        for child in remaining:
+            wait([child.handle], max(0.0, deadline - time.monotonic()))
+    for child in remaining:
+        _signal_group(child.process.pid or 0, signal.SIGKILL)
+        _note_end(child)
 
 
 def _signal_group(pid: int, signum: int) -> None:
@@ -208,18 +208,18 @@ def _signal_group(pid: int, signum: int) -> None:
 
 
 def _failure(running: Sequence[_Running], failed_at: float) -> ProcessError:
-    one = first([each.exit for each in running if each.exit is not None], failed_at)
-    error = one.error or {}
-    how = f"was killed by {signal_name(-one.code)}" if one.code < 0 else f"ended with exit code {one.code}"
-    said = f"{error['type']}: {error['message']}" if error else how
-    headline = f"process {one.rank} of {len(running)} failed first: {(said.splitlines() or [how])[0]}"
-    remedy = _remedy(said)
+    end = first([child.exit for child in running if child.exit is not None], failed_at)
+    error = end.error or {}
+    description = f"was killed by {signal_name(-end.code)}" if end.code < 0 else f"ended with exit code {end.code}"
+    error_text = f"{error['type']}: {error['message']}" if error else description
+    headline = f"process {end.rank} of {len(running)} failed first: {(error_text.splitlines() or [description])[0]}"
+    remedy = _remedy(error_text)
     return ProcessError("\n\n".join(filter(None, (headline + remedy, str(error.get("traceback", "")).rstrip()))))
 
 
-def _remedy(said: str) -> str:
-    if "forked subprocess" in said or "initialization error" in said:
+def _remedy(error_text: str) -> str:
+    if "forked subprocess" in error_text or "initialization error" in error_text:
         return "; this program has used the GPU before: restart it, and use the GPU inside the function only"
-    if "autograd's threading" in said:
+    if "autograd's threading" in error_text:
         return "; this program has computed gradients on a GPU before: restart it, and do so inside the function only"
     return ""

@@ -46,8 +46,8 @@ def modules_for(program: Program) -> list[str]:
     text = _text(program)
     names = ["torch._dynamo"] if _TRAINS.search(text) else []
     # Under `accel.compat` ours is what stands behind their names.
-    ours = _OURS.search(text) or (alias_env.is_asked(os.environ) and _MIRRORED.search(text))
-    return [*names, "accel.accelerator", "safetensors.torch"] if ours else names
+    uses_accel = _OURS.search(text) or (alias_env.is_requested(os.environ) and _MIRRORED.search(text))
+    return [*names, "accel.accelerator", "safetensors.torch"] if uses_accel else names
 
 
 def preload(program: Program) -> None:
@@ -63,8 +63,8 @@ def _text(program: Program) -> bytes:
         # Beside the caller, where `python -m` looks first. An installed module is not read: finding it would import
         # its parents, which are the program's own.
         parts = program.argv[0].split(".")
-        found = [Path(*parts).with_suffix(".py"), Path(*parts, "__main__.py")]
-        path = next((str(file) for file in found if file.is_file()), "")
+        candidates = [Path(*parts).with_suffix(".py"), Path(*parts, "__main__.py")]
+        path = next((str(file) for file in candidates if file.is_file()), "")
     try:
         return Path(path).read_bytes() if path.endswith(".py") else b""
     except OSError:
@@ -75,9 +75,9 @@ def _text(program: Program) -> bytes:
 
 _LEFTOVER_GRACE_S = 2.0
 _SWEEP_INTERVAL_S = 0.05
-_HURRY = signal.SIGQUIT
+_KILL_NOW = signal.SIGQUIT
 
-_HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD, _HURRY, *WARNINGS)
+_HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD, _KILL_NOW, *WARNINGS)
 
 
 class ServerGone(Exception):
@@ -90,22 +90,22 @@ class ForkServer:
     def __init__(self, sock: socket.socket, pid: int) -> None:
         self._sock = sock
         self._reader = _Lines(sock)
-        self._heard: list[dict[str, Any]] = []
+        self._unread_events: list[dict[str, Any]] = []
         self.pid = pid
 
     @classmethod
     def start(cls, program: Program, guard_fd: int | None, grace_s: float, job_lock: int | None = None) -> ForkServer:
         """Fork the server from this process, which must have the ranks' modules loaded and have no threads."""
-        ours, theirs = socket.socketpair()
+        client_sock, server_sock = socket.socketpair()
         adopt_orphans()
         gc.collect()
         gc.freeze()  # the collector would touch, and so copy, every page that the ranks share
         pid = _fork()
         if pid == 0:
-            ours.close()
-            _Server(theirs, program, guard_fd, grace_s, job_lock).serve()
-        theirs.close()
-        return cls(ours, pid)
+            client_sock.close()
+            _Server(server_sock, program, guard_fd, grace_s, job_lock).serve()
+        server_sock.close()
+        return cls(client_sock, pid)
 
     def start_rank(self, local_rank: int, env: dict[str, str], log: str | None, spawn: bool) -> None:
         self._send(do="start", local_rank=local_rank, env=env, log=log, spawn=spawn)
@@ -116,21 +116,21 @@ class ForkServer:
 
     def events(self, timeout_s: float) -> list[dict[str, Any]]:
         """Return new events, waiting up to `timeout_s` for the first. Raises ServerGone."""
-        if select.select([self._sock], [], [], 0 if self._heard else timeout_s)[0]:
-            self._heard += self._reader.read()
-        found, self._heard = self._heard, []
-        if not found and self._reader.closed:
+        if select.select([self._sock], [], [], 0 if self._unread_events else timeout_s)[0]:
+            self._unread_events += self._reader.read()
+        events, self._unread_events = self._unread_events, []
+        if not events and self._reader.closed:
             raise ServerGone(_death(self.pid))
-        return found
+        return events
 
     def warn(self, signum: int) -> None:
         """Forward a warning signal to every rank. Safe in a signal handler."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signum)
 
-    def hurry(self) -> None:
+    def kill_now(self) -> None:
         """End all ranks without a grace period, or with no more of it. Safe in a signal handler."""
-        self.warn(_HURRY)
+        self.warn(_KILL_NOW)
 
     def close(self) -> None:
         """Stop and reap the server. Remaining ranks are ended gracefully first."""
@@ -140,12 +140,12 @@ class ForkServer:
 
     def _send(self, **message: object) -> None:
         """Send a message, reading events meanwhile: a server whose events are not read accepts no message either."""
-        left = json.dumps(message).encode() + b"\n"
-        while left:
+        remaining = json.dumps(message).encode() + b"\n"
+        while remaining:
             if select.select([self._sock], [self._sock], [])[0]:
-                self._heard += self._reader.read()
+                self._unread_events += self._reader.read()
             try:
-                left = left[self._sock.send(left, socket.MSG_DONTWAIT) :]
+                remaining = remaining[self._sock.send(remaining, socket.MSG_DONTWAIT) :]
             except BlockingIOError:
                 continue
             except OSError:
@@ -201,21 +201,21 @@ class _Server:
         self._grace_s = grace_s
         self._ranks: dict[int, tuple[int, int]] = {}  # pid -> local rank, descriptor of its error file
         self._launcher_lives = True
-        self._heard = True  # by the launcher, as far as is known: it has not closed its side
+        self._launcher_connected = True  # by the launcher, as far as is known: it has not closed its side
         self._deadline: float | None = None  # while ending: when to kill
-        self._told: set[int] = set()  # while ending: leftovers that have had their SIGTERM
+        self._terminated: set[int] = set()  # while ending: leftovers that have had their SIGTERM
         self._wake_read, self._wake_write = wake_pipe()
 
     def serve(self) -> NoReturn:
         os.setsid()
         adopt_orphans()
-        self._take_signals()
+        self._install_handlers()
         while self._launcher_lives or self._deadline is not None:
-            readable = select.select(self._waited_for(), [], [], self._patience())[0]
+            readable = select.select(self._waited_for(), [], [], self._poll_timeout())[0]
             if self._wake_read in readable:
                 os.read(self._wake_read, 4096)
             if self._sock in readable:
-                self._obey()
+                self._handle_messages()
             self._collect()
             if self._deadline is not None:
                 self._advance_end()
@@ -224,24 +224,24 @@ class _Server:
     def _waited_for(self) -> list[Any]:
         return [self._sock, self._wake_read] if self._launcher_lives else [self._wake_read]
 
-    def _take_signals(self) -> None:
+    def _install_handlers(self) -> None:
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGTERM, lambda *_: self._begin_end(signal.SIGTERM, self._grace_s))
-        signal.signal(_HURRY, lambda *_: self._begin_end(signal.SIGTERM, 0))
+        signal.signal(_KILL_NOW, lambda *_: self._begin_end(signal.SIGTERM, 0))
         for signum in (signal.SIGINT, signal.SIGHUP):
             signal.signal(signum, signal.SIG_IGN)  # the launcher decides what these mean
         for signum in WARNINGS:
-            signal.signal(signum, lambda received, _: self._tell_ranks(received))
+            signal.signal(signum, lambda received, _: self._signal_ranks(received))
 
-    def _patience(self) -> float | None:
+    def _poll_timeout(self) -> float | None:
         if self._deadline is None:
             return None
         if not self._ranks:
             return _SWEEP_INTERVAL_S
         return max(_SWEEP_INTERVAL_S, min(self._deadline - time.monotonic(), 1.0))
 
-    def _obey(self) -> None:
+    def _handle_messages(self) -> None:
         messages = self._lines.read()
         for message in messages:
             if message["do"] == "start":
@@ -253,7 +253,7 @@ class _Server:
             self._begin_end(signal.SIGTERM, self._grace_s)
 
     def _start(self, message: dict[str, Any]) -> None:
-        if self._deadline is not None or not self._heard:
+        if self._deadline is not None or not self._launcher_connected:
             self._refuse_start(message, "the gang is being ended", -signal.SIGTERM)
             return
         server = os.getpid()
@@ -275,11 +275,13 @@ class _Server:
         if self._guard_fd is not None:
             with contextlib.suppress(OSError):  # without its guard a gang runs on
                 os.write(self._guard_fd, b"%d\n" % pid)
-        self._tell(event="started", local_rank=message["local_rank"], pid=pid)
+        self._send_event(event="started", local_rank=message["local_rank"], pid=pid)
 
-    def _refuse_start(self, message: dict[str, Any], why: str, code: int) -> None:
-        error = {"type": "OSError", "message": why}
-        self._tell(event="exited", local_rank=message["local_rank"], pid=0, code=code, time=time.time(), error=error)
+    def _refuse_start(self, message: dict[str, Any], reason: str, code: int) -> None:
+        error = {"type": "OSError", "message": reason}
+        self._send_event(
+            event="exited", local_rank=message["local_rank"], pid=0, code=code, time=time.time(), error=error
+        )
 
     def _become_rank(self, message: dict[str, Any], server: int, error_fd: int) -> NoReturn:
         try:
@@ -287,13 +289,13 @@ class _Server:
         except OSError as error:  # its log cannot be written
             refuse(error, error_fd)
         self._sock.close()
-        others = [fd for _, fd in self._ranks.values()]
-        for fd in (self._wake_read, self._wake_write, self._guard_fd, self._job_lock, *others):
+        rank_fds = [fd for _, fd in self._ranks.values()]
+        for fd in (self._wake_read, self._wake_write, self._guard_fd, self._job_lock, *rank_fds):
             if fd is not None:
                 os.close(fd)
         run(self._program, message["env"], error_fd, preloaded=not message["spawn"])
 
-    def _tell_ranks(self, signum: int) -> None:
+    def _signal_ranks(self, signum: int) -> None:
         for pid in list(self._ranks):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signum)
@@ -302,48 +304,48 @@ class _Server:
         # Only the ranks are told: their data loaders must live on, should they want to save a checkpoint now.
         deadline = time.monotonic() + grace_s
         if self._deadline is None:
-            self._tell_ranks(signum)
+            self._signal_ranks(signum)
         self._deadline = deadline if self._deadline is None else min(self._deadline, deadline)
 
     def _advance_end(self) -> None:
         now = time.monotonic()
         if not self._ranks:
-            left = descendants(os.getpid())
-            if not left:
+            leftovers = descendants(os.getpid())
+            if not leftovers:
                 self._deadline = None
-                self._told.clear()
-                self._tell(event="ended")
+                self._terminated.clear()
+                self._send_event(event="ended")
                 return
-            self._deadline = self._end_leftovers(left, now)
+            self._deadline = self._end_leftovers(leftovers, now)
         elif now >= (self._deadline or 0):
             _kill(descendants(os.getpid()), signal.SIGKILL)
 
-    def _end_leftovers(self, left: list[int], now: float) -> float:
-        """End what the exited ranks have left: SIGTERM, a short grace period, SIGKILL. Return the new deadline."""
+    def _end_leftovers(self, leftovers: list[int], now: float) -> float:
+        """End what the exited ranks have leftovers: SIGTERM, a short grace period, SIGKILL. Return the new deadline."""
         deadline = self._deadline or now
         if now >= deadline:
-            _kill(left, signal.SIGKILL)
+            _kill(leftovers, signal.SIGKILL)
             return deadline
-        _kill([pid for pid in left if pid not in self._told], signal.SIGTERM)
-        self._told.update(left)
+        _kill([pid for pid in leftovers if pid not in self._terminated], signal.SIGTERM)
+        self._terminated.update(leftovers)
         return min(deadline, now + _LEFTOVER_GRACE_S)
 
     def _collect(self) -> None:
-        for pid, status in _ended_children():
+        for pid, status in _reap_children():
             if pid not in self._ranks:
                 continue  # an orphan of a rank, adopted
             local_rank, error_fd = self._ranks.pop(pid)
-            self._tell(event="exited", local_rank=local_rank, pid=pid, time=time.time(),
+            self._send_event(event="exited", local_rank=local_rank, pid=pid, time=time.time(),
                        code=os.waitstatus_to_exitcode(status), error=_read_error(error_fd))  # fmt: skip
 
-    def _tell(self, **event: object) -> None:
+    def _send_event(self, **event: object) -> None:
         try:
             self._sock.sendall(json.dumps(event).encode() + b"\n")
         except OSError:  # the launcher is dead; the end goes on without it
-            self._heard = False
+            self._launcher_connected = False
 
 
-def _ended_children() -> Iterator[tuple[int, int]]:
+def _reap_children() -> Iterator[tuple[int, int]]:
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)

@@ -18,7 +18,7 @@ from accel.world.environment import World, are_libraries_initialized, patch_envi
 from accel.world.ports import get_free_port, port_number
 
 from .devices import find, only_cpu
-from .fork_pool import Errand
+from .fork_pool import Task
 from .fork_pool import run as run_forked
 
 if TYPE_CHECKING:
@@ -75,8 +75,10 @@ def notebook_launcher(
     `ProcessError` with the traceback of the process that failed first, and `ArgumentError`. On any error, an
     interrupt included, all processes and their descendants are ended first.
     """
-    precision = one_of(str(mixed_precision).lower(), PrecisionType.list(), what="notebook_launcher(mixed_precision=…)")
-    one_of(rdzv_backend, _BACKENDS, what="notebook_launcher(rdzv_backend=…)")
+    precision = one_of(
+        str(mixed_precision).lower(), PrecisionType.list(), source="notebook_launcher(mixed_precision=…)"
+    )
+    one_of(rdzv_backend, _BACKENDS, source="notebook_launcher(rdzv_backend=…)")
     _check_nodes(node_rank, num_nodes, rdzv_backend, max_restarts)
     _refuse_tpu()
     cpu = read_flag(os.environ, "ACCELERATE_USE_CPU")
@@ -93,7 +95,7 @@ def notebook_launcher(
             f"notebook_launcher(num_processes={count}): this machine shows {devices.count} {devices.kind} device(s), "
             "and every process needs one of its own; use fewer, or set ACCELERATE_USE_CPU=1"
         )
-    _refuse_what_forks_cannot_share(devices.kind)
+    _refuse_unforkable_state(devices.kind)
     launch = _Launch(
         count=count, nodes=num_nodes, node_rank=node_rank, endpoint=rdzv_endpoint or f"{master_addr}:{use_port}",
         env=extra, prefix=log_line_prefix_template, backend=rdzv_backend, conf=dict(rdzv_conf or {}), run_id=rdzv_id,
@@ -111,7 +113,7 @@ def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num
     The processes are forked, use gloo and one thread each. Raises the errors of `notebook_launcher`.
     """
     count = _positive("num_processes", num_processes, "debug_launcher")
-    _refuse_what_forks_cannot_share("cpu")
+    _refuse_unforkable_state("cpu")
     env = {"ACCELERATE_USE_CPU": "1", "ACCELERATE_MIXED_PRECISION": "no"}
     _Launch(count=count, endpoint=f"127.0.0.1:{_PORT}", env=env).run(function, tuple(args))
 
@@ -130,7 +132,7 @@ class PrepareForLaunch:
 
     def __call__(self, index: int, *args: Any) -> None:
         if self.debug:
-            _meet_in_a_file(index)
+            _file_rendezvous(index)
         elif self.distributed_type is not DistributedType.NO:
             per_node, node = int(os.environ.get("NPROC", "1")), int(os.environ.get("NODE_RANK", "0"))
             os.environ.update(LOCAL_RANK=str(index), RANK=str(per_node * node + index))
@@ -161,10 +163,10 @@ class _Launch:
         for attempt in range(self.restarts + 1):
             try:
                 with self._meeting() as (host, port, variables):
-                    errands = [
-                        self._errand(rank, host, port, attempt, variables, function, args) for rank in range(self.count)
+                    tasks = [
+                        self._task(rank, host, port, attempt, variables, function, args) for rank in range(self.count)
                     ]
-                    run_forked(errands, partial(_enter, self.prefix), _leave)
+                    run_forked(tasks, partial(_enter, self.prefix), _leave)
                 return
             except ProcessError as error:
                 if attempt == self.restarts:
@@ -208,17 +210,17 @@ class _Launch:
             return host, 0
         return host, port_number(port)
 
-    def _errand(
+    def _task(
         self, local_rank: int, host: str, port: int, attempt: int, variables: Mapping[str, str],
         function: Callable[..., Any], args: tuple[Any, ...],
-    ) -> Errand:  # fmt: skip
+    ) -> Task:  # fmt: skip
         world = World(
             rank=self.node_rank * self.count + local_rank, size=self.nodes * self.count, local_rank=local_rank,
             local_size=self.count, master_addr=host, master_port=port,
         )  # fmt: skip
         restarts = {"TORCHELASTIC_RESTART_COUNT": str(attempt), "TORCHELASTIC_MAX_RESTARTS": str(self.restarts)}
         env = {**self.env, **restarts, **torchrun_variables(world), **variables}
-        return Errand(rank=world.rank, local_rank=local_rank, env=env, function=function, args=args)
+        return Task(rank=world.rank, local_rank=local_rank, env=env, function=function, args=args)
 
     def _run_elastic(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -240,7 +242,7 @@ class _Launch:
             raise _first_of(error) from None
 
 
-def _enter(prefix: str | None, errand: Errand) -> None:
+def _enter(prefix: str | None, task: Task) -> None:
     """Set up a forked process before the function runs: reset the state inherited from its parent."""
     import torch
 
@@ -254,36 +256,36 @@ def _enter(prefix: str | None, errand: Errand) -> None:
     label = string.Template(prefix or "").safe_substitute(
         rank=os.environ["RANK"], local_rank=os.environ["LOCAL_RANK"], role_name="default"
     )
-    sys.stdout, sys.stderr = _WholeLines(sys.stdout, label), _WholeLines(sys.stderr, label)
+    sys.stdout, sys.stderr = _LineBuffer(sys.stdout, label), _LineBuffer(sys.stderr, label)
 
 
 def _leave() -> None:
     from accel.world import process_group as world
 
-    world.leave()
+    world.destroy_process_group()
 
 
 def _as_elastic_rank(
     function: Callable[..., Any], env: Mapping[str, str], prefix: str | None, args: tuple[Any, ...]
 ) -> None:
     os.environ.update(env)
-    errand = Errand(
+    task = Task(
         rank=int(os.environ["RANK"]), local_rank=int(os.environ["LOCAL_RANK"]), env=env, function=function, args=args
     )
-    _enter(prefix, errand)
+    _enter(prefix, task)
     function(*args)
     _leave()
 
 
 def _first_of(error: ChildFailedError) -> ProcessError:
     rank, failure = error.get_first_failure()
-    said: dict[str, Any] = failure.error_file_data.get("message", {}) or {}
-    text = said if isinstance(said, str) else str(said.get("message") or failure.message)
-    trace = "" if isinstance(said, str) else str(said.get("extraInfo", {}).get("py_callstack", ""))
+    message: dict[str, Any] = failure.error_file_data.get("message", {}) or {}
+    text = message if isinstance(message, str) else str(message.get("message") or failure.message)
+    trace = "" if isinstance(message, str) else str(message.get("extraInfo", {}).get("py_callstack", ""))
     return ProcessError("\n\n".join(filter(None, (f"process {rank} failed first: {text}", trace.rstrip()))))
 
 
-class _WholeLines:
+class _LineBuffer:
     """A stream that passes on whole lines, each with a label; other attributes are the stream's own.
 
     A notebook shows every write separately, and `print` writes once per argument: the lines of several processes
@@ -293,19 +295,19 @@ class _WholeLines:
     def __init__(self, stream: TextIO, label: str) -> None:
         self._stream = stream
         self._label = label
-        self._kept = ""
+        self._partial_line = ""
         self._at_start = True
 
     def write(self, text: str) -> int:
         """Pass on the lines that ``text`` completes, in one write."""
-        whole, newline, self._kept = (self._kept + text).rpartition("\n")
-        self._pass_on(whole + newline)
+        lines, newline, self._partial_line = (self._partial_line + text).rpartition("\n")
+        self._pass_on(lines + newline)
         return len(text)
 
     def flush(self) -> None:
         """Pass on an incomplete last line too."""
-        rest, self._kept = self._kept, ""
-        self._pass_on(rest)
+        last_line, self._partial_line = self._partial_line, ""
+        self._pass_on(last_line)
         self._stream.flush()
 
     def writelines(self, lines: Iterable[str]) -> None:
@@ -322,7 +324,7 @@ class _WholeLines:
         return getattr(self._stream, name)
 
 
-def _meet_in_a_file(rank: int) -> None:
+def _file_rendezvous(rank: int) -> None:
     import torch.distributed as dist
     from torch.distributed import FileStore  # type: ignore[attr-defined]
 
@@ -351,7 +353,7 @@ def _refuse_tpu() -> None:
         )
 
 
-def _refuse_what_forks_cannot_share(kind: str) -> None:
+def _refuse_unforkable_state(kind: str) -> None:
     import torch
 
     from accel.state import PartialState, is_initialized

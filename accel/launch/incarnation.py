@@ -14,7 +14,7 @@ from schedulers.errors import SpecError
 from schedulers.topology import Topology, number
 
 from . import watchdog
-from .errors import Refused
+from .errors import LaunchConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +43,8 @@ class Incarnation:
         """
         if self.pod and other.pod:
             return self.pod != other.pod or self.starts > other.starts
-        both = self.counted and other.counted
-        return both and self.attempt is not None and other.attempt is not None and self.attempt > other.attempt
+        both_counted = self.counted and other.counted
+        return both_counted and self.attempt is not None and other.attempt is not None and self.attempt > other.attempt
 
     def encode(self) -> str:
         return f"{self.host} {json.dumps(asdict(self))}"
@@ -54,7 +54,7 @@ class Incarnation:
         return cls(**json.loads(text.partition(" ")[2]))
 
 
-def planned(env: Mapping[str, str], found: Topology) -> Incarnation:
+def incarnation_from_env(env: Mapping[str, str], topology: Topology) -> Incarnation:
     """Return the incarnation that the environment describes. Raises Refused.
 
     The attempt is ACCEL_ATTEMPT, else ACCEL_POD_FAILURES (the failures noted on the pod by the Job), else the
@@ -62,12 +62,12 @@ def planned(env: Mapping[str, str], found: Topology) -> Incarnation:
     """
     return Incarnation(
         pod="" if watchdog.LAUNCH_ID in env else env.get("ACCEL_POD_UID", ""),
-        attempt=_attempt(env, found),
+        attempt=_attempt(env, topology),
         counted="ACCEL_ATTEMPT" in env,
     )
 
 
-def started(incarnation: Incarnation, env: Mapping[str, str]) -> Incarnation:
+def count_start(incarnation: Incarnation, env: Mapping[str, str]) -> Incarnation:
     """Count this start of a pod's container in the file ACCEL_STARTS, which lives as long as the pod."""
     if not incarnation.pod:
         return incarnation
@@ -79,19 +79,19 @@ def started(incarnation: Incarnation, env: Mapping[str, str]) -> Incarnation:
 
 def latest(incarnations: list[Incarnation]) -> int | None:
     """Return a gang's attempt: the highest of its nodes, since a replaced pod counts from 0 again."""
-    known = [one.attempt for one in incarnations if one.attempt is not None]
-    return max(known, default=None)
+    attempts = [incarnation.attempt for incarnation in incarnations if incarnation.attempt is not None]
+    return max(attempts, default=None)
 
 
-def _attempt(env: Mapping[str, str], found: Topology) -> int | None:
+def _attempt(env: Mapping[str, str], topology: Topology) -> int | None:
     try:
         if "ACCEL_ATTEMPT" in env:
             return number(env, "ACCEL_ATTEMPT")
         if "ACCEL_POD_FAILURES" in env:  # empty where the cluster does not note them
             return number(env, "ACCEL_POD_FAILURES") if env["ACCEL_POD_FAILURES"] else None
     except SpecError as error:
-        raise Refused(str(error)) from None
-    return found.attempt
+        raise LaunchConfigError(str(error)) from None
+    return topology.attempt
 
 
 def _earlier_starts(path: str, now: float) -> list[float]:

@@ -6,7 +6,7 @@ import os
 import resource
 from collections.abc import Iterator
 
-from .errors import Refused
+from .errors import LaunchConfigError
 
 # Control groups.
 
@@ -48,24 +48,26 @@ def _text(path: str) -> str | None:
 # The number of ranks that this machine has room for.
 
 
-def check_room(processes: int, total: int | None) -> None:
+def check_process_limits(processes: int, total: int | None) -> None:
     """Raise Refused for more processes than this machine can ever hold, whatever else runs on it.
 
     total: the requested number on all machines, for the message.
     """
-    most, limit = min(_limits(), default=(processes, ""))
-    if processes > most:
-        here = "" if processes == total else f", {processes} of them here"
-        raise Refused(f"--num_processes {total}{here}: this machine can hold {most} processes at most ({limit})")
+    maximum, limit = min(_limits(), default=(processes, ""))
+    if processes > maximum:
+        local = "" if processes == total else f", {processes} of them here"
+        raise LaunchConfigError(
+            f"--num_processes {total}{local}: this machine can hold {maximum} processes at most ({limit})"
+        )
 
 
 def _limits() -> Iterator[tuple[int, str]]:
     """Yield each limit with its name."""
-    of_user = [(resource.RLIMIT_NOFILE, "open files: ulimit -n")]  # the fork server has one for each rank
+    limits = [(resource.RLIMIT_NOFILE, "open files: ulimit -n")]  # the fork server has one for each rank
     if os.geteuid() != 0:
-        of_user.append((resource.RLIMIT_NPROC, "this user's processes: ulimit -u"))
-    for which, name in of_user:
-        soft = resource.getrlimit(which)[0]
+        limits.append((resource.RLIMIT_NPROC, "this user's processes: ulimit -u"))
+    for resource_id, name in limits:
+        soft = resource.getrlimit(resource_id)[0]
         if soft != resource.RLIM_INFINITY:
             yield soft, name
     for name in ("pid_max", "threads-max"):

@@ -10,106 +10,110 @@ from schedulers.errors import SpecError
 from schedulers.topology import Topology
 
 from . import watchdog
-from .errors import Refused
+from .errors import LaunchConfigError
 
 _REMEDY = "leave the machine flags out"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class NodeLayout:
     """This machine among those of the run.
 
     nodes, max_nodes: the number of machines; they differ in an elastic world.
-    found:            the scheduler's topology; that of a single node if flags decide.
+    topology:            the scheduler's topology; that of a single node if flags decide.
     """
 
     nodes: int
     max_nodes: int
     rank: int
     address: str
-    found: Topology
+    topology: Topology
 
 
-def place(options: Mapping[str, Any], env: Mapping[str, str]) -> Place:
+def place(options: Mapping[str, Any], env: Mapping[str, str]) -> NodeLayout:
     """Return this machine's place.
 
     Raises Refused for invalid flags, flags that contradict the scheduler, and invalid scheduler variables.
     """
-    found = _topology(env, by_hand=options["num_machines"] is not None)
-    low, high, rank, address = _machines(options, found)
-    _check_agreement(options, found, low, high)
+    topology = _topology(env, explicit=options["num_machines"] is not None)
+    low, high, rank, address = _machines(options, topology)
+    _check_agreement(options, topology, low, high)
     if options["num_machines"] is not None:
-        found = Topology(node_rank=0, nodes=1, master=address)  # what is said by hand goes before what is found
-    return Place(nodes=low, max_nodes=high, rank=rank, address=address, found=found)
+        topology = Topology(node_rank=0, nodes=1, master=address)  # what is said by hand goes before what is found
+    return NodeLayout(nodes=low, max_nodes=high, rank=rank, address=address, topology=topology)
 
 
 def check_spread(total: int | None, machines: int) -> None:
     """Raise Refused unless the processes can be spread evenly over the machines."""
     if total == 0:
-        raise Refused("--num_processes 0: it must be 1 or more")
+        raise LaunchConfigError("--num_processes 0: it must be 1 or more")
     if total is not None and total % machines:
-        raise Refused(
+        raise LaunchConfigError(
             f"--num_processes {total} cannot be spread evenly over {machines} machines: "
             "it counts the ranks on all of them"
         )
 
 
-def _topology(env: Mapping[str, str], *, by_hand: bool) -> Topology:
-    """Return the scheduler's topology. With `by_hand`, ignore one that is invalid: flags replace it."""
-    alone = Topology(node_rank=0, nodes=1, master="127.0.0.1")
+def _topology(env: Mapping[str, str], *, explicit: bool) -> Topology:
+    """Return the scheduler's topology. With `explicit`, ignore one that is invalid: flags replace it."""
+    single_node = Topology(node_rank=0, nodes=1, master="127.0.0.1")
     if watchdog.LAUNCH_ID in env:  # a rank's program starts ranks of its own: these are for this machine
-        return alone
+        return single_node
     try:
         return Topology.from_env(env)
     except SpecError as error:
-        if by_hand:
-            return alone
-        raise Refused(str(error)) from None
+        if explicit:
+            return single_node
+        raise LaunchConfigError(str(error)) from None
 
 
-def _machines(options: Mapping[str, Any], found: Topology) -> tuple[int, int, int, str]:
+def _machines(options: Mapping[str, Any], topology: Topology) -> tuple[int, int, int, str]:
     """Return the least and most machines, this one's rank and machine 0's address, from flags or the scheduler."""
     if options["num_machines"] is None:
-        if options["machine_rank"] is not None and found.nodes == 1:
-            raise Refused(f"--machine_rank {options['machine_rank']} needs --num_machines: how many are there?")
-        return found.nodes, found.nodes, found.node_rank, options["main_process_ip"] or found.master
+        if options["machine_rank"] is not None and topology.nodes == 1:
+            raise LaunchConfigError(
+                f"--machine_rank {options['machine_rank']} needs --num_machines: how many are there?"
+            )
+        return topology.nodes, topology.nodes, topology.node_rank, options["main_process_ip"] or topology.master
     low, high = machine_range(options["num_machines"])
     check_spread(options["num_processes"], low)
     if high > 1 and options["rdzv_backend"] == "static":
         if low != high:
-            raise Refused("--num_machines MIN:MAX needs --rdzv_backend c10d; static worlds have one size")
+            raise LaunchConfigError("--num_machines MIN:MAX needs --rdzv_backend c10d; static worlds have one size")
         missing = [name for name in ("machine_rank", "main_process_ip") if options[name] is None]
         if missing:
-            needed = " and ".join(f"--{name}" for name in missing)
-            raise Refused(f"--num_machines {options['num_machines']}: {high} machines need {needed}")
+            flags = " and ".join(f"--{name}" for name in missing)
+            raise LaunchConfigError(f"--num_machines {options['num_machines']}: {high} machines need {flags}")
     if (options["machine_rank"] or 0) >= high:
-        raise Refused(f"--machine_rank {options['machine_rank']} is not one of 0 … {high - 1}")
+        raise LaunchConfigError(f"--machine_rank {options['machine_rank']} is not one of 0 … {high - 1}")
     if high > 1 and options["main_process_ip"] is None:
-        raise Refused(f"--num_machines {options['num_machines']}: {high} machines need --main_process_ip")
+        raise LaunchConfigError(f"--num_machines {options['num_machines']}: {high} machines need --main_process_ip")
     return low, high, options["machine_rank"] or 0, options["main_process_ip"] or "127.0.0.1"
 
 
-def _check_agreement(options: Mapping[str, Any], found: Topology, low: int, high: int) -> None:
+def _check_agreement(options: Mapping[str, Any], topology: Topology, low: int, high: int) -> None:
     """Raise Refused where flags contradict the scheduler that placed this process; they may add to it."""
-    if not found.source or found.nodes == 1:
+    if not topology.source or topology.nodes == 1:
         return
-    if not low <= found.nodes <= high:
-        separate = (
-            " (for separate runs, start each in a step of its own: srun --nodes=1)" if "Slurm" in found.source else ""
+    if not low <= topology.nodes <= high:
+        hint = (
+            " (for separate runs, start each in a step of its own: srun --nodes=1)"
+            if "Slurm" in topology.source
+            else ""
         )
-        raise Refused(
-            f"--num_machines {options['num_machines']} contradicts {found.source}, which has {found.nodes} nodes: "
-            f"{_REMEDY}{separate}"
+        raise LaunchConfigError(
+            f"--num_machines {options['num_machines']} contradicts {topology.source}, "
+            f"which has {topology.nodes} nodes: {_REMEDY}{hint}"
         )
     rank, address = options["machine_rank"], options["main_process_ip"]
-    if rank is not None and rank != found.node_rank:
-        raise Refused(
-            f"--machine_rank {rank} contradicts {found.source}, where this is node {found.node_rank}: {_REMEDY}"
+    if rank is not None and rank != topology.node_rank:
+        raise LaunchConfigError(
+            f"--machine_rank {rank} contradicts {topology.source}, where this is node {topology.node_rank}: {_REMEDY}"
         )
-    if address in found.names[1:]:  # a name that is none of theirs may be another address of node 0
-        raise Refused(
-            f"--main_process_ip {address} contradicts {found.source}, where that is node {found.names.index(address)} "
-            f"and node 0 is {found.names[0]}: {_REMEDY}"
+    if address in topology.names[1:]:  # a name that is none of theirs may be another address of node 0
+        raise LaunchConfigError(
+            f"--main_process_ip {address} contradicts {topology.source}, "
+            f"where that is node {topology.names.index(address)} and node 0 is {topology.names[0]}: {_REMEDY}"
         )
 
 
@@ -118,4 +122,4 @@ def machine_range(text: str) -> tuple[int, int]:
     low, _, high = str(text).partition(":")
     if (low + high).isascii() and low.isdigit() and (high or low).isdigit() and 1 <= int(low) <= int(high or low):
         return int(low), int(high or low)
-    raise Refused(f"--num_machines {text!r}: it must be a number from 1 on, or MIN:MAX")
+    raise LaunchConfigError(f"--num_machines {text!r}: it must be a number from 1 on, or MIN:MAX")

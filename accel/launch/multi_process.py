@@ -20,17 +20,17 @@ from schedulers.processes import descendants, end_all, signal_name
 from . import failure as failures
 from . import watchdog
 from .agent import GangAgent, RankSettings
-from .console import log_path, recorder, said_again, say
+from .console import event_writer, is_repeated_signal, log_path, print_message
 from .elastic import ElasticRendezvous, is_this_machine
-from .errors import LaunchError, Refused, RendezvousFailed
+from .errors import LaunchConfigError, LaunchError, RendezvousFailed
 from .fork_server import ForkServer, ServerGone, preload
-from .peers import LOST_AFTER_S, STAY_S, Peers
+from .peers import LINGER_S, LOST_AFTER_S, Peers
 from .plan import Launch
 from .rendezvous import DEFAULT_TIMEOUT_S, GangRendezvous, reach_node_0
 from .tee import Tee, parse
 from .worker import WARNINGS
 
-_SETTLE_S = 5.0  # a kubelet looks after its containers every second, and may be busy
+_CLUSTER_UPDATE_S = 5.0  # a kubelet looks after its containers every second, and may be busy
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGALRM)  # the last by the time limit
 
 
@@ -53,8 +53,8 @@ class Signals:
 
     def _on_end(self, signum: int, _: FrameType | None) -> None:
         if self.received is not None:
-            if not said_again(signum):
-                self._server.hurry()  # asked twice: no more grace
+            if not is_repeated_signal(signum):
+                self._server.kill_now()  # asked twice: no more grace
             return
         self.received = signum
         if self._raising:
@@ -82,8 +82,8 @@ def run_gang(run: Launch, launch_id: str) -> int:
     """Run the gang to its end and return its exit code; no process of it is left then."""
     if not run.spawn and run.program.entry != "command":
         preload(run.program)
-    keeper = watchdog.start(launch_id)
-    server = ForkServer.start(run.program, keeper.pipe, run.grace_s, run.job_lock)
+    watchdog_handle = watchdog.start(launch_id)
+    server = ForkServer.start(run.program, watchdog_handle.pipe, run.grace_s, run.job_lock)
     # From here on only the launcher itself: a rank has left through SystemExit, below this frame's feet.
     signals = Signals(server)
     if run.deadline is not None:
@@ -94,8 +94,8 @@ def run_gang(run: Launch, launch_id: str) -> int:
     finally:
         tee.close()
         server.close()
-        end_all(lambda: keeper.others(descendants(os.getpid())), grace_s=run.grace_s)
-        keeper.dismiss()
+        end_all(lambda: watchdog_handle.other_processes(descendants(os.getpid())), grace_s=run.grace_s)
+        watchdog_handle.dismiss()
         for signum in _ENDING:  # Python restores the default action, death, before it ends: the code would be another
             signal.signal(signum, signal.SIG_IGN)
 
@@ -109,40 +109,40 @@ def _run_agent(run: Launch, server: ForkServer, signals: Signals, tee: Tee) -> i
         result = agent.run()
     except SignalException as error:
         if error.sigval == signal.SIGALRM and run.deadline is not None:
-            return _end_in_time(run, tee)
+            return _stop_at_deadline(run, tee)
         failure = agent.preempted() if agent else None
         if failure is not None:
             _observer(run, tee)("failure", failure=failure, restarts_left=0)
-            return _tell(run, tee, failure)
+            return _report_failure(run, tee, failure)
         received = signals.received or int(error.sigval)
         if not run.quiet:
             tee.close()
-            say(f"accel launch: {error}; all ranks here have been ended")
+            print_message(f"accel launch: {error}; all ranks here have been ended")
         return 128 + received
     except ServerGone as error:
         raise LaunchError(str(error)) from None
     except RendezvousError as error:
         raise _elastic_failure(run, error) from None
     finally:
-        known = _leave(handler)
+        reported = _leave(handler)
     if not result.is_failed():
         return 0
     if run.deadline is not None and getattr(agent.failure, "reason", "") == "time_limit":
-        return _end_in_time(run, tee)  # another node's clock was the first
+        return _stop_at_deadline(run, tee)  # another node's clock was the first
     preempted = agent.preempted()
     if preempted is not None and preempted.reason != getattr(agent.failure, "reason", ""):
         _observer(run, tee)("failure", failure=preempted, restarts_left=0)  # another node was told to end, and told us
     failure = preempted or agent.failure
     assert failure is not None
-    code = _tell(run, tee, failure)
-    _settle(run)
-    return 0 if run.node_0_reports and run.node_rank and known and preempted is None else code
+    code = _report_failure(run, tee, failure)
+    _await_cluster_update(run)
+    return 0 if run.node_0_reports and run.node_rank and reported and preempted is None else code
 
 
-def _settle(run: Launch) -> None:
+def _await_cluster_update(run: Launch) -> None:
     """Wait until the cluster knows that the other nodes have ended: it deletes them once node 0 has failed."""
     if run.node_0_reports and not run.node_rank:
-        time.sleep(_SETTLE_S)
+        time.sleep(_CLUSTER_UPDATE_S)
 
 
 def _leave(handler: Peers | None) -> bool:
@@ -152,18 +152,18 @@ def _leave(handler: Peers | None) -> bool:
     return False
 
 
-def _end_in_time(run: Launch, tee: Tee) -> int:
+def _stop_at_deadline(run: Launch, tee: Tee) -> int:
     assert run.deadline is not None
     tee.close()
     code = run.deadline.end(run.quiet)
-    _settle(run)
+    _await_cluster_update(run)
     return code
 
 
-def _tell(run: Launch, tee: Tee, failure: failures.Failure) -> int:
+def _report_failure(run: Launch, tee: Tee, failure: failures.Failure) -> int:
     if not run.quiet:
         tee.close()
-        say(_report(run, failure))
+        print_message(_report(run, failure))
     return failure.exit_code
 
 
@@ -207,7 +207,7 @@ def _agent(run: Launch, handler: Peers, server: ForkServer, signals: Signals, te
 
 
 def _observer(run: Launch, tee: Tee) -> Callable[..., None]:
-    record = recorder(run.log_dir, run.events)
+    record = event_writer(run.log_dir, run.events)
 
     def observe(event: str, **facts: Any) -> None:
         failure = facts.get("failure")
@@ -215,7 +215,7 @@ def _observer(run: Launch, tee: Tee) -> Callable[..., None]:
             facts["failure"] = failure.to_json()
             if facts["restarts_left"] and not run.quiet:
                 text = _report(run, failure)
-                say(f"{text}\naccel launch: starting all ranks again ({facts['restarts_left']} of "
+                print_message(f"{text}\naccel launch: starting all ranks again ({facts['restarts_left']} of "
                     f"{run.max_restarts} restarts left)")  # fmt: skip
         if event == "attempt":
             logs = [(rank, log_path(run.log_dir, rank, facts["attempt"])) for rank in facts["ranks"]]
@@ -229,7 +229,7 @@ def _rendezvous(run: Launch, signals: Signals) -> Peers:
     timeout_s = _seconds(run, "timeout", _seconds(run, "join_timeout", DEFAULT_TIMEOUT_S))
     common: dict[str, Any] = {
         "lost_after_s": _seconds(run, "lost_after", LOST_AFTER_S),
-        "stay_s": _seconds(run, "stay", STAY_S),
+        "stay_s": _seconds(run, "stay", LINGER_S),
         "ending": lambda: signals.received is not None,
     }
     if run.static:
@@ -238,7 +238,7 @@ def _rendezvous(run: Launch, signals: Signals) -> Peers:
             names=run.node_names,
             timeout_s=timeout_s, interrupted=signals.check, incarnation=run.incarnation,
             service=run.service, own_address=run.own_address,
-            say=lambda text: None if run.quiet else say(f"accel launch: {text}"), **common,
+            say=lambda text: None if run.quiet else print_message(f"accel launch: {text}"), **common,
         )  # fmt: skip
     config = {"join_timeout": str(int(timeout_s)), **run.rdzv_conf}
     parameters = RendezvousParameters(
@@ -251,7 +251,7 @@ def _rendezvous(run: Launch, signals: Signals) -> Peers:
     )
     guessed = parameters.get_as_bool("is_host") is None
     if guessed:
-        parameters.config["is_host"] = str(is_this_machine(run.address, looked_up=not run.service))
+        parameters.config["is_host"] = str(is_this_machine(run.address, resolve=not run.service))
     if not parameters.get_as_bool("is_host"):  # else torch would wait, in a call that takes no signal
         deadline = time.monotonic() + timeout_s
         reach_node_0(lambda _: [run.service or run.address], run.address, run.port, timeout_s, deadline, signals.check)
@@ -268,4 +268,4 @@ def _seconds(run: Launch, name: str, default: float) -> float:
     try:
         return float(text) if text is not None else default
     except ValueError:
-        raise Refused(f"--rdzv_conf {name} must be seconds, not {text!r}") from None
+        raise LaunchConfigError(f"--rdzv_conf {name} must be seconds, not {text!r}") from None

@@ -20,14 +20,14 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler
 T = TypeVar("T")
 
 _SLICE_S = 0.1
-_LAST_WORD_S = 1.0
+_FINAL_CALL_S = 1.0
 
 
 class StoreSilent(RuntimeError):
     """The store did not respond in time. It is not queried again: its connection is in an unknown state."""
 
 
-class Patience:
+class StoreWithTimeout:
     """A store client that queries in a separate thread, so that the caller can give up.
 
     limit_s: the longest wait for a response; at most a second once `ending()`.
@@ -36,52 +36,52 @@ class Patience:
     def __init__(self, limit_s: float, ending: Callable[[], bool]) -> None:
         self._limit_s = limit_s
         self._ending = ending
-        self._asked: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._silent_s: float | None = None
 
-    def ask(self, question: Callable[[], T]) -> T:
+    def call(self, question: Callable[[], T]) -> T:
         """Return the result of `question`, or raise its error. Raises StoreSilent."""
         if self._silent_s is not None:
-            raise self._silence()
+            raise self._timeout_error()
         if self._thread is None:
-            self._thread = threading.Thread(target=self._answer, name="store", daemon=True)
+            self._thread = threading.Thread(target=self._serve, name="store", daemon=True)
             self._thread.start()
-        answers: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
+        results: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
 
         def answer() -> None:
             try:
-                answers.put((question(), None))
+                results.put((question(), None))
             except BaseException as error:
-                answers.put((None, error))
+                results.put((None, error))
 
-        self._asked.put(answer)
-        began = time.monotonic()
+        self._requests.put(answer)
+        started_at = time.monotonic()
         while True:
             try:
-                value, error = answers.get(timeout=_SLICE_S)
+                value, error = results.get(timeout=_SLICE_S)
             except queue.Empty:
-                waited = time.monotonic() - began
-                if waited > (min(_LAST_WORD_S, self._limit_s) if self._ending() else self._limit_s):
-                    self._silent_s = waited
-                    raise self._silence() from None
+                waited_s = time.monotonic() - started_at
+                if waited_s > (min(_FINAL_CALL_S, self._limit_s) if self._ending() else self._limit_s):
+                    self._silent_s = waited_s
+                    raise self._timeout_error() from None
                 continue
             if error is not None:
                 raise error
             return value  # type: ignore[return-value]  # no error: it is there
 
-    def _answer(self) -> None:
+    def _serve(self) -> None:
         while True:
-            self._asked.get()()
+            self._requests.get()()
 
-    def _silence(self) -> StoreSilent:
+    def _timeout_error(self) -> StoreSilent:
         return StoreSilent(f"its store has not answered for {self._silent_s:.0f} s")
 
 
 # The agents.
 
 LOST_AFTER_S = 30.0
-STAY_S = 10.0
+LINGER_S = 10.0
 _BEAT_S = 1.0
 
 
@@ -95,14 +95,14 @@ class Peers(RendezvousHandler):
 
     may_shrink = False  # the gang goes on without a node that has gone, if restarts are left
     _node_rank, _nodes = 0, 1
-    _keeps_store = True
+    _hosts_store = True
 
     def __init__(self, *, lost_after_s: float, stay_s: float, ending: Callable[[], bool]) -> None:
-        self._lost_after_s, self._stay_s, self._ending = lost_after_s, stay_s, ending
-        self._patience = Patience(lost_after_s, ending)
+        self._lost_after_s, self._linger_s, self._ending = lost_after_s, stay_s, ending
+        self._client = StoreWithTimeout(lost_after_s, ending)
         self._next_beat = 0.0
-        self._heard: dict[int, tuple[int, float]] = {}  # node -> its beats, and when they last became more
-        self._lost: set[int] = set()
+        self._beats: dict[int, tuple[int, float]] = {}  # node -> its beats, and when they last became more
+        self._lost_nodes: set[int] = set()
 
     @abc.abstractmethod
     def _store(self) -> Store:
@@ -113,48 +113,48 @@ class Peers(RendezvousHandler):
         if self._nodes == 1:
             return failure
         store = self._store()
-        return dict(json.loads(self._ask(lambda: store.compare_set("failure", "", json.dumps(failure)))))
+        return dict(json.loads(self._query(lambda: store.compare_set("failure", "", json.dumps(failure)))))
 
     def announce_success(self) -> None:
         if self._nodes > 1:
             store = self._store()
-            self._ask(lambda: store.add("succeeded", 1))
+            self._query(lambda: store.add("succeeded", 1))
 
     def failure_elsewhere(self) -> dict[str, Any] | None:
         """Return the gang's failure in this attempt, or None."""
         if self._nodes == 1:
             return None
         store = self._store()
-        told = self._ask(lambda: store.get("failure") if store.check(["failure"]) else None)
-        return dict(json.loads(told)) if told is not None else None
+        announcement = self._query(lambda: store.get("failure") if store.check(["failure"]) else None)
+        return dict(json.loads(announcement)) if announcement is not None else None
 
     def all_succeeded(self) -> bool:
         store = self._store()
-        return self._nodes == 1 or self._ask(lambda: store.add("succeeded", 0)) >= self._nodes
+        return self._nodes == 1 or self._query(lambda: store.add("succeeded", 0)) >= self._nodes
 
     def beat(self) -> None:
         """Send a heartbeat to the node that keeps the store, at most once a second, however often it is called."""
         now = time.monotonic()
-        if self._nodes == 1 or self._keeps_store or now < self._next_beat:
+        if self._nodes == 1 or self._hosts_store or now < self._next_beat:
             return
         self._next_beat = now + _BEAT_S
         store = self._store()
-        self._ask(lambda: store.add(f"beat/{self._node_rank}", 1))
+        self._query(lambda: store.add(f"beat/{self._node_rank}", 1))
 
-    def silent(self) -> tuple[int, str, float] | None:
+    def silent_nodes(self) -> tuple[int, str, float] | None:
         """Return a node silent for too long, its host and the seconds; None if there is none, or on other nodes."""
-        if not self._keeps_store or self._nodes == 1 or (now := time.monotonic()) < self._next_beat:
+        if not self._hosts_store or self._nodes == 1 or (now := time.monotonic()) < self._next_beat:
             return None
         self._next_beat = now + _BEAT_S
         store = self._store()
         for node in set(range(self._nodes)) - {self._node_rank}:
-            beats = store.add(f"beat/{node}", 0)
-            before, since = self._heard.get(node, (-1, now))
-            if beats != before:
-                self._heard[node] = (beats, now)
-            elif now - since > self._lost_after_s:
-                self._lost.add(node)
-                return node, store.get(f"node/{node}").decode().split()[0], now - since
+            count = store.add(f"beat/{node}", 0)
+            last_count, changed_at = self._beats.get(node, (-1, now))
+            if count != last_count:
+                self._beats[node] = (count, now)
+            elif now - changed_at > self._lost_after_s:
+                self._lost_nodes.add(node)
+                return node, store.get(f"node/{node}").decode().split()[0], now - changed_at
         return None
 
     def leave(self) -> bool:
@@ -163,18 +163,18 @@ class Peers(RendezvousHandler):
         That node leaves last, because the others read the outcome from its store. Raises RuntimeError if it is gone.
         """
         store = self._store()
-        self._ask(lambda: store.set(f"gone/{self._node_rank}", ""))
-        began = time.monotonic()
-        while self._keeps_store and not store.check([f"gone/{rank}" for rank in self._present()]):
-            if time.monotonic() - began >= (self._stay_s if self._ending() else STAY_S):
+        self._query(lambda: store.set(f"gone/{self._node_rank}", ""))
+        started_at = time.monotonic()
+        while self._hosts_store and not store.check([f"gone/{rank}" for rank in self._present()]):
+            if time.monotonic() - started_at >= (self._linger_s if self._ending() else LINGER_S):
                 break
             time.sleep(0.02)
         return True
 
     def _present(self) -> list[int]:
         """Return the nodes that joined this attempt and are not lost."""
-        return [rank for rank in set(range(self._nodes)) - self._lost if self._store().check([f"node/{rank}"])]
+        return [rank for rank in set(range(self._nodes)) - self._lost_nodes if self._store().check([f"node/{rank}"])]
 
-    def _ask(self, question: Callable[[], T]) -> T:
+    def _query(self, question: Callable[[], T]) -> T:
         """Query a store that may not respond. Raises StoreSilent and the errors of `question`."""
-        return question() if self._keeps_store else self._patience.ask(question)
+        return question() if self._hosts_store else self._client.call(question)

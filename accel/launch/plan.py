@@ -16,10 +16,10 @@ from schedulers.topology import Topology
 from . import alias_env, deadline, incarnation, watchdog
 from .deadline import Deadline
 from .devices import VISIBLE, Devices, available_cpus, find, only_cpu
-from .errors import CannotRun, Refused
+from .errors import CommandNotFound, LaunchConfigError
 from .incarnation import Incarnation
-from .limits import check_room
-from .machines import Place, check_spread, place
+from .limits import check_process_limits
+from .machines import NodeLayout, check_spread, place
 from .tee import parse
 from .tpu import host as tpu_host
 from .worker import Program
@@ -56,7 +56,7 @@ class Launch:
     quiet: bool = False
     node_names: tuple[str, ...] = ()  # by rank, where a scheduler has told them
     source: str = ""  # what has told how many machines there are and which of them this is
-    told: str = ""  # what it has, for people
+    start_message: str = ""  # what it has, for people
     node_0_reports: bool = False  # how the gang ended; the others end with 0, so that no pod is deleted early
     requeued: bool = False  # by its scheduler, when its ranks were warned
     events: str | None = None  # where to tell what happens, instead of beside the logs
@@ -75,40 +75,40 @@ class Launch:
         return self.incarnation.attempt or 0
 
     @property
-    def alone(self) -> bool:
+    def is_single_process(self) -> bool:
         """True for one process in all with nothing to supervise: it replaces the launcher."""
         return self.processes == 1 and self.max_nodes == 1 and self.max_restarts == 0 and self.rdzv_backend == "static"
 
 
 def plan(options: Mapping[str, Any], program: Program, env: Mapping[str, str] = os.environ) -> Launch:
     """Plan this machine's part of the launch from the flags. Raises Refused if they are invalid."""
-    wrong = contradictions(options)
-    if wrong:
-        raise Refused(wrong)
+    problem = contradictions(options)
+    if problem:
+        raise LaunchConfigError(problem)
     _check_program(program)
     parse(options["tee"])
     devices = _devices(options, env)
-    placed = place(options, env)
-    found, nodes = placed.found, placed.nodes
+    layout = place(options, env)
+    topology, nodes = layout.topology, layout.nodes
     processes = _per_node(options["num_processes"], nodes, devices)
     _check_gpus(processes, devices, options)
-    check_room(processes, options["num_processes"])
+    check_process_limits(processes, options["num_processes"])
     extra = training_variables(options, devices) | thread_variables(
         options["num_cpu_threads_per_process"], processes, devices, env
     )
-    if options["compat"] or alias_env.is_asked(env):
+    if options["compat"] or alias_env.is_requested(env):
         extra |= alias_env.variables(env)
-    port = _port(options["main_process_port"], placed.max_nodes, found)
+    port = _port(options["main_process_port"], layout.max_nodes, topology)
     return Launch(
-        program=program, processes=processes, nodes=nodes, max_nodes=placed.max_nodes, node_rank=placed.rank,
-        address=placed.address, port=port, **_in_cluster(placed, env), env=extra, rdzv_backend=options["rdzv_backend"],
+        program=program, processes=processes, nodes=nodes, max_nodes=layout.max_nodes, node_rank=layout.rank,
+        address=layout.address, port=port, **_in_cluster(layout, env), env=extra, rdzv_backend=options["rdzv_backend"],
         rdzv_conf=_pairs(options["rdzv_conf"]), run_id=options["rdzv_id"] or env.get("ACCEL_JOB_ID") or "accel",
         role=options["role"], max_restarts=options["max_restarts"], grace_s=options["shutdown_timeout"],
         monitor_interval_s=options["monitor_interval"], log_dir=options["log_dir"], tee=options["tee"],
         spawn=(options["start_method"] or ("spawn" if sys.platform == "darwin" else "fork")) == "spawn",
-        quiet=options["quiet"], incarnation=incarnation.planned(env, found),
-        deadline=deadline.planned(env, placed.rank), node_names=found.names,
-        source=found.source, told=_told(placed, port, env),
+        quiet=options["quiet"], incarnation=incarnation.incarnation_from_env(env, topology),
+        deadline=deadline.deadline_from_env(env, layout.rank), node_names=topology.names,
+        source=topology.source, start_message=_start_message(layout, port, env),
         node_0_reports="ACCEL_NODE_0_REPORTS" in env and watchdog.LAUNCH_ID not in env,
         requeued="ACCEL_REQUEUED" in env and watchdog.LAUNCH_ID not in env,
         events=None if watchdog.LAUNCH_ID in env else env.get("ACCEL_LAUNCH_EVENTS"),
@@ -119,45 +119,45 @@ def plan(options: Mapping[str, Any], program: Program, env: Mapping[str, str] = 
 def _check_program(program: Program) -> None:
     name = program.argv[0]
     if program.entry == "script" and not os.path.exists(name):
-        here = os.getcwd()
-        raise Refused(f"there is no script {name!r} in {here}{_near_script(name)}")
+        directory = os.getcwd()
+        raise LaunchConfigError(f"there is no script {name!r} in {directory}{_nearest_script(name)}")
     if program.entry == "command" and shutil.which(name) is None:
         if os.path.dirname(name) and os.path.exists(name):
-            raise CannotRun(f"{name!r} is not executable: chmod +x", missing=False)
-        raise CannotRun(f"there is no command {name!r} on PATH ({os.environ.get('PATH', '')})", missing=True)
+            raise CommandNotFound(f"{name!r} is not executable: chmod +x", missing=False)
+        raise CommandNotFound(f"there is no command {name!r} on PATH ({os.environ.get('PATH', '')})", missing=True)
 
 
-def _near_script(name: str) -> str:
+def _nearest_script(name: str) -> str:
     import difflib
 
     folder = os.path.dirname(name) or "."
     try:
-        there = [os.path.join(os.path.dirname(name), file) for file in os.listdir(folder) if file.endswith(".py")]
+        scripts = [os.path.join(os.path.dirname(name), file) for file in os.listdir(folder) if file.endswith(".py")]
     except OSError:
         return ""
-    near = difflib.get_close_matches(name, there, n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    matches = difflib.get_close_matches(name, scripts, n=1)
+    return f"; did you mean {matches[0]!r}?" if matches else ""
 
 
-def _in_cluster(placed: Place, env: Mapping[str, str]) -> dict[str, str]:
+def _in_cluster(layout: NodeLayout, env: Mapping[str, str]) -> dict[str, str]:
     """Return how a job's pods find node 0, if the cluster and not the flags placed them."""
-    if watchdog.LAUNCH_ID in env or not (placed.found.source or placed.max_nodes > placed.nodes):
+    if watchdog.LAUNCH_ID in env or not (layout.topology.source or layout.max_nodes > layout.nodes):
         return {}
     return {"service": env.get("ACCEL_SERVICE", ""), "own_address": env.get("ACCEL_POD_IP", "")}
 
 
-def _told(placed: Place, port: int, env: Mapping[str, str]) -> str:
+def _start_message(layout: NodeLayout, port: int, env: Mapping[str, str]) -> str:
     """Return the line that node 0 prints; empty if a target that watches the job has it on record.
 
-    Every pod of a job prints a line, by which a reader knows that its log has its beginning (`GREETING` in
+    Every pod of a job prints a line, by which a reader knows that its log has its beginning (`LAUNCH_LINE` in
     schedulers/kubernetes/logs/cursor.py).
     """
     if "ACCEL_LAUNCH_EVENTS" in env:
         return ""
-    if not placed.found.source or placed.rank != 0:
+    if not layout.topology.source or layout.rank != 0:
         in_pod = "ACCEL_JOB_ID" in env and "KUBERNETES_SERVICE_HOST" in env and watchdog.LAUNCH_ID not in env
         return f"started on {os.uname().nodename}" if in_pod else ""
-    return f"{placed.nodes} nodes, node 0 at {placed.address}:{port}, as {placed.found.source} says"
+    return f"{layout.nodes} nodes, node 0 at {layout.address}:{port}, as {layout.topology.source} says"
 
 
 def _devices(options: Mapping[str, Any], env: Mapping[str, str]) -> Devices:
@@ -165,33 +165,37 @@ def _devices(options: Mapping[str, Any], env: Mapping[str, str]) -> Devices:
         return only_cpu()
     if options["tpu"] and options["tpu_runtime"] == "torch_tpu":
         return _tpu_devices(env)
-    found = find(env)
+    devices = find(env)
     if not options["gpu_ids"] or options["gpu_ids"] == "all":
-        return found
-    if found.kind not in VISIBLE:
-        raise Refused(f"--gpu_ids {options['gpu_ids']}: this machine shows no GPU")
-    chosen = find({**env, VISIBLE[found.kind]: options["gpu_ids"]})
-    wanted = options["gpu_ids"].count(",") + 1
-    if chosen.kind != found.kind or chosen.count != wanted:
-        raise Refused(f"--gpu_ids {options['gpu_ids']}: the GPUs here are 0 … {found.count - 1}, each named once")
+        return devices
+    if devices.kind not in VISIBLE:
+        raise LaunchConfigError(f"--gpu_ids {options['gpu_ids']}: this machine shows no GPU")
+    chosen = find({**env, VISIBLE[devices.kind]: options["gpu_ids"]})
+    requested = options["gpu_ids"].count(",") + 1
+    if chosen.kind != devices.kind or chosen.count != requested:
+        raise LaunchConfigError(
+            f"--gpu_ids {options['gpu_ids']}: the GPUs here are 0 … {devices.count - 1}, each named once"
+        )
     return chosen
 
 
 def _tpu_devices(env: Mapping[str, str]) -> Devices:
     chips = tpu_host.chips(env)
     if not chips:
-        raise Refused("--tpu: this machine shows no TPU; where it has one, export TORCH_TPU_DEVICES_PER_HOST")
+        raise LaunchConfigError("--tpu: this machine shows no TPU; where it has one, export TORCH_TPU_DEVICES_PER_HOST")
     return Devices(kind="tpu", ids=tuple(map(str, range(len(chips)))), cpus=available_cpus())
 
 
-def _port(asked: int | None, machines: int, found: Topology) -> int:
-    if asked is None:
-        return 0 if machines == 1 else found.port or PORT
-    if asked > 65535:
-        raise Refused(f"--main_process_port {asked}: ports end at 65535")
-    if asked == 0 and machines > 1:
-        raise Refused("--main_process_port 0 takes any port, which the other machines could not know: name one")
-    return asked
+def _port(requested: int | None, machines: int, topology: Topology) -> int:
+    if requested is None:
+        return 0 if machines == 1 else topology.port or PORT
+    if requested > 65535:
+        raise LaunchConfigError(f"--main_process_port {requested}: ports end at 65535")
+    if requested == 0 and machines > 1:
+        raise LaunchConfigError(
+            "--main_process_port 0 takes any port, which the other machines could not know: name one"
+        )
+    return requested
 
 
 def _per_node(total: int | None, machines: int, devices: Devices) -> int:
@@ -201,13 +205,13 @@ def _per_node(total: int | None, machines: int, devices: Devices) -> int:
 
 def _check_gpus(processes: int, devices: Devices, options: Mapping[str, Any]) -> None:
     if options["multi_gpu"] and devices.kind == "cpu":
-        raise Refused(
+        raise LaunchConfigError(
             "--multi_gpu: this machine shows no GPU (nvidia-smi lists them); without the flag the CPU is used"
         )
     if devices.kind in (*VISIBLE, "tpu") and processes > devices.count:
-        what = "TPU devices" if devices.kind == "tpu" else "visible GPUs"
-        raise Refused(
-            f"{processes} processes on this machine and {devices.count} {what}: every rank needs one of its own; "
+        noun = "TPU devices" if devices.kind == "tpu" else "visible GPUs"
+        raise LaunchConfigError(
+            f"{processes} processes on this machine and {devices.count} {noun}: every rank needs one of its own; "
             "use fewer, or --cpu"
         )
 
@@ -216,7 +220,7 @@ def _pairs(text: str) -> dict[str, str]:
     pairs = [pair.partition("=") for pair in text.split(",") if pair]
     for key, equals, _ in pairs:
         if not key or not equals:
-            raise Refused(f"--rdzv_conf takes key=value pairs with commas between them, not {text!r}")
+            raise LaunchConfigError(f"--rdzv_conf takes key=value pairs with commas between them, not {text!r}")
     return {key.strip(): value.strip() for key, _, value in pairs}
 
 
@@ -240,10 +244,10 @@ def training_variables(options: Mapping[str, Any], devices: Devices) -> dict[str
     return env
 
 
-def thread_variables(asked: int | None, processes: int, devices: Devices, env: Mapping[str, str]) -> dict[str, str]:
+def thread_variables(requested: int | None, processes: int, devices: Devices, env: Mapping[str, str]) -> dict[str, str]:
     """Return `OMP_NUM_THREADS`: an equal share of this node's processors per rank, unless it is set already."""
-    if asked is not None:
-        return {"OMP_NUM_THREADS": str(asked)}
+    if requested is not None:
+        return {"OMP_NUM_THREADS": str(requested)}
     if "OMP_NUM_THREADS" in env or processes == 1:
         return {}
     return {"OMP_NUM_THREADS": str(max(1, devices.cpus // processes))}

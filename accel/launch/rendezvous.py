@@ -20,7 +20,7 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStore
 
 from .errors import LaunchError, RendezvousFailed
 from .incarnation import Incarnation, latest
-from .peers import LOST_AFTER_S, STAY_S, Patience, Peers, StoreSilent
+from .peers import LINGER_S, LOST_AFTER_S, Peers, StoreSilent, StoreWithTimeout
 
 LOOPBACK = "127.0.0.1"
 DEFAULT_TIMEOUT_S = 300.0
@@ -29,7 +29,7 @@ _SERVICE_S = 30.0
 _REMEDY = "Is the launch running there, and the port open between the machines?"
 _STORE_TIMEOUT = timedelta(seconds=60)
 # Raised by questions to a store that has gone, or does not answer.
-_GONE = (DistStoreError, DistNetworkError, StoreSilent)
+_STORE_ERRORS = (DistStoreError, DistNetworkError, StoreSilent)
 
 
 class GangRendezvous(Peers):
@@ -55,7 +55,7 @@ class GangRendezvous(Peers):
         run_id: str,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         lost_after_s: float = LOST_AFTER_S,
-        stay_s: float = STAY_S,
+        stay_s: float = LINGER_S,
         interrupted: Callable[[], None] = lambda: None,
         names: Sequence[str] = (),
         ending: Callable[[], bool] = lambda: False,
@@ -67,12 +67,12 @@ class GangRendezvous(Peers):
         super().__init__(lost_after_s=lost_after_s, stay_s=stay_s, ending=ending)
         self._address, self._port = address if nodes > 1 else LOOPBACK, port
         self._node_rank, self._nodes, self._run_id = node_rank, nodes, run_id
-        self._keeps_store = node_rank == 0
+        self._hosts_store = node_rank == 0
         self._timeout_s = timeout_s
         self._interrupted = interrupted
         self._names = names
-        self._refused = False  # another node has this one's rank: it has no say in what becomes of the gang
-        self._say = say
+        self._rejected = False  # another node has this one's rank: it has no say in what becomes of the gang
+        self._report = say
         self._service, self._own_address = service, own_address
         self._incarnation = incarnation or Incarnation()
         self.first_attempt = self._incarnation.attempt  # of the job, as all nodes agree once they have met
@@ -105,7 +105,7 @@ class GangRendezvous(Peers):
             self._wait([f"node/{rank}" for rank in range(self._nodes)], deadline)
             self._agree()
         self._met = True
-        self._heard.clear()
+        self._beats.clear()
         master = RendezvousStoreInfo(self._address_for_ranks, port)
         return RendezvousInfo(self._store(), self._node_rank, self._nodes, master)
 
@@ -132,15 +132,15 @@ class GangRendezvous(Peers):
             super().beat()
 
     def leave(self) -> bool:
-        if self._nodes == 1 or self._control is None or self._refused:
+        if self._nodes == 1 or self._control is None or self._rejected:
             return self._node_rank == 0
         if not self._met:
-            self._give_up(f"node {self._node_rank} was ended before all nodes had met")
+            self._abort_meeting(f"node {self._node_rank} was ended before all nodes had met")
         return super().leave()
 
-    def _give_up(self, why: str) -> None:
+    def _abort_meeting(self, reason: str) -> None:
         store = self._store()
-        self._ask(lambda: store.compare_set("gave up", "", why))
+        self._query(lambda: store.compare_set("gave up", "", reason))
 
     # Meeting.
 
@@ -152,7 +152,7 @@ class GangRendezvous(Peers):
         first = self._serve(self._port, deadline) if self._node_rank == 0 else self._connect(deadline)
         self._port = first.port
         self._control = PrefixStore(f"accel/{self._run_id}", first)
-        self._patience = Patience(self._lost_after_s, self._ending)
+        self._client = StoreWithTimeout(self._lost_after_s, self._ending)
         if self._node_rank == 0 and self._nodes > 1 and self._own_address:
             self._control.set("address", self._own_address)
 
@@ -168,11 +168,11 @@ class GangRendezvous(Peers):
         return store
 
     def _listen(self, port: int) -> socket.socket:
-        both = self._nodes > 1 and socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if both else socket.AF_INET
+        dual_stack = self._nodes > 1 and socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if dual_stack else socket.AF_INET
         try:
             return socket.create_server(
-                ("" if self._nodes > 1 else LOOPBACK, port), family=family, backlog=2048, dualstack_ipv6=both
+                ("" if self._nodes > 1 else LOOPBACK, port), family=family, backlog=2048, dualstack_ipv6=dual_stack
             )
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
@@ -189,10 +189,10 @@ class GangRendezvous(Peers):
         return TCPStore(address, self._port, None, False, _STORE_TIMEOUT, wait_for_workers=False)
 
     def _reach_node_0(self, port: int, deadline: float) -> str:
-        who = f"node {self._node_rank}" if self._node_rank else "this machine, which is node 0,"
+        subject = f"node {self._node_rank}" if self._node_rank else "this machine, which is node 0,"
         remedy = _REMEDY if self._node_rank else "--main_process_ip must be a name or address of this machine"
         return reach_node_0(
-            self._addresses, self._address, port, self._timeout_s, deadline, self._interrupted, who, remedy
+            self._addresses, self._address, port, self._timeout_s, deadline, self._interrupted, subject, remedy
         )
 
     def _addresses(self, waited_s: float) -> Sequence[str]:
@@ -214,30 +214,32 @@ class GangRendezvous(Peers):
             return port
         self._wait(["port"], deadline)
         store = self._store()
-        return int(self._ask(lambda: store.get("port")))
+        return int(self._query(lambda: store.get("port")))
 
     def _join(self, deadline: float) -> bool:
         """Claim this node's rank. Return False if the store is from an attempt that this launcher's predecessor joined.
 
         Node 0 ends with that attempt, is started again, and opens another store.
         """
-        store, mine = self._store(), self._incarnation.encode()
+        store, claim = self._store(), self._incarnation.encode()
         key, keys = f"node/{self._node_rank}", [f"node/{rank}" for rank in range(self._nodes)]
         try:
-            holder = self._ask(lambda: store.compare_set(key, "", mine)).decode()
-            if holder == mine:
+            holder = self._query(lambda: store.compare_set(key, "", claim)).decode()
+            if holder == claim:
                 return True
             predecessor = Incarnation.decode(holder)
             if not self._incarnation.replaces(predecessor):
-                self._refused = True
+                self._rejected = True
                 raise LaunchError(
                     f"machine rank {self._node_rank} is taken by {predecessor.host}: "
                     "give every machine a --machine_rank of its own"
                 )
-            if not self._ask(lambda: store.check(keys) or store.check(["gave up"])):
-                return self._ask(lambda: store.compare_set(key, holder, mine)).decode() == mine  # no rank has started
+            if not self._query(lambda: store.check(keys) or store.check(["gave up"])):
+                return (
+                    self._query(lambda: store.compare_set(key, holder, claim)).decode() == claim
+                )  # no rank has started
             self._end_predecessor(predecessor.host, deadline)
-        except _GONE:
+        except _STORE_ERRORS:
             self._interrupted()
             if self.attempt:
                 raise
@@ -249,10 +251,10 @@ class GangRendezvous(Peers):
         if self.attempt == 0 and control is not None:
             store, keys = self._store(), [f"node/{rank}" for rank in range(self._nodes)]
             try:
-                nodes = self._ask(lambda: store.multi_get(keys))
-                if self._ask(lambda: control.check(["address"])):
-                    self._address_for_ranks = self._ask(lambda: control.get("address")).decode()
-            except _GONE as error:
+                nodes = self._query(lambda: store.multi_get(keys))
+                if self._query(lambda: control.check(["address"])):
+                    self._address_for_ranks = self._query(lambda: control.get("address")).decode()
+            except _STORE_ERRORS as error:
                 raise self._lost_node_0(error) from None
             self.first_attempt = latest([Incarnation.decode(node.decode()) for node in nodes])
 
@@ -265,13 +267,13 @@ class GangRendezvous(Peers):
             "rank": None, "node": self._node_rank, "host": host, "attempt": None, "exit_code": 1,
             "reason": "node_failure", "how": "was started again", "message": "", "time": time.time(), "final": True,
         }  # fmt: skip
-        store = self._ask(self._current)
-        self._ask(lambda: store.compare_set("failure", "", json.dumps(failure)))
-        self._ask(lambda: store.set(f"gone/{self._node_rank}", ""))
-        self._say(f"node {self._node_rank} was started again, and waits for node 0 to end the attempt before")
+        store = self._query(self._current)
+        self._query(lambda: store.compare_set("failure", "", json.dumps(failure)))
+        self._query(lambda: store.set(f"gone/{self._node_rank}", ""))
+        self._report(f"node {self._node_rank} was started again, and waits for node 0 to end the attempt before")
         while time.monotonic() < deadline:
             self._interrupted()
-            self._ask(lambda: store.check(["gone/0"]))
+            self._query(lambda: store.check(["gone/0"]))
             time.sleep(_SLICE_S)
         raise RendezvousFailed(
             f"node {self._node_rank} was started again, and node 0 at {self._address}:{self._port} has not "
@@ -290,27 +292,27 @@ class GangRendezvous(Peers):
         while True:
             self._interrupted()
             try:
-                if self._ask(lambda: store.check(keys)):
+                if self._query(lambda: store.check(keys)):
                     return
-                if self._ask(lambda: store.check(["gave up"])):
-                    raise RendezvousFailed(self._ask(lambda: store.get("gave up")).decode())
+                if self._query(lambda: store.check(["gave up"])):
+                    raise RendezvousFailed(self._query(lambda: store.get("gave up")).decode())
                 failure = self.failure_elsewhere()
                 if failure is not None:
                     raise RendezvousFailed(f"node {failure['node']} ({failure['host']}) {failure['how']}")
-            except _GONE as error:
+            except _STORE_ERRORS as error:
                 self._interrupted()
                 raise self._lost_node_0(error) from None
             if time.monotonic() >= deadline:
-                missing = [self._named(int(key.rpartition("/")[2])) for key in keys if not store.check([key])]
-                why = (
+                missing = [self._node_label(int(key.rpartition("/")[2])) for key in keys if not store.check([key])]
+                reason = (
                     f"of {self._nodes} nodes, node {', '.join(missing)} did not come to "
                     f"{self._address}:{self._port} within {self._timeout_s:g} s"
                 )
-                self._give_up(why)
-                raise RendezvousFailed(why)
+                self._abort_meeting(reason)
+                raise RendezvousFailed(reason)
             time.sleep(0.02)
 
-    def _named(self, rank: int) -> str:
+    def _node_label(self, rank: int) -> str:
         return f"{rank} ({self._names[rank]})" if rank < len(self._names) else str(rank)
 
 
@@ -321,16 +323,16 @@ def reach_node_0(
     timeout_s: float,
     deadline: float,
     interrupted: Callable[[], None],
-    who: str = "this machine",
+    subject: str = "this machine",
     remedy: str = _REMEDY,
 ) -> str:
     """Connect until node 0 responds, since it may start later than this node. Return the address that responded.
 
     `addresses` returns the candidates after the given seconds. Raises RendezvousFailed.
     """
-    began = time.monotonic()
+    started_at = time.monotonic()
     while True:
-        for address in addresses(time.monotonic() - began):
+        for address in addresses(time.monotonic() - started_at):
             interrupted()
             try:
                 socket.create_connection((address, port), timeout=2).close()
@@ -341,13 +343,14 @@ def reach_node_0(
             break
         time.sleep(_SLICE_S)
     raise RendezvousFailed(
-        f"{who} could not reach node 0 at {name}:{port} ({_resolved(name)}) within {timeout_s:g} s: {problem}. {remedy}"
+        f"{subject} could not reach node 0 at {name}:{port} ({_describe_resolution(name)}) within {timeout_s:g} s: "
+        f"{problem}. {remedy}"
     )
 
 
-def _resolved(name: str) -> str:
+def _describe_resolution(name: str) -> str:
     try:
-        found = sorted({info[4][0] for info in socket.getaddrinfo(name, None)}, key=str)
+        addresses = sorted({info[4][0] for info in socket.getaddrinfo(name, None)}, key=str)
     except OSError as error:
         return f"the name does not resolve: {error.strerror or errno.errorcode.get(error.errno or 0, error)}"
-    return "resolves to " + ", ".join(map(str, found))
+    return "resolves to " + ", ".join(map(str, addresses))

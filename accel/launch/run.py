@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import NoReturn
 
 from . import incarnation, signals, watchdog
-from .console import cannot_run, recorder, say
-from .errors import LaunchError, Refused, RendezvousFailed
+from .console import cannot_run, event_writer, print_message
+from .errors import LaunchConfigError, LaunchError, RendezvousFailed
 from .plan import Launch
 from .worker import Program, exec_command, ignore_warnings, open_log
 
@@ -27,21 +27,21 @@ def launch(run: Launch) -> int:
         os.set_inheritable(run.job_lock, False)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # inherited as ignored, it would hide how children end
     run = _counted(run)
-    if run.told and not run.quiet:
-        say(f"accel launch: {run.told}")
+    if run.start_message and not run.quiet:
+        print_message(f"accel launch: {run.start_message}")
     ignore_warnings()  # from the first moment: loading torch takes a second, and a scheduler's warning may come in it
     if run.log_dir:
         _check_log_dir(run.log_dir)
     launch_id = uuid.uuid4().hex
     os.environ.update(run.env)
     os.environ[watchdog.LAUNCH_ID] = launch_id
-    if run.alone:
+    if run.is_single_process:
         os.environ.update(_world_of_one(run))
         if run.log_dir is None and run.deadline is None:
             code = signals.stay_as_pid1() if os.getpid() == 1 else None
             if code is not None:
                 return code
-            _become(run.program, launch_id)
+            _exec_program(run.program, launch_id)
         from .single_process import run_single
 
         return run_single(run, launch_id)
@@ -62,13 +62,13 @@ def launch(run: Launch) -> int:
         return run_gang(run, launch_id)
     except LaunchError as error:
         reason = "rendezvous" if isinstance(error, RendezvousFailed) else "setup"
-        recorder(run.log_dir, run.events)("refused", reason=reason, message=str(error))
+        event_writer(run.log_dir, run.events)("refused", reason=reason, message=str(error))
         raise
 
 
 def _counted(run: Launch) -> Launch:
     """Count this start, and measure the time limit from the first one."""
-    start = incarnation.started(run.incarnation, os.environ)
+    start = incarnation.count_start(run.incarnation, os.environ)
     limit = run.deadline and replace(run.deadline, first_at=start.first_at)
     return replace(run, incarnation=start, deadline=limit)
 
@@ -86,10 +86,10 @@ def _world_of_one(run: Launch) -> dict[str, str]:
     }
 
 
-def _become(program: Program, launch_id: str) -> NoReturn:
+def _exec_program(program: Program, launch_id: str) -> NoReturn:
     """Replace this process by the program: same pid, same terminal, nothing between it and its user."""
     if sys.platform == "linux":
-        watchdog.start_apart(launch_id)
+        watchdog.start_detached(launch_id)
     command = program.command(unbuffered=False)
     sys.stdout.flush()
     try:
@@ -112,7 +112,7 @@ def _check_log_dir(log_dir: str) -> None:
         os.makedirs(log_dir, exist_ok=True)
         os.close(open_log(os.path.join(log_dir, "launch.jsonl")))
     except OSError as error:
-        raise Refused(f"--log_dir {log_dir} cannot be written to: {error.strerror}") from None
+        raise LaunchConfigError(f"--log_dir {log_dir} cannot be written to: {error.strerror}") from None
 
 
 def _free_port() -> int:

@@ -15,20 +15,20 @@ from schedulers.processes import die_with_parent
 # Record the first termination signal (SIGTERM, SIGHUP). SIGINT already raises KeyboardInterrupt.
 
 
-class Told:
+class TerminationSignals:
     """A recorder of SIGTERM and SIGHUP, except an ignored one (`nohup`). Works in the main thread only.
 
     signum: the first signal received.
-    then:   called with it at that moment.
+    on_signal:   called with it at that moment.
     """
 
-    def __init__(self, then: Callable[[int], object] = lambda signum: None) -> None:
+    def __init__(self, on_signal: Callable[[int], object] = lambda signum: None) -> None:
         self.signum: int | None = None
-        self._then = then
+        self._then = on_signal
         self._before = {
-            signum: before
+            signum: previous
             for signum in (signal.SIGTERM, signal.SIGHUP)
-            if (before := signal.getsignal(signum)) not in (signal.SIG_IGN, None)
+            if (previous := signal.getsignal(signum)) not in (signal.SIG_IGN, None)
             and threading.current_thread() is threading.main_thread()
         }
         for signum in self._before:
@@ -46,22 +46,22 @@ class Told:
 
     def forget(self) -> None:
         """Restore the previous handlers."""
-        for signum, before in self._before.items():
-            signal.signal(signum, before)
+        for signum, previous in self._before.items():
+            signal.signal(signum, previous)
 
 
 def run_child(command: Sequence[str]) -> int:
     """Run a command and return its exit code. It ends with this process; a termination signal ends it first."""
     parent = os.getpid()
     child = subprocess.Popen(command, preexec_fn=lambda: die_with_parent(signal.SIGTERM, parent))
-    told = Told(lambda _: child.send_signal(signal.SIGTERM))
+    signals = TerminationSignals(lambda _: child.send_signal(signal.SIGTERM))
     try:
         code = child.wait()
     finally:
         child.wait()  # after a KeyboardInterrupt: the child was interrupted too, and ends its ranks
-        told.forget()
-    if told.signum:
-        signal.raise_signal(told.signum)
+        signals.forget()
+    if signals.signum:
+        signal.raise_signal(signals.signum)
     return code
 
 
@@ -83,16 +83,16 @@ def stay_as_pid1() -> int | None:
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    awaited = _FORWARDED | {signal.SIGCHLD}
+    signums = _FORWARDED | {signal.SIGCHLD}
     # Blocked from before the fork: PID 1 keeps a signal without a handler only while it is blocked.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
+    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, signums)
     child = os.fork()
     if child == 0:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
         return None
     shared = _has_terminal()
     while True:
-        received = signal.sigwait(awaited)
+        received = signal.sigwait(signums)
         if received == signal.SIGCHLD:
             code = _reap(child)
             if code is not None:

@@ -15,7 +15,7 @@ from schedulers.processes import adopt_orphans, descendants, die_with_parent, en
 
 from . import failure as failures
 from . import watchdog
-from .console import cannot_run, log_path, recorder, said_again, say
+from .console import cannot_run, event_writer, is_repeated_signal, log_path, print_message
 from .plan import Launch
 from .tee import Tee
 from .worker import WARNINGS, ignore_warnings, open_log
@@ -29,9 +29,9 @@ def run_single(run: Launch, launch_id: str) -> int:
     Returns its exit code (128 + N for signal N), or 128 + N if this process received termination signal N.
     """
     log = log_path(run.log_dir, run.node_rank, run.first_attempt)
-    record = recorder(run.log_dir, run.events)
+    record = event_writer(run.log_dir, run.events)
     adopt_orphans()
-    keeper = watchdog.start(launch_id)
+    watchdog_handle = watchdog.start(launch_id)
     oom_kills = failures.oom_kill_count()
     record("attempt", attempt=run.first_attempt)
     tee = Tee(run.tee, run.log_dir)
@@ -41,25 +41,28 @@ def run_single(run: Launch, launch_id: str) -> int:
     try:
         watch.program = _start(run, log)
         tee.follow([(0, run.node_rank, log)])
-        code = watch.until_end()
+        code = watch.wait()
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)  # Python restores the default action, death, before it ends
-        end_all(lambda: keeper.others(descendants(os.getpid())), grace_s=min(run.grace_s, _LEFTOVER_GRACE_S))
+        end_all(
+            lambda: watchdog_handle.other_processes(descendants(os.getpid())),
+            grace_s=min(run.grace_s, _LEFTOVER_GRACE_S),
+        )
         tee.close()
-        keeper.dismiss()
-    if watch.told == signal.SIGALRM and run.deadline is not None:
+        watchdog_handle.dismiss()
+    if watch.signals == signal.SIGALRM and run.deadline is not None:
         return run.deadline.end(run.quiet)
-    if watch.told is not None and code != REQUEUE:
-        return 128 + watch.told
+    if watch.signals is not None and code != REQUEUE:
+        return 128 + watch.signals
     if code == 0:
         return 0
-    one = failures.Exit(rank=run.node_rank, local_rank=0, pid=watch.program.pid, code=code, time=time.time(),
+    end = failures.Exit(rank=run.node_rank, local_rank=0, pid=watch.program.pid, code=code, time=time.time(),
                       error=failures.error_in_log(log), log=log)  # fmt: skip
-    failure = failures.diagnose(one, node=run.node_rank, host=socket.gethostname(), attempt=run.incarnation.attempt,
+    failure = failures.diagnose(end, node=run.node_rank, host=socket.gethostname(), attempt=run.incarnation.attempt,
                               oom_kills=failures.oom_kill_count() - oom_kills, others="")  # fmt: skip
     record("failure", failure=failure.to_json())
     if not run.quiet:
-        say(failure.text())
+        print_message(failure.text())
     return failure.exit_code
 
 
@@ -97,9 +100,9 @@ class _Watch:
         self._grace_s = grace_s
         self._deadline: float | None = None
         self._pending: list[int] = []
-        self.told: int | None = None  # SIGALRM by the time limit
-        self._woken, waker = wake_pipe()
-        signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
+        self.signals: int | None = None  # SIGALRM by the time limit
+        self._woken, wake_fd = wake_pipe()
+        signal.set_wakeup_fd(wake_fd, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGALRM):
             signal.signal(signum, self._on_end)
@@ -107,22 +110,22 @@ class _Watch:
             signal.signal(signum, lambda received, _: self._pending.append(received))
 
     def _on_end(self, signum: int, _: FrameType | None) -> None:
-        if self.told is not None and said_again(signum):
+        if self.signals is not None and is_repeated_signal(signum):
             return
         now = time.monotonic()
-        self._deadline = now + self._grace_s if self.told is None else now  # asked twice: no more grace
-        if self.told is None:
-            self.told = signum
+        self._deadline = now + self._grace_s if self.signals is None else now  # asked twice: no more grace
+        if self.signals is None:
+            self.signals = signum
             self._pending.append(signal.SIGINT if signum == signal.SIGINT else signal.SIGTERM)
 
-    def until_end(self) -> int:
+    def wait(self) -> int:
         while (code := self.program.poll()) is None:
             while self._pending:
                 self.program.send_signal(self._pending.pop(0))
-            patience = None if self._deadline is None else self._deadline - time.monotonic()
-            if patience is not None and patience <= 0:
+            timeout = None if self._deadline is None else self._deadline - time.monotonic()
+            if timeout is not None and timeout <= 0:
                 self.program.kill()
                 return self.program.wait()
-            if select.select([self._woken], [], [], patience)[0]:
+            if select.select([self._woken], [], [], timeout)[0]:
                 os.read(self._woken, 4096)
         return code

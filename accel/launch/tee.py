@@ -8,21 +8,21 @@ import sys
 import threading
 from collections.abc import Iterable
 
-from .errors import Refused
+from .errors import LaunchConfigError
 
 _INTERVAL_S = 0.05
 _CHUNK = 1 << 20
-_MOST = 1 << 20  # bytes of a line that are held until its end comes
+_MAX_LINE = 1 << 20  # bytes of a line that are held until its end comes
 # In a pod, ends the first part of a long line where a line of another rank comes before the rest: the Kubernetes target
 # takes it, and the newline after it, out again.
-_GOES_ON = b"\x1f\n"
+_CONTINUATION = b"\x1f\n"
 
 
 class Tee:
     """A follower of the log files of one attempt after another. Does nothing for spec `0` or without log files."""
 
     def __init__(self, spec: str, log_dir: str | None) -> None:
-        self._wanted = parse(spec) if log_dir else {}
+        self._streams_by_rank = parse(spec) if log_dir else {}
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -33,7 +33,7 @@ class Tee:
         files = [
             _Followed(path, b"[rank %d] " % rank, output)
             for local, rank, path in logs
-            if path and self._wanted.get(local, self._wanted.get(None, 0))
+            if path and self._streams_by_rank.get(local, self._streams_by_rank.get(None, 0))
         ]
         if files:
             self._end.clear()
@@ -61,9 +61,9 @@ class _Output:
 
     def __init__(self) -> None:
         self._unended: _Followed | None = None
-        self._break = _GOES_ON if "ACCEL_POD_UID" in os.environ else b"\n"
+        self._break = _CONTINUATION if "ACCEL_POD_UID" in os.environ else b"\n"
 
-    def goes_on(self, file: _Followed) -> bool:
+    def is_continuation(self, file: _Followed) -> bool:
         """Return True if the next output continues an incomplete line of that file."""
         return self._unended is file
 
@@ -73,9 +73,9 @@ class _Output:
         self._unended = None if data.endswith(b"\n") else file
         with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
             sys.stdout.flush()
-            rest = memoryview(data)
-            while rest:
-                rest = rest[os.write(1, rest) :]
+            remaining = memoryview(data)
+            while remaining:
+                remaining = remaining[os.write(1, remaining) :]
 
 
 class _Followed:
@@ -92,27 +92,27 @@ class _Followed:
             file.seek(self._position)
             while data := file.read(_CHUNK):
                 self._position += len(data)
-                *whole, self._rest = (self._rest + data).split(b"\n")
-                if whole:
-                    self._print(b"".join(self._prefix + line + b"\n" for line in whole))
-                if len(self._rest) > _MOST:
-                    at = _cut_at(self._rest)
-                    self._print(self._prefix + self._rest[:at])
-                    self._rest = self._rest[at:]
+                *lines, self._rest = (self._rest + data).split(b"\n")
+                if lines:
+                    self._print(b"".join(self._prefix + line + b"\n" for line in lines))
+                if len(self._rest) > _MAX_LINE:
+                    position = _cut_at(self._rest)
+                    self._print(self._prefix + self._rest[:position])
+                    self._rest = self._rest[position:]
 
     def print_rest(self) -> None:
         """Print an incomplete last line."""
-        if self._rest or self._output.goes_on(self):
+        if self._rest or self._output.is_continuation(self):
             self._print(self._prefix + self._rest + b"\n")
 
     def _print(self, data: bytes) -> None:
-        begun = len(self._prefix) if self._output.goes_on(self) else 0
-        self._output.print(self, data[begun:])
+        offset = len(self._prefix) if self._output.is_continuation(self) else 0
+        self._output.print(self, data[offset:])
 
 
 def _cut_at(line: bytes) -> int:
     """Return the end of a long line's first piece: between characters if it is UTF-8."""
-    return next((at for at in range(_MOST, _MOST - 4, -1) if line[at] & 0xC0 != 0x80), _MOST)
+    return next((index for index in range(_MAX_LINE, _MAX_LINE - 4, -1) if line[index] & 0xC0 != 0x80), _MAX_LINE)
 
 
 def parse(spec: str) -> dict[int | None, int]:
@@ -129,5 +129,5 @@ def parse(spec: str) -> dict[int | None, int]:
     except ValueError:
         streams = {None: -1}
     if any(value not in range(4) for value in streams.values()):
-        raise Refused(f"--tee takes 0 to 3, or LOCAL_RANK:N pairs with commas between them, not {spec!r}")
+        raise LaunchConfigError(f"--tee takes 0 to 3, or LOCAL_RANK:N pairs with commas between them, not {spec!r}")
     return streams

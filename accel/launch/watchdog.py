@@ -23,7 +23,7 @@ _GRACE_S = 1.0
 
 
 @dataclass(frozen=True)
-class Guard:
+class Watchdog:
     """A running guard. `pipe` accepts one session id per line, for every forked rank.
 
     Processes that left their rank's session are found by `ACCEL_LAUNCH_ID` in their environment if exec'd, and by
@@ -33,7 +33,7 @@ class Guard:
     identity: Identity | None
     pipe: int
 
-    def others(self, pids: list[int]) -> list[int]:
+    def other_processes(self, pids: list[int]) -> list[int]:
         """Return the pids other than the guard's."""
         return [pid for pid in pids if self.identity is None or pid != self.identity.pid]
 
@@ -50,7 +50,7 @@ def memory_file(launch_id: str) -> str:
     return f"accel-{launch_id}"
 
 
-def start(launch_id: str) -> Guard:
+def start(launch_id: str) -> Watchdog:
     """Start a guard in a session of its own, so that no signal to the launcher's terminal or group reaches it."""
     reading, writing = os.pipe()
     process = subprocess.Popen(
@@ -64,10 +64,10 @@ def start(launch_id: str) -> Guard:
     )
     os.close(reading)
     process.returncode = 0  # the object is done with; forked processes inherit it and must not mind the child
-    return Guard(Identity.of(process.pid), writing)
+    return Watchdog(Identity.of(process.pid), writing)
 
 
-def start_apart(launch_id: str) -> None:
+def start_detached(launch_id: str) -> None:
     """Start a guard that is no child of this process, which will become a program that expects no child."""
     identity = str(Identity.of(os.getpid()))
     pid = os.fork()
@@ -97,11 +97,15 @@ def main(launch_id: str, launcher: str) -> None:
         pass
     reader.join()  # the end of the pipe is the end of the fork server too; and so no session is missed
 
-    def left() -> set[int]:
-        known = (in_sessions(sessions), with_variable(LAUNCH_ID, launch_id), with_memory_file(memory_file(launch_id)))
-        return {pid for pids in known for pid in pids} - {os.getpid()}
+    def leftovers() -> set[int]:
+        pid_sets = (
+            in_sessions(sessions),
+            with_variable(LAUNCH_ID, launch_id),
+            with_memory_file(memory_file(launch_id)),
+        )
+        return {pid for pids in pid_sets for pid in pids} - {os.getpid()}
 
-    end_all(left, grace_s=_GRACE_S)
+    end_all(leftovers, grace_s=_GRACE_S)
 
 
 def _read_sessions(sessions: set[int]) -> None:

@@ -40,7 +40,7 @@ class Program:
     entry: Literal["script", "module", "command"]
 
     @classmethod
-    def of(cls, argv: list[str], *, module: bool, command: bool) -> Program:
+    def parse(cls, argv: list[str], *, module: bool, command: bool) -> Program:
         """Return the program for a command line's words, `-m` and `--no_python`."""
         return cls(argv=argv, entry="module" if module else "command" if command else "script")
 
@@ -96,18 +96,18 @@ def run(program: Program, env: dict[str, str], error_fd: int, preloaded: bool) -
     os.environ.update(env)
     if program.entry == "command" or not preloaded:
         _exec(program.command())
-    _errors_go_to(error_fd)
+    _set_error_file(error_fd)
     _fresh_interpreter_state()
-    if alias_env.is_asked(os.environ):
+    if alias_env.is_requested(os.environ):
         import accel.compat  # noqa: F401
     faulthandler.enable(file=2)  # a rank that dies of SIGSEGV says where
     try:
         run_main(program)
     except SystemExit as end:
         if isinstance(end.code, str):  # sys.exit("why"): the interpreter prints it, and the report repeats it
-            _tell(end, "")
+            _write_error(end, "")
         if end.code == REQUEUE:
-            leave(REQUEUE)
+            exit_without_teardown(REQUEUE)
         raise
     except BaseException as error:
         _report(error)
@@ -115,8 +115,8 @@ def run(program: Program, env: dict[str, str], error_fd: int, preloaded: bool) -
 
 
 def refuse(error: Exception, error_fd: int) -> NoReturn:
-    _errors_go_to(error_fd)
-    _tell(error, "")
+    _set_error_file(error_fd)
+    _write_error(error, "")
     os._exit(1)
 
 
@@ -135,14 +135,14 @@ def _exec(command: list[str]) -> NoReturn:
         os._exit(127 if isinstance(error, FileNotFoundError) else 126)
 
 
-_kept: list[object] = []
+_keep_alive: list[object] = []
 
 
 def _fresh_interpreter_state() -> None:
     """Renew the state that a forked interpreter shares with its siblings: standard streams and random seeds."""
     # A new file over the descriptor holds nothing half-written by the parent. Line by line, so that the lines of
     # several ranks on one terminal stay whole, and a rank that is killed has lost at most the one it was writing.
-    _kept.extend((sys.stdin, sys.stdout, sys.stderr))  # one that is collected would close the descriptor
+    _keep_alive.extend((sys.stdin, sys.stdout, sys.stderr))  # one that is collected would close the descriptor
     encoding, errors = (sys.stdin.encoding, sys.stdin.errors) if sys.stdin else ("utf-8", "strict")
     for name, fd in (("stdout", 1), ("stderr", 2)):
         stream = io.TextIOWrapper(
@@ -204,7 +204,7 @@ def _report(error: BaseException) -> NoReturn:
     """Report the error that ended this rank to the launcher, then handle it as the interpreter would."""
     user_frames = _user_frames(error)
     code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
-    _tell(error, "".join(traceback.format_exception(type(error), error, user_frames)), code)
+    _write_error(error, "".join(traceback.format_exception(type(error), error, user_frames)), code)
     # As the interpreter does before its hook: exit handlers ask this whether the program failed.
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, user_frames
     sys.excepthook(type(error), error.with_traceback(user_frames), user_frames)
@@ -215,18 +215,18 @@ def _report(error: BaseException) -> NoReturn:
 _error_file: tuple[int, int] | None = None  # the descriptor, and which file it was when this rank began
 
 
-def _errors_go_to(descriptor: int) -> None:
+def _set_error_file(descriptor: int) -> None:
     global _error_file
     _error_file = descriptor, os.fstat(descriptor).st_ino
 
 
-def _tell(error: BaseException, trace: str, code: int = 1) -> None:
+def _write_error(error: BaseException, trace: str, code: int = 1) -> None:
     """Leave the error, and this rank's coming exit code, for the launcher."""
     try:
         message = str(error)
     except Exception:  # the program's own class, and its own mistake
         message = "<its __str__ failed>"
-    said = {
+    report = {
         "time": time.time(),
         "type": type(error).__name__,
         "message": message[:4000],
@@ -237,7 +237,7 @@ def _tell(error: BaseException, trace: str, code: int = 1) -> None:
         assert _error_file is not None
         descriptor, inode = _error_file
         if os.fstat(descriptor).st_ino == inode:  # a program may close what it does not know, and open its own there
-            os.write(descriptor, json.dumps(said).encode())
+            os.write(descriptor, json.dumps(report).encode())
 
 
 def _user_frames(error: BaseException) -> TracebackType | None:
@@ -252,7 +252,7 @@ def _user_frames(error: BaseException) -> TracebackType | None:
 # End a rank that is to be started again, quickly: a scheduler, and those who wait for the job, are waiting.
 
 
-def leave(code: int) -> NoReturn:
+def exit_without_teardown(code: int) -> NoReturn:
     """Exit as multiprocessing's forked processes do: join threads, run exit handlers, flush open files.
 
     Skips the teardown of modules, which costs each rank 0.3 s with torch loaded.

@@ -36,19 +36,19 @@ def main(argv: Sequence[str]) -> int:
     kind, function, name, *arguments = argv
     problem = _problem(kind, function, name)
     if problem:
-        return _say(problem)
+        return _print_error(problem)
     for variable in _OF_A_RANK:
         os.environ.pop(variable, None)
     import torch_xla
 
     received: list[int] = []
 
-    def pass_on(signum: int, _: object) -> None:
+    def forward_signal(signum: int, _: object) -> None:
         received.append(signum)
         _signal_all(signum)
 
     for signum in _PASSED_ON:
-        signal.signal(signum, pass_on)
+        signal.signal(signum, forward_signal)
     signal.signal(signal.SIGCHLD, _on_child)
     with tempfile.TemporaryDirectory(prefix="accel-xla-") as folder:
         report = Path(folder, "code")
@@ -59,10 +59,10 @@ def main(argv: Sequence[str]) -> int:
                 return int(report.read_text() or 1)
             if received:
                 return 128 + received[0]
-            return _say("a process that torch_xla has started was killed (out of memory?)")
+            return _print_error("a process that torch_xla has started was killed (out of memory?)")
         except (RuntimeError, OSError) as error:
             lines = str(error).strip().splitlines() or [type(error).__name__]
-            return _say(f"torch_xla cannot start: {lines[0]}")
+            return _print_error(f"torch_xla cannot start: {lines[0]}")
     return 0
 
 
@@ -73,8 +73,8 @@ def _on_child(*_: object) -> None:
     3.13).
     """
     with contextlib.suppress(ChildProcessError):
-        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if ended is not None and ended.si_status != 0:
+        child = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if child is not None and child.si_status != 0:
             _signal_all(signal.SIGTERM)
 
 
@@ -103,12 +103,12 @@ class Core:
             getattr(module, self._function)()
         except SystemExit as end:
             if end.code not in (None, 0):
-                self._leave(end.code)
+                self._exit(end.code)
         except BaseException:
             traceback.print_exc()
-            self._leave(1)
+            self._exit(1)
 
-    def _leave(self, code: Any) -> None:
+    def _exit(self, code: Any) -> None:
         if not isinstance(code, int):
             print(code, file=sys.stderr)
             code = 1
@@ -145,8 +145,8 @@ def _problem(kind: str, function: str, name: str) -> str:
     names |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     if function in functions | names or "*" in names:
         return ""
-    near = nearest(function, functions)
-    return f"{name} has no function {function!r}{near}: name the one to run with --main_training_function"
+    suggestion = nearest(function, functions)
+    return f"{name} has no function {function!r}{suggestion}: name the one to run with --main_training_function"
 
 
 def _load(kind: str, name: str) -> Any:
@@ -157,7 +157,7 @@ def _load(kind: str, name: str) -> Any:
     return importlib.import_module(os.path.splitext(file)[0])
 
 
-def _say(text: str) -> int:
+def _print_error(text: str) -> int:
     print(f"accel launch: {text}", file=sys.stderr)
     return 1
 

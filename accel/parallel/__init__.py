@@ -17,7 +17,7 @@ from accel.parallel.ddp import sync_in_backward as _sync_in_backward
 from accel.parallel.mesh import Mesh
 from accel.parallel.sharded import Sharded, reduce_in_backward
 from accel.parallel.single import Single
-from accel.parallel.unwrap import bare, data_parallel
+from accel.parallel.unwrap import data_parallel, unwrap
 from accel.parallel.xla import Xla
 from accel.plugins import DistributedDataParallelKwargs
 from accel.plugins.fsdp import FullyShardedDataParallelPlugin
@@ -48,4 +48,4 @@ def choose_strategy(state: PartialState, plugins: Mapping[type, Any]) -> Strateg
 
 def sync_in_backward(model: torch.nn.Module) -> AbstractContextManager[None]:
     """Return a context manager whose backward passes synchronize ``model`` after a forward under ``no_sync``."""
-    return _sync_in_backward(model) if data_parallel(model) is not None else reduce_in_backward(bare(model))
+    return _sync_in_backward(model) if data_parallel(model) is not None else reduce_in_backward(unwrap(model))

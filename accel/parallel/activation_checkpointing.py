@@ -26,11 +26,11 @@ class CheckpointedForward:
         """The function that `inspect.signature` reads."""
         return self.forward
 
-    def bound_to(self, module: nn.Module, twin: nn.Module) -> CheckpointedForward:
-        """Return the same for ``twin``, which replaces ``module``."""
+    def bound_to(self, module: nn.Module, replacement: nn.Module) -> CheckpointedForward:
+        """Return the same for ``replacement``, which replaces ``module``."""
         forward = self.forward
         if isinstance(forward, MethodType) and forward.__self__ is module:
-            forward = MethodType(forward.__func__, twin)
+            forward = MethodType(forward.__func__, replacement)
         return CheckpointedForward(forward, self.offload)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from accel import collectives
-from accel.parallel.unwrap import bare
+from accel.parallel.unwrap import unwrap
 from accel.state import PartialState
 
 
@@ -56,7 +56,7 @@ class Strategy:
 
     def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return the script's own model, without wrappers and compilations and their name prefixes."""
-        return bare(model)
+        return unwrap(model)
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
         """Return a context manager whose backward passes do not synchronize gradients."""
@@ -77,7 +77,7 @@ class Strategy:
         """Limit each gradient element to ``[-clip_value, clip_value]``, in place."""
         torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
-    def settle(self) -> None:
+    def finish_pending(self) -> None:
         """Make every model's ``parameters()`` those that optimizers step, whatever its last pass left."""
 
     @property
@@ -85,10 +85,10 @@ class Strategy:
         """True if checkpoints hold each process's shards; otherwise full models and optimizers."""
         return False
 
-    def model_state(self, model: torch.nn.Module, whole: bool = True) -> dict[str, torch.Tensor]:
+    def model_state(self, model: torch.nn.Module, full: bool = True) -> dict[str, torch.Tensor]:
         """Return the state dict of ``model`` under its unwrapped names, sharing its memory if possible.
 
-        ``whole``: with full tensors on the main process of each node; otherwise with this process's shards.
+        ``full``: with full tensors on the main process of each node; otherwise with this process's shards.
         """
         state: dict[str, torch.Tensor] = self.on_host(self.unwrap(model).state_dict())
         return state

@@ -11,7 +11,7 @@ import torch
 
 from accel import collectives
 from accel.errors import ArgumentError
-from accel.parallel.shares import share, whole
+from accel.parallel.shares import full_tensor, share
 
 
 def clip_norm(
@@ -29,20 +29,20 @@ def clip_norm(
 
 
 def _norm(groups: Sequence[Sequence[Any]], norm_type: float, device: torch.device) -> torch.Tensor:
-    norms = [whole(torch.nn.utils.get_total_norm([p.grad for p in group], norm_type)) for group in groups]
+    norms = [full_tensor(torch.nn.utils.get_total_norm([p.grad for p in group], norm_type)) for group in groups]
     if not norms:
         return torch.tensor(0.0, device=device)
-    found: torch.Tensor = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
-    return found
+    total_norm: torch.Tensor = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    return total_norm
 
 
 def _largest(groups: Sequence[Sequence[Any]], device: torch.device) -> torch.Tensor:
     """Return the infinity norm. torch's own refuses empty shards, which small parameters leave on some ranks."""
     shares = [share(p.grad) for group in groups for p in group]
-    found = [part.abs().max().to(device, torch.float64) for part in shares if part.numel()]
-    largest = torch.stack(found).max() if found else torch.zeros((), dtype=torch.float64, device=device)
-    everywhere: torch.Tensor = collectives.reduce(largest, "max")
-    return everywhere.to(shares[0].dtype) if shares else everywhere.float()
+    maxima = [part.abs().max().to(device, torch.float64) for part in shares if part.numel()]
+    largest = torch.stack(maxima).max() if maxima else torch.zeros((), dtype=torch.float64, device=device)
+    global_largest: torch.Tensor = collectives.reduce(largest, "max")
+    return global_largest.to(shares[0].dtype) if shares else global_largest.float()
 
 
 def by_mesh(parameters: Iterable[torch.Tensor]) -> list[list[Any]]:
@@ -50,12 +50,12 @@ def by_mesh(parameters: Iterable[torch.Tensor]) -> list[list[Any]]:
 
     Raises `ArgumentError` for parameters that were listed while gathered and are freed by now.
     """
-    found: defaultdict[Any, list[torch.Tensor]] = defaultdict(list)
+    groups: defaultdict[Any, list[torch.Tensor]] = defaultdict(list)
     for parameter in [parameters] if isinstance(parameters, torch.Tensor) else parameters:
         if parameter.grad is not None:
-            found[getattr(parameter.grad, "device_mesh", None)].append(parameter)
+            groups[getattr(parameter.grad, "device_mesh", None)].append(parameter)
         elif parameter.requires_grad and parameter.numel() and not parameter.untyped_storage().size():
             raise ArgumentError(
                 "clipping: these parameters were listed while the model had them gathered: give model.parameters()"
             )
-    return list(found.values())
+    return list(groups.values())

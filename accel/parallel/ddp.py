@@ -54,11 +54,11 @@ def sync_in_backward(model: torch.nn.Module) -> Iterator[None]:
     if wrapped is None:
         yield
         return
-    kept = wrapped.require_backward_grad_sync, wrapped.require_forward_param_sync
+    previous = wrapped.require_backward_grad_sync, wrapped.require_forward_param_sync
     wrapped.require_backward_grad_sync = wrapped.require_forward_param_sync = True
     # What a forward with synchronisation does last: without it the reducer does not expect these gradients.
     wrapped.reducer.prepare_for_backward([])
     try:
         yield
     finally:
-        wrapped.require_backward_grad_sync, wrapped.require_forward_param_sync = kept
+        wrapped.require_backward_grad_sync, wrapped.require_forward_param_sync = previous

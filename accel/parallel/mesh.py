@@ -44,15 +44,15 @@ class Mesh:
         self.config = config
         self.state = state
         self.device_mesh: DeviceMesh | None = None
-        if hybrid and not config.said:
-            _settle_by_node(config, state.num_processes)
+        if hybrid and not config.explicit_sizes:
+            _resolve_by_node(config, state.num_processes)
         else:
-            _settle(config, state.num_processes, "dp_shard" if sharded else "dp_replicate")
+            _resolve_open_dimension(config, state.num_processes, "dp_shard" if sharded else "dp_replicate")
         self.check()
         if state.use_distributed:
-            known = state.device_mesh  # of an earlier Accelerator
-            fits = known is not None and tuple(known.shape) == tuple(self.sizes.values())
-            config.device_mesh = self.device_mesh = known if fits else self._make()
+            existing = state.device_mesh  # of an earlier Accelerator
+            same_shape = existing is not None and tuple(existing.shape) == tuple(self.sizes.values())
+            config.device_mesh = self.device_mesh = existing if same_shape else self._make()
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -61,21 +61,23 @@ class Mesh:
 
     def check(self) -> None:
         """Raise `ArgumentError` for an impossible combination, in one line."""
-        for name, what in _NOT_HERE.items():
+        for name, feature in _NOT_HERE.items():
             if self.sizes[name] > 1:
                 raise ArgumentError(
-                    f"ParallelismConfig({name}_size={self.sizes[name]}): {what} is not in this version of accel: "
+                    f"ParallelismConfig({name}_size={self.sizes[name]}): {feature} is not in this version of accel: "
                     "leave it out"
                 )
         total, world = self.config.total_size, self.state.num_processes
         if total != world:
-            said = " × ".join(f"{name}_size={size}" for name, size in self.sizes.items() if size > 1) or "all sizes 1"
-            raise ArgumentError(f"ParallelismConfig: {said} is {total}, and this world has {world} processes")
+            listing = (
+                " × ".join(f"{name}_size={size}" for name, size in self.sizes.items() if size > 1) or "all sizes 1"
+            )
+            raise ArgumentError(f"ParallelismConfig: {listing} is {total}, and this world has {world} processes")
 
     def rank(self, name: str) -> int:
         """Return this process's rank in a dimension."""
-        inner = math.prod(list(self.sizes.values())[DIMENSIONS.index(name) + 1 :])
-        return self.state.process_index // inner % self.sizes[name]
+        stride = math.prod(list(self.sizes.values())[DIMENSIONS.index(name) + 1 :])
+        return self.state.process_index // stride % self.sizes[name]
 
     @property
     def data_place(self) -> tuple[int, int]:
@@ -96,13 +98,13 @@ class Mesh:
         from torch.distributed.device_mesh import DeviceMesh
 
         world = torch.arange(self.state.num_processes).view(tuple(self.sizes.values()))
-        here = (world == self.state.process_index).nonzero()[0].tolist()
+        coordinates = (world == self.state.process_index).nonzero()[0].tolist()
         # By its own members alone: torch has all processes of the world wait for the making of each group.
         by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(world.numel())): dist.group.WORLD}  # type: ignore[dict-item]
         groups = []
         for axis in range(world.ndim):
-            place = tuple(slice(None) if axis == other else at for other, at in enumerate(here))
-            ranks = tuple(world[place].tolist())
+            selection = tuple(slice(None) if axis == dim else index for dim, index in enumerate(coordinates))
+            ranks = tuple(world[selection].tolist())
             if ranks not in by_ranks:
                 by_ranks[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
             groups.append(by_ranks[ranks])
@@ -112,22 +114,24 @@ class Mesh:
         return mesh
 
 
-def _settle(config: ParallelismConfig, world: int, open_dimension: str) -> None:
+def _resolve_open_dimension(config: ParallelismConfig, world: int, open_dimension: str) -> None:
     """Set ``open_dimension`` to what the other dimensions leave of the world, unless its size was given."""
-    if open_dimension in config.said or (config.said and open_dimension == "dp_replicate" and config.total_size > 1):
+    if open_dimension in config.explicit_sizes or (
+        config.explicit_sizes and open_dimension == "dp_replicate" and config.total_size > 1
+    ):
         return
-    others = config.total_size // config.sizes[open_dimension]
-    if world % others:
-        said = " × ".join(f"{name}_size={size}" for name, size in config.sizes.items() if size > 1)
-        raise ArgumentError(f"ParallelismConfig: {said} does not divide the {world} processes of this world")
-    setattr(config, f"{open_dimension}_size", world // others)
+    product = config.total_size // config.sizes[open_dimension]
+    if world % product:
+        listing = " × ".join(f"{name}_size={size}" for name, size in config.sizes.items() if size > 1)
+        raise ArgumentError(f"ParallelismConfig: {listing} does not divide the {world} processes of this world")
+    setattr(config, f"{open_dimension}_size", world // product)
 
 
-def _settle_by_node(config: ParallelismConfig, world: int) -> None:
-    on_node = read_int(os.environ, "LOCAL_WORLD_SIZE", minimum=1) or world
-    if world % on_node:
+def _resolve_by_node(config: ParallelismConfig, world: int) -> None:
+    local_size = read_int(os.environ, "LOCAL_WORLD_SIZE", minimum=1) or world
+    if world % local_size:
         raise ArgumentError(
-            f"HYBRID_SHARD: this node has {on_node} of {world} processes, so that nodes are not alike: "
+            f"HYBRID_SHARD: this node has {local_size} of {world} processes, so that nodes are not alike: "
             "give parallelism_config=ParallelismConfig(dp_replicate_size=…, dp_shard_size=…)"
         )
-    config.dp_replicate_size, config.dp_shard_size = world // on_node, on_node
+    config.dp_replicate_size, config.dp_shard_size = world // local_size, local_size

@@ -18,10 +18,10 @@ from accel.parallel.activation_checkpointing import checkpoint_activations
 from accel.parallel.base import Strategy
 from accel.parallel.clipping import by_mesh, clip_norm
 from accel.parallel.mesh import Mesh
-from accel.parallel.optimizers import adopt, refuse_strangers
-from accel.parallel.shares import gather_before_inference, is_spread, reshard, whole_state
+from accel.parallel.optimizers import check_known_parameters, rebind_to_shards
+from accel.parallel.shares import full_state, gather_before_inference, is_sharded, reshard
 from accel.parallel.units import find_units, ignored_parameters, members_of, refuse_unshardable
-from accel.parallel.whole_weights import WholeWeights
+from accel.parallel.whole_weights import WeightMaterializer
 from accel.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel.state import AcceleratorState
 
@@ -73,15 +73,15 @@ class Sharded(Strategy):
         """See `Strategy.prepare`; optimizers keep their groups and their state."""
         for optimizer in set(optimizers) - set(self._optimizers):
             self._optimizers.add(optimizer)
-            refuse_strangers(optimizer, self._parameters)
-        made = super().prepare(models, optimizers)
-        self.settle()
+            check_known_parameters(optimizer, self._parameters)
+        prepared = super().prepare(models, optimizers)
+        self.finish_pending()
         for optimizer in self._optimizers:
-            adopt(optimizer, self._shards)
-        return made
+            rebind_to_shards(optimizer, self._shards)
+        return prepared
 
     def _parameters(self) -> Iterator[nn.Parameter]:
-        self.settle()
+        self.finish_pending()
         for model in self._models:
             yield from model.parameters()
 
@@ -96,7 +96,7 @@ class Sharded(Strategy):
         policy = self._precision()
         ignored = ignored_parameters(model, plugin.ignored_modules)
         units = find_units(model, plugin, ignored)
-        weights = WholeWeights(
+        weights = WeightMaterializer(
             model,
             self.state.device,
             broadcast=plugin.sync_module_states is not False,
@@ -107,11 +107,11 @@ class Sharded(Strategy):
         refuse_unshardable(members, weights.names, weights.dtype)
         if plugin.activation_checkpointing:
             _checkpoint(model, [unit for _, unit in units[:-1]], plugin.activation_checkpointing_offload)
-        weights.settle(ignored)
-        weights.settle_buffers()
-        apart = {model.get_parameter(weights.names[parameter][0]) for parameter in ignored}
+        weights.materialize(ignored)
+        weights.materialize_buffers()
+        unsharded = {model.get_parameter(weights.names[parameter][0]) for parameter in ignored}
         for name, unit in units:
-            weights.settle(members[name])
+            weights.materialize(members[name])
             fully_shard(
                 unit,
                 mesh=self.mesh.sharding,
@@ -119,7 +119,7 @@ class Sharded(Strategy):
                 reshard_after_forward=None if unit is model else plugin.reshard_after_forward,
                 mp_policy=policy,
                 offload_policy=plugin.cpu_offload,
-                ignored_params=apart,
+                ignored_params=unsharded,
             )
         for parameter, names in weights.names.items():
             self._shards[parameter] = model.get_parameter(names[0])
@@ -139,7 +139,7 @@ class Sharded(Strategy):
         policy = self.plugin.mixed_precision_policy
         return policy if isinstance(policy, MixedPrecisionPolicy) else MixedPrecisionPolicy()
 
-    def settle(self) -> None:
+    def finish_pending(self) -> None:
         """Make every model's ``parameters()`` the shards, whatever its last pass left gathered."""
         for model in self._models:
             reshard(model)
@@ -150,22 +150,24 @@ class Sharded(Strategy):
 
         With replicas, gradients are still reduced to shards, and only not between the replicas.
         """
-        inside: Any = self.unwrap(model)
+        unwrapped: Any = self.unwrap(model)
         defer = (
-            inside.set_requires_all_reduce if self.mesh.sizes["dp_replicate"] > 1 else inside.set_requires_gradient_sync
+            unwrapped.set_requires_all_reduce
+            if self.mesh.sizes["dp_replicate"] > 1
+            else unwrapped.set_requires_gradient_sync
         )
         defer(False)
-        _deferring[inside] = defer
+        _deferring[unwrapped] = defer
         try:
             yield
         finally:
-            del _deferring[inside]
+            del _deferring[unwrapped]
             defer(True)
 
     def after_backward(self) -> None:
         """Average the gradients of the parameters that are not sharded. Idempotent."""
-        whole = [p for model in self._models for p in model.parameters() if not is_spread(p)]
-        gradients = [p.grad for p in whole if p.grad is not None]
+        unsharded = [p for model in self._models for p in model.parameters() if not is_sharded(p)]
+        gradients = [p.grad for p in unsharded if p.grad is not None]
         if gradients:
             torch._foreach_copy_(gradients, collectives.reduce(gradients, "mean"))
 
@@ -178,12 +180,12 @@ class Sharded(Strategy):
 
     def clip_grad_norm(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
         """See `Strategy.clip_grad_norm`; the norm is over all processes, and all must call it."""
-        self.settle()
+        self.finish_pending()
         return clip_norm(parameters, max_norm, norm_type, self.state.device)
 
     def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
         """See `Strategy.clip_grad_value`."""
-        self.settle()
+        self.finish_pending()
         for group in by_mesh(parameters):
             torch.nn.utils.clip_grad_value_(group, clip_value)
 
@@ -192,19 +194,19 @@ class Sharded(Strategy):
         """See `Strategy.keeps_shards`."""
         return bool(self.plugin.state_dict_type.name == "SHARDED_STATE_DICT")
 
-    def model_state(self, model: nn.Module, whole: bool = True) -> dict[str, torch.Tensor]:
+    def model_state(self, model: nn.Module, full: bool = True) -> dict[str, torch.Tensor]:
         """See `Strategy.model_state`; a full one is gathered by parameter, and is empty except on main processes."""
-        self.settle()
-        inside = self.unwrap(model)
-        if not whole:
-            return inside.state_dict(keep_vars=True)
-        return whole_state(inside.state_dict(keep_vars=True), self.state.is_local_main_process)
+        self.finish_pending()
+        unwrapped = self.unwrap(model)
+        if not full:
+            return unwrapped.state_dict(keep_vars=True)
+        return full_state(unwrapped.state_dict(keep_vars=True), self.state.is_local_main_process)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """See `Strategy.optimizer_state`; gathered like `model_state`."""
         state = optimizer.state_dict()
         keep = self.state.is_local_main_process
-        return {**state, "state": {number: whole_state(entry, keep) for number, entry in state["state"].items()}}
+        return {**state, "state": {number: full_state(entry, keep) for number, entry in state["state"].items()}}
 
 
 @contextmanager

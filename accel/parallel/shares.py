@@ -8,19 +8,19 @@ from typing import Any
 import torch
 
 
-def is_spread(value: Any) -> bool:
+def is_sharded(value: Any) -> bool:
     """Return True if ``value`` is a `DTensor`: each process has a shard of it."""
     return hasattr(value, "placements")
 
 
 def share(value: Any) -> Any:
     """Return this process's shard of ``value``."""
-    return value.to_local() if is_spread(value) else value
+    return value.to_local() if is_sharded(value) else value
 
 
-def whole(value: Any) -> Any:
+def full_tensor(value: Any) -> Any:
     """Return the full ``value``, by a collective if it is sharded."""
-    return value.full_tensor() if is_spread(value) else value
+    return value.full_tensor() if is_sharded(value) else value
 
 
 def reshard(model: torch.nn.Module) -> None:
@@ -35,11 +35,11 @@ def gather_before_inference(model: torch.nn.Module) -> None:
     torch keeps the tensors of the first gathering. Training would fail with tensors of inference mode.
     """
 
-    def gather(inside: torch.nn.Module, *_: Any) -> None:
+    def gather(module: torch.nn.Module, *_: Any) -> None:
         handle.remove()
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
-                for part in _units(inside):
+                for part in _units(module):
                     part.unshard()
                     part.reshard()
 
@@ -52,17 +52,17 @@ def _units(model: torch.nn.Module) -> list[Any]:
     return [part for part in model.modules() if isinstance(part, FSDPModule)]
 
 
-def whole_state(state: Mapping[str, Any], keep: bool) -> dict[str, Any]:
+def full_state(state: Mapping[str, Any], keep: bool) -> dict[str, Any]:
     """Return ``state`` with full tensors on the CPU, gathered one at a time, if ``keep``; else an empty dict.
 
     Collective: all processes must call it. Names that share a tensor still do afterwards.
     """
-    kept: dict[str, Any] = {}
-    made: dict[int, Any] = {}
+    gathered: dict[str, Any] = {}
+    by_id: dict[int, Any] = {}
     for name, value in state.items():
-        if id(value) not in made:
-            found = whole(value)
-            made[id(value)] = (found.detach().cpu() if isinstance(found, torch.Tensor) else found) if keep else None
+        if id(value) not in by_id:
+            full = full_tensor(value)
+            by_id[id(value)] = (full.detach().cpu() if isinstance(full, torch.Tensor) else full) if keep else None
         if keep:
-            kept[name] = made[id(value)]
-    return kept
+            gathered[name] = by_id[id(value)]
+    return gathered

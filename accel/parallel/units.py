@@ -23,28 +23,30 @@ def find_units(
     Raises `ArgumentError` if ``plugin`` names a class that the model does not have.
     """
     policy = _policy(model, plugin)
-    without = {id(parameter) for parameter in ignored}
+    ignored_ids = {id(parameter) for parameter in ignored}
     names = {module: name for name, module in reversed(list(model.named_modules()))}
-    chosen = [] if policy is None else [unit for unit in _chosen(model, policy, without) if unit is not model]
-    units = _without_ties(model, {names[unit] for unit in chosen}, without)
+    chosen = (
+        [] if policy is None else [unit for unit in _select_by_policy(model, policy, ignored_ids) if unit is not model]
+    )
+    units = _without_ties(model, {names[unit] for unit in chosen}, ignored_ids)
     return [*((names[unit], unit) for unit in chosen if names[unit] in units), ("", model)]
 
 
 def unit_of(name: str, units: Iterable[str]) -> str:
     """Return which of the named units contains the parameter or buffer called ``name``."""
     owner = name.rpartition(".")[0]
-    known = set(units)
-    while owner and owner not in known:
+    unit_names = set(units)
+    while owner and owner not in unit_names:
         owner = owner.rpartition(".")[0]
     return owner
 
 
 def aliases(model: nn.Module) -> dict[torch.nn.Parameter, list[str]]:
     """Return every parameter of ``model`` with all of its names, in the model's order."""
-    found: dict[int, tuple[nn.Parameter, list[str]]] = {}
+    by_id: dict[int, tuple[nn.Parameter, list[str]]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        found.setdefault(id(parameter), (parameter, []))[1].append(name)
-    return dict(found.values())
+        by_id.setdefault(id(parameter), (parameter, []))[1].append(name)
+    return dict(by_id.values())
 
 
 def ignored_parameters(model: nn.Module, ignored: Any) -> set[nn.Parameter]:
@@ -71,11 +73,11 @@ def members_of(
     units: Iterable[str], names: Mapping[nn.Parameter, list[str]], ignored: Container[nn.Parameter]
 ) -> dict[str, list[nn.Parameter]]:
     """Return the parameters of every unit, except those that are not sharded."""
-    found: dict[str, list[nn.Parameter]] = {unit: [] for unit in units}
-    for parameter, known in names.items():
+    members: dict[str, list[nn.Parameter]] = {unit: [] for unit in units}
+    for parameter, parameter_names in names.items():
         if parameter not in ignored:
-            found[unit_of(known[0], found)].append(parameter)
-    return found
+            members[unit_of(parameter_names[0], members)].append(parameter)
+    return members
 
 
 def refuse_unshardable(
@@ -108,7 +110,7 @@ def _policy(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> Callabl
     if plugin.wraps == "NO_WRAP":
         return None
     if plugin.wraps in (None, "TRANSFORMER_BASED_WRAP"):
-        classes = _named_classes(model, plugin.transformer_cls_names_to_wrap or ()) or _own_classes(model)
+        classes = _classes_by_name(model, plugin.transformer_cls_names_to_wrap or ()) or _own_classes(model)
         if classes:
             return partial(transformer_auto_wrap_policy, transformer_layer_cls=classes)
         if plugin.wraps is not None:
@@ -116,46 +118,46 @@ def _policy(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> Callabl
                 f"transformer_based_wrap: a {type(model).__name__} has no _no_split_modules: "
                 "give transformer_cls_names_to_wrap (--fsdp_transformer_layer_cls_to_wrap)"
             )
-    least = UNIT_SIZE if plugin.min_num_params is None else plugin.min_num_params
-    return partial(size_based_auto_wrap_policy, min_num_params=least) if least else None
+    min_params = UNIT_SIZE if plugin.min_num_params is None else plugin.min_num_params
+    return partial(size_based_auto_wrap_policy, min_num_params=min_params) if min_params else None
 
 
-def _named_classes(model: nn.Module, names: Iterable[str]) -> set[type[nn.Module]]:
-    known = {type(module).__name__: type(module) for module in model.modules()}
+def _classes_by_name(model: nn.Module, names: Iterable[str]) -> set[type[nn.Module]]:
+    classes = {type(module).__name__: type(module) for module in model.modules()}
     for name in names:
-        if name not in known:
+        if name not in classes:
             raise ArgumentError(
-                f"Could not find the transformer layer class {name} in the model. It has {', '.join(sorted(known))}"
+                f"Could not find the transformer layer class {name} in the model. It has {', '.join(sorted(classes))}"
             )
-    return {known[name] for name in names}
+    return {classes[name] for name in names}
 
 
 def _own_classes(model: nn.Module) -> set[type[nn.Module]]:
     """Return the classes that transformers models inside ``model`` list as not to be split."""
-    named = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
-    return {type(module) for module in model.modules() if type(module).__name__ in named}
+    class_names = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+    return {type(module) for module in model.modules() if type(module).__name__ in class_names}
 
 
-def _chosen(model: nn.Module, policy: Callable[..., bool], ignored: set[int]) -> list[nn.Module]:
+def _select_by_policy(model: nn.Module, policy: Callable[..., bool], ignored: set[int]) -> list[nn.Module]:
     """Return the modules that a policy of `torch.distributed.fsdp.wrap` chooses, children first."""
-    found: list[nn.Module] = []
-    taken: set[int] = set(ignored)
+    chosen: list[nn.Module] = []
+    covered: set[int] = set(ignored)
 
-    def own(module: nn.Module) -> int:
-        return sum(p.numel() for p in module.parameters() if id(p) not in taken)
+    def own_numel(module: nn.Module) -> int:
+        return sum(p.numel() for p in module.parameters() if id(p) not in covered)
 
     def visit(module: nn.Module) -> None:
-        if any(module is known for known in found):
+        if any(module is unit for unit in chosen):
             return
-        if policy(module=module, recurse=True, nonwrapped_numel=own(module)):
+        if policy(module=module, recurse=True, nonwrapped_numel=own_numel(module)):
             for child in module.children():
                 visit(child)
-            if policy(module=module, recurse=False, nonwrapped_numel=own(module)):
-                found.append(module)
-                taken.update(id(parameter) for parameter in module.parameters())
+            if policy(module=module, recurse=False, nonwrapped_numel=own_numel(module)):
+                chosen.append(module)
+                covered.update(id(parameter) for parameter in module.parameters())
 
     visit(model)
-    return found
+    return chosen
 
 
 def _without_ties(model: nn.Module, units: set[str], ignored: set[int]) -> set[str]:
@@ -165,7 +167,7 @@ def _without_ties(model: nn.Module, units: set[str], ignored: set[int]) -> set[s
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if id(parameter) not in ignored:
                 owners[id(parameter)].add(unit_of(name, units))
-        tied = next((found for found in owners.values() if len(found) > 1), None)
+        tied = next((unit_names for unit_names in owners.values() if len(unit_names) > 1), None)
         if tied is None:
             return units
         deepest = max(name.count(".") + bool(name) for name in tied)

@@ -13,8 +13,8 @@ _WRAPPERS = (DistributedDataParallel, DataParallel)
 def compiled_inside(model: nn.Module) -> nn.Module | None:
     """Return the module from which ``model`` was compiled, as a whole or by its regions, or ``None``."""
     # torch.compile keeps the original as a submodule, `compile_regions` beside them; asking so needs no torch._dynamo.
-    found = model._modules.get("_orig_mod")
-    return vars(model).get("_orig_mod") if found is None else found
+    original = model._modules.get("_orig_mod")
+    return vars(model).get("_orig_mod") if original is None else original
 
 
 def is_compiled_module(module: nn.Module) -> bool:
@@ -22,20 +22,20 @@ def is_compiled_module(module: nn.Module) -> bool:
     return "_orig_mod" in module._modules and type(module).__name__ == "OptimizedModule"
 
 
-def bare(model: nn.Module) -> nn.Module:
+def unwrap(model: nn.Module) -> nn.Module:
     """Return the model inside every wrapper and every compilation of ``model``."""
     while True:
-        inside = model.module if isinstance(model, _WRAPPERS) else compiled_inside(model)
-        if inside is None:
+        inner = model.module if isinstance(model, _WRAPPERS) else compiled_inside(model)
+        if inner is None:
             return model
-        model = inside
+        model = inner
 
 
 def data_parallel(model: nn.Module) -> DistributedDataParallel | None:
     """Return the `DistributedDataParallel` that ``model`` is, or was compiled from, or ``None``."""
-    inside = compiled_inside(model)
-    found = model if inside is None else inside
-    return found if isinstance(found, DistributedDataParallel) else None
+    original = compiled_inside(model)
+    module = model if original is None else original
+    return module if isinstance(module, DistributedDataParallel) else None
 
 
 def extract_model_from_parallel(
@@ -47,22 +47,22 @@ def extract_model_from_parallel(
     ``keep_torch_compile`` the model before compilation is returned. ``recursive`` also unwraps modules inside it,
     in place.
     """
-    outer = compiled_inside(model)
-    inside = model if outer is None else outer
-    while isinstance(inside, _WRAPPERS):
-        inside = inside.module
+    uncompiled = compiled_inside(model)
+    inner = model if uncompiled is None else uncompiled
+    while isinstance(inner, _WRAPPERS):
+        inner = inner.module
     if recursive:
-        _unwrap_children(inside)
-    original = compiled_inside(inside)
+        _unwrap_children(inner)
+    original = compiled_inside(inner)
     if not keep_fp32_wrapper:
-        for part in (model, inside, original):
+        for part in (model, inner, original):
             if part is not None:
                 restore_forward(part)
     if not keep_torch_compile:
-        return bare(inside)
-    if outer is None or original is not None:
-        return inside
-    return model if outer is inside else _compiled_like(model, inside)
+        return unwrap(inner)
+    if uncompiled is None or original is not None:
+        return inner
+    return model if uncompiled is inner else _compiled_like(model, inner)
 
 
 def _unwrap_children(model: nn.Module) -> None:
@@ -73,11 +73,11 @@ def _unwrap_children(model: nn.Module) -> None:
         _unwrap_children(child)
 
 
-def _compiled_like(model: nn.Module, inside: nn.Module) -> nn.Module:
+def _compiled_like(model: nn.Module, inner: nn.Module) -> nn.Module:
     if not is_compiled_module(model):
         while isinstance(model, _WRAPPERS):
             model = model.module
         return model
-    # A wrapper of its own: to put `inside` into that of `model` would leave training without its gradient exchange.
-    again: nn.Module = type(model)(inside, model.dynamo_ctx)
-    return again
+    # A wrapper of its own: to put `inner` into that of `model` would leave training without its gradient exchange.
+    compiled: nn.Module = type(model)(inner, model.dynamo_ctx)
+    return compiled

@@ -20,10 +20,10 @@ from accel.errors import ArgumentError
 from accel.parallel.units import aliases
 
 _SHORT = (torch.float16, torch.bfloat16)
-_MUCH = 64 << 20  # bytes of weights; giving memory back takes as long as sharding a tenth as many
+_TRIM_BYTES = 64 << 20  # bytes of weights; giving memory back takes as long as sharding a tenth as many
 
 
-class WholeWeights:
+class WeightMaterializer:
     """The full values of ``model``'s parameters: those of the main process, or of ``init``.
 
     ``device``: the device to put them on.
@@ -49,11 +49,11 @@ class WholeWeights:
         self.init = init
         self.names = aliases(model)
         self.is_main = dist.get_rank() == 0
-        self._settled = 0  # bytes
-        self._lacking = _agree(model, self.names)
-        if self._lacking and not broadcast:
+        self._materialized = 0  # bytes
+        self._missing = _agree(model, self.names)
+        if self._missing and not broadcast:
             raise ArgumentError(
-                f"prepare: {self._lacking[0]} is on the meta device, where it has no value, "
+                f"prepare: {self._missing[0]} is on the meta device, where it has no value, "
                 "and sync_module_states=False says that every process has its own: leave that out"
             )
 
@@ -63,53 +63,53 @@ class WholeWeights:
             torch.float32 if self.upcast and parameter.requires_grad and parameter.dtype in _SHORT else parameter.dtype
         )
 
-    def settle(self, parameters: Iterable[nn.Parameter]) -> None:
+    def materialize(self, parameters: Iterable[nn.Parameter]) -> None:
         """Put ``parameters`` on the device, with their values, under all of their names."""
         parameters = list(parameters)
-        if self._settled >= _MUCH:  # most of which is in shards by now
-            _give_back_freed()
-            self._settled = 0
-        self._settled += sum(parameter.nbytes for parameter in parameters)
+        if self._materialized >= _TRIM_BYTES:  # most of which is in shards by now
+            _trim_malloc()
+            self._materialized = 0
+        self._materialized += sum(parameter.nbytes for parameter in parameters)
         for parameter in parameters:
             self._initialise(self.names[parameter])
         for parameter in parameters:
             names = self.names[parameter]
-            now = next((p for p in map(self.model.get_parameter, names) if not p.is_meta), parameter)
-            self._put(names, self._made(now, parameter))
+            current = next((p for p in map(self.model.get_parameter, names) if not p.is_meta), parameter)
+            self._put(names, self._new_parameter(current, parameter))
 
-    def settle_buffers(self) -> None:
+    def materialize_buffers(self) -> None:
         """Put all buffers, which are not sharded, on the device, with their values."""
         for name, buffer in list(self.model.named_buffers(remove_duplicate=False)):
-            owner, _, own = name.rpartition(".")
+            owner, _, key = name.rpartition(".")
             value = self._value(buffer)
             if self.broadcast:
                 dist.broadcast(value, 0)
-            self.model.get_submodule(owner)._buffers[own] = value
+            self.model.get_submodule(owner)._buffers[key] = value
 
     def _value(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the value to send, or an empty tensor to receive one, on the device."""
         receives = self.broadcast and not self.is_main
-        fits = tensor.device == self.device and tensor.is_contiguous()
-        if tensor.is_meta or (receives and not fits):
+        reusable = tensor.device == self.device and tensor.is_contiguous()
+        if tensor.is_meta or (receives and not reusable):
             return torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
         return tensor.detach().to(self.device)
 
-    def _made(self, now: nn.Parameter, given: nn.Parameter) -> nn.Parameter:
-        value = self._value(now)
+    def _new_parameter(self, current: nn.Parameter, original: nn.Parameter) -> nn.Parameter:
+        value = self._value(current)
         if self.broadcast:
             dist.broadcast(value, 0)
-        made = nn.Parameter(value.to(self.dtype(given)), requires_grad=given.requires_grad)
-        vars(made).update(vars(given))
-        return made
+        parameter = nn.Parameter(value.to(self.dtype(original)), requires_grad=original.requires_grad)
+        vars(parameter).update(vars(original))
+        return parameter
 
     def _put(self, names: Iterable[str], parameter: nn.Parameter) -> None:
         for name in names:
-            owner, _, own = name.rpartition(".")
-            self.model.get_submodule(owner)._parameters[own] = parameter
+            owner, _, key = name.rpartition(".")
+            self.model.get_submodule(owner)._parameters[key] = parameter
 
     def _initialise(self, names: list[str]) -> None:
         """Initialize the module of a parameter that has no value even on the main process."""
-        if names[0] not in self._lacking:
+        if names[0] not in self._missing:
             return
         module = self.model.get_submodule(names[0].rpartition(".")[0])
         if not any(p.is_meta for p in module.parameters(recurse=False)):
@@ -129,7 +129,7 @@ class WholeWeights:
             reset() if reset is not None else inits[0]._init_weights(module)
 
 
-def _give_back_freed() -> None:
+def _trim_malloc() -> None:
     """Make the C library return freed memory to the system, if it can (glibc).
 
     Otherwise it keeps the memory of a unit's full weights, in gaps among the shards that fit no later unit.
@@ -141,14 +141,16 @@ def _give_back_freed() -> None:
 
 def _agree(model: nn.Module, names: Mapping[nn.Parameter, list[str]]) -> list[str]:
     """Return the parameters without a value on the main process. Raises `ArgumentError` if models differ."""
-    said = [(known[0], tuple(p.shape), str(p.dtype), p.requires_grad) for p, known in names.items()]
-    digests = collectives.all_objects(hashlib.sha256(repr(said).encode()).digest())
-    odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-    if odd:
+    signature = [
+        (parameter_names[0], tuple(p.shape), str(p.dtype), p.requires_grad) for p, parameter_names in names.items()
+    ]
+    digests = collectives.all_objects(hashlib.sha256(repr(signature).encode()).digest())
+    differing = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if differing:
         raise ArgumentError(
-            f"prepare: the {type(model).__name__} of process {odd[0]} is not that of process 0: "
+            f"prepare: the {type(model).__name__} of process {differing[0]} is not that of process 0: "
             "names, shapes, types or requires_grad of parameters differ"
         )
-    lacking = [[known[0] for p, known in names.items() if p.is_meta]]
-    found: list[str] = collectives.broadcast_object_list(lacking)[0]
-    return found
+    without_value = [[parameter_names[0] for p, parameter_names in names.items() if p.is_meta]]
+    missing: list[str] = collectives.broadcast_object_list(without_value)[0]
+    return missing

@@ -23,18 +23,18 @@ class Xla(Strategy):
         super().__init__(state)
         self._models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._held = 0
+        self._no_sync_depth = 0
         # The parameter that a model had before it came to the device → the one it has there.
-        self._moved: Any = WeakIdKeyDictionary()
+        self._device_parameters: Any = WeakIdKeyDictionary()
 
     def place(self, model: torch.nn.Module, evaluation: bool = False) -> torch.nn.Module:
         """Move ``model`` to the device, where torch creates new parameters; tied ones stay tied."""
-        before = [(module, name, kept) for module, name, kept in _parameters(model)]
+        parameters = [(module, name, parameter) for module, name, parameter in _parameters(model)]
         model = model.to(self.state.device)
-        for module, name, kept in before:
-            moved = self._moved.setdefault(kept, module._parameters[name])
-            if moved is not kept:
-                module._parameters[name] = moved
+        for module, name, parameter in parameters:
+            replacement = self._device_parameters.setdefault(parameter, module._parameters[name])
+            if replacement is not parameter:
+                module._parameters[name] = replacement
         return model
 
     def prepare(
@@ -43,16 +43,16 @@ class Xla(Strategy):
         """See `Strategy.prepare`; optimizers step the parameters on the device, and keep their state."""
         self._optimizers.update(optimizers)
         for optimizer in self._optimizers:
-            self._adopt(optimizer)
+            self._rebind(optimizer)
         return super().prepare(models, optimizers)
 
-    def _adopt(self, optimizer: torch.optim.Optimizer) -> None:
+    def _rebind(self, optimizer: torch.optim.Optimizer) -> None:
         for group in optimizer.param_groups:
-            group["params"] = [self._moved.get(parameter, parameter) for parameter in group["params"]]
+            group["params"] = [self._device_parameters.get(parameter, parameter) for parameter in group["params"]]
         for parameter in list(optimizer.state):
-            moved = self._moved.get(parameter, parameter)
-            if moved is not parameter:
-                optimizer.state[moved] = optimizer.state.pop(parameter)
+            replacement = self._device_parameters.get(parameter, parameter)
+            if replacement is not parameter:
+                optimizer.state[replacement] = optimizer.state.pop(parameter)
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Broadcast the main process's weights, and register ``model`` for averaging its gradients."""
@@ -68,18 +68,18 @@ class Xla(Strategy):
 
     @contextmanager
     def _holding(self) -> Iterator[None]:
-        self._held += 1
+        self._no_sync_depth += 1
         try:
             yield
         finally:
-            self._held -= 1
+            self._no_sync_depth -= 1
 
     def after_backward(self) -> None:
         """Average the gradients of all wrapped models over the processes, including those of earlier batches."""
-        if self._held or not self.state.use_distributed:
+        if self._no_sync_depth or not self.state.use_distributed:
             return
-        found = {id(parameter): parameter.grad for model in self._models for parameter in model.parameters()}
-        gradients = [gradient for gradient in found.values() if gradient is not None]
+        grad_by_id = {id(parameter): parameter.grad for model in self._models for parameter in model.parameters()}
+        gradients = [gradient for gradient in grad_by_id.values() if gradient is not None]
         if gradients:
             xla.average(gradients, self.state.num_processes)
 

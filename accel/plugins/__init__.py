@@ -63,9 +63,9 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
     def __post_init__(self) -> None:
         hooks = DDPCommunicationHookType.list()
-        one_of(str(self.comm_hook), hooks, what="DistributedDataParallelKwargs(comm_hook=…)")
+        one_of(str(self.comm_hook), hooks, source="DistributedDataParallelKwargs(comm_hook=…)")
         wrappers = ["no", "fp16", "bf16"]
-        one_of(str(self.comm_wrapper), wrappers, what="DistributedDataParallelKwargs(comm_wrapper=…)")
+        one_of(str(self.comm_wrapper), wrappers, source="DistributedDataParallelKwargs(comm_wrapper=…)")
 
     def to_dict(
         self, ignore_keys: Sequence[str] = ("comm_hook", "comm_wrapper", "comm_state_option")
@@ -94,8 +94,8 @@ class DistributedDataParallelKwargs(KwargsHandler):
             "fp16": default_hooks.fp16_compress_wrapper,
             "bf16": default_hooks.bf16_compress_wrapper,
         }
-        powered = kind.endswith("power_sgd")
-        state = powerSGD_hook.PowerSGDState(None, **self.comm_state_option) if powered else None
+        is_power_sgd = kind.endswith("power_sgd")
+        state = powerSGD_hook.PowerSGDState(None, **self.comm_state_option) if is_power_sgd else None
         if kind == "batched_power_sgd" and not _orthogonalizes(powerSGD_hook):
             raise ArgumentError(f"comm_hook={kind!r} does not work in torch {torch.__version__}: use 'power_sgd'")
         hook = wrappers.get(wrapper, lambda hook: hook)(hooks[kind])
@@ -172,9 +172,9 @@ class DataLoaderConfiguration:
 
     def __post_init__(self) -> None:
         if self.already_sharded and (self.dispatch_batches or self.split_batches):
-            other = "dispatch_batches" if self.dispatch_batches else "split_batches"
+            flag = "dispatch_batches" if self.dispatch_batches else "split_batches"
             raise ArgumentError(
-                f"DataLoaderConfiguration(already_sharded=True, {other}=True): each process has its own share already, "
+                f"DataLoaderConfiguration(already_sharded=True, {flag}=True): each process has its own share already, "
                 f"so there is nothing to share out: leave one of the two out"
             )
 
@@ -241,7 +241,7 @@ class ProfileKwargs(KwargsHandler):
 
     def __post_init__(self) -> None:
         for activity in self.activities or ():
-            one_of(activity, ACTIVITIES, what="ProfileKwargs(activities=…)")
+            one_of(activity, ACTIVITIES, source="ProfileKwargs(activities=…)")
         for name in self.schedule_option or ():
             if name not in _SCHEDULE:
                 known = ", ".join(_SCHEDULE)
@@ -288,13 +288,13 @@ class TorchDynamoPlugin(KwargsHandler):
 
     def __post_init__(self) -> None:
         env = os.environ
-        given = self.backend is not None
-        name = str(self.backend if given else env.get(_DYNAMO + "BACKEND") or "no").upper()
-        source = "TorchDynamoPlugin(backend=…)" if given else f"environment variable {_DYNAMO}BACKEND"
-        self.backend = DynamoBackend(one_of(name, DynamoBackend.list(), what=source))
+        explicit = self.backend is not None
+        name = str(self.backend if explicit else env.get(_DYNAMO + "BACKEND") or "no").upper()
+        source = "TorchDynamoPlugin(backend=…)" if explicit else f"environment variable {_DYNAMO}BACKEND"
+        self.backend = DynamoBackend(one_of(name, DynamoBackend.list(), source=source))
         if self.mode is None:
             self.mode = env.get(_DYNAMO + "MODE") or "default"
-        one_of(self.mode, _DYNAMO_MODES, what="TorchDynamoPlugin(mode=…)")
+        one_of(self.mode, _DYNAMO_MODES, source="TorchDynamoPlugin(mode=…)")
         if self.options and self.mode != "default":
             raise ArgumentError(f"TorchDynamoPlugin: give mode={self.mode!r} or options, not both")
         if self.fullgraph is None:
@@ -349,12 +349,12 @@ def _activity(name: str) -> ProfilerActivity:
     from torch.profiler import ProfilerActivity, supported_activities
 
     supported: set[ProfilerActivity] = supported_activities()  # type: ignore[no-untyped-call]
-    here = {activity.name.lower(): activity for activity in supported}
-    found = here.get(name)
-    if found is None and name == "cuda":
+    by_name = {activity.name.lower(): activity for activity in supported}
+    match = by_name.get(name)
+    if match is None and name == "cuda":
         return ProfilerActivity.CUDA  # torch records nothing of it where there is none, and says so itself
-    if found is None:
+    if match is None:
         raise ArgumentError(
-            f"ProfileKwargs(activities=…): this build of torch cannot record {name!r}, only {list(here)}"
+            f"ProfileKwargs(activities=…): this build of torch cannot record {name!r}, only {list(by_name)}"
         )
-    return found
+    return match

@@ -78,12 +78,12 @@ class FullyShardedDataParallelPlugin:
     def __post_init__(self) -> None:
         env = os.environ
         self._foreign: list[str] = []  # what has no equal in version 2
-        given = self.fsdp_version or env.get("FSDP_VERSION") or "2"
-        old = one_of(str(given), ("1", "2"), what=_source(self.fsdp_version, "fsdp_version", "FSDP_VERSION")) == "1"
+        version = self.fsdp_version or env.get("FSDP_VERSION") or "2"
+        old = one_of(str(version), ("1", "2"), source=_source(self.fsdp_version, "fsdp_version", "FSDP_VERSION")) == "1"
         self.fsdp_version = 2
-        self._settle_sharding(env)
-        self._settle_prefetch(env, old)
-        self._settle_units(env)
+        self._resolve_sharding(env)
+        self._resolve_prefetch(env, old)
+        self._resolve_units(env)
         if self.activation_checkpointing is None:
             self.activation_checkpointing = read_flag(env, "FSDP_ACTIVATION_CHECKPOINTING")
         if self.activation_checkpointing_offload is None:
@@ -98,40 +98,40 @@ class FullyShardedDataParallelPlugin:
             self.ignored_modules = env.get("FSDP_IGNORED_MODULES") or None
         if self.sync_module_states is None and old:
             self.sync_module_states = read_flag(env, "FSDP_SYNC_MODULE_STATES", True)
-        self._settle_offload(env)
+        self._resolve_offload(env)
         self.set_state_dict_type()
         if self.mixed_precision_policy is not None:
             self.set_mixed_precision(self.mixed_precision_policy)
-        self._say_what_is_foreign(old)
+        self._warn_unsupported(old)
 
-    def _settle_sharding(self, env: Mapping[str, str]) -> None:
+    def _resolve_sharding(self, env: Mapping[str, str]) -> None:
         strategy, source = self.sharding_strategy, f"{_NAME}(sharding_strategy=…)"
-        said, other = self.reshard_after_forward, f"{_NAME}(reshard_after_forward=…)"
-        if strategy is None and said is None:
+        reshard, reshard_source = self.reshard_after_forward, f"{_NAME}(reshard_after_forward=…)"
+        if strategy is None and reshard is None:
             strategy, source = env.get("FSDP_SHARDING_STRATEGY"), "environment variable FSDP_SHARDING_STRATEGY"
-        if said is None:
-            other = "environment variable FSDP_RESHARD_AFTER_FORWARD"
-            said = env.get("FSDP_RESHARD_AFTER_FORWARD", "true")
-        if not isinstance(said, (bool, int)):
-            read = _RESHARDS.get(str(said).lower())
-            if read is None:  # a strategy, as version 1 takes it here
-                strategy, source = said, other
-            said = read is not False
+        if reshard is None:
+            reshard_source = "environment variable FSDP_RESHARD_AFTER_FORWARD"
+            reshard = env.get("FSDP_RESHARD_AFTER_FORWARD", "true")
+        if not isinstance(reshard, (bool, int)):
+            parsed = _RESHARDS.get(str(reshard).lower())
+            if parsed is None:  # a strategy, as version 1 takes it here
+                strategy, source = reshard, reshard_source
+            reshard = parsed is not False
         if strategy is not None:
-            named = _named(strategy, STRATEGIES, source)
-            self.hybrid, self.whole = named.startswith("HYBRID"), named == "NO_SHARD"
-            said = said if named in _KEPT else False
-        self.reshard_after_forward = said
+            strategy_name = _named(strategy, STRATEGIES, source)
+            self.hybrid, self.whole = strategy_name.startswith("HYBRID"), strategy_name == "NO_SHARD"
+            reshard = reshard if strategy_name in _KEPT else False
+        self.reshard_after_forward = reshard
 
-    def _settle_prefetch(self, env: Mapping[str, str], old: bool) -> None:
+    def _resolve_prefetch(self, env: Mapping[str, str], old: bool) -> None:
         prefetch = self.backward_prefetch
         if prefetch is None and old:
             prefetch = env.get("FSDP_BACKWARD_PREFETCH")
         if prefetch is not None:
             source = _source(self.backward_prefetch, "backward_prefetch", "FSDP_BACKWARD_PREFETCH")
-            named = _named(prefetch, PREFETCHES, source)
-            if named != "BACKWARD_PRE":
-                self._foreign.append(f"backward_prefetch={named}: parameters are gathered ahead of the backward pass")
+            choice = _named(prefetch, PREFETCHES, source)
+            if choice != "BACKWARD_PRE":
+                self._foreign.append(f"backward_prefetch={choice}: parameters are gathered ahead of the backward pass")
         self.backward_prefetch = None
         if self.forward_prefetch is None:
             self.forward_prefetch = read_flag(env, "FSDP_FORWARD_PREFETCH")
@@ -143,7 +143,7 @@ class FullyShardedDataParallelPlugin:
             self._foreign.append("use_orig_params=False: parameters stay the script's own")
         self.use_orig_params = None
 
-    def _settle_units(self, env: Mapping[str, str]) -> None:
+    def _resolve_units(self, env: Mapping[str, str]) -> None:
         policy = self.auto_wrap_policy
         if policy is None:
             policy = env.get("FSDP_AUTO_WRAP_POLICY") or None
@@ -161,27 +161,27 @@ class FullyShardedDataParallelPlugin:
         elif policy is None and self.transformer_cls_names_to_wrap:
             self.wraps = "TRANSFORMER_BASED_WRAP"
 
-    def _settle_offload(self, env: Mapping[str, str]) -> None:
+    def _resolve_offload(self, env: Mapping[str, str]) -> None:
         from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
-        asked = read_flag(env, "FSDP_OFFLOAD_PARAMS") if self.cpu_offload is None else self.cpu_offload
-        if isinstance(asked, OffloadPolicy):
+        requested = read_flag(env, "FSDP_OFFLOAD_PARAMS") if self.cpu_offload is None else self.cpu_offload
+        if isinstance(requested, OffloadPolicy):
             return
         # torch's own pins memory, which only its CUDA builds can.
         policy = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
-        self.cpu_offload = policy if getattr(asked, "offload_params", asked) else OffloadPolicy()
+        self.cpu_offload = policy if getattr(requested, "offload_params", requested) else OffloadPolicy()
 
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
         """Set how checkpoints store the model: as one file, or in the ranks' shards (the default)."""
         from torch.distributed.fsdp import StateDictType
 
-        given = state_dict_type if state_dict_type is not None else self.state_dict_type
-        asked = given if given is not None else os.environ.get("FSDP_STATE_DICT_TYPE", "SHARDED_STATE_DICT")
-        source = _source(given, "state_dict_type", "FSDP_STATE_DICT_TYPE")
-        named = _named(asked, STATES, source)
-        if named == "LOCAL_STATE_DICT":
+        explicit = state_dict_type if state_dict_type is not None else self.state_dict_type
+        requested = explicit if explicit is not None else os.environ.get("FSDP_STATE_DICT_TYPE", "SHARDED_STATE_DICT")
+        source = _source(explicit, "state_dict_type", "FSDP_STATE_DICT_TYPE")
+        type_name = _named(requested, STATES, source)
+        if type_name == "LOCAL_STATE_DICT":
             raise ArgumentError(f"{source}: LOCAL_STATE_DICT is of flat parameters: use SHARDED_STATE_DICT")
-        self.state_dict_type = StateDictType[named]
+        self.state_dict_type = StateDictType[type_name]
 
     def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:
         """Set the types in which units compute and reduce gradients: by a name, torch's policy, or its fields.
@@ -200,35 +200,35 @@ class FullyShardedDataParallelPlugin:
         # That of version 1 casts inputs at the root alone, which is where they are not of the right type yet.
         old = {name: getattr(mixed_precision, name, None) for name in ("param_dtype", "reduce_dtype", "buffer_dtype")}
         fields = mixed_precision if isinstance(mixed_precision, Mapping) else old
-        known = {name: _dtype(value) for name, value in fields.items() if name in _POLICY and value is not None}
+        dtypes = {name: _dtype(value) for name, value in fields.items() if name in _POLICY and value is not None}
         for name in mixed_precision if isinstance(mixed_precision, Mapping) else ():
-            one_of(name, _POLICY, what=f"{_NAME}(mixed_precision_policy=…)")
-        if known.pop("buffer_dtype", None) is not None:
+            one_of(name, _POLICY, source=f"{_NAME}(mixed_precision_policy=…)")
+        if dtypes.pop("buffer_dtype", None) is not None:
             self._foreign.append("buffer_dtype: buffers keep their type")
-        self.mixed_precision_policy = MixedPrecisionPolicy(**{"reduce_dtype": torch.float32, **known})
+        self.mixed_precision_policy = MixedPrecisionPolicy(**{"reduce_dtype": torch.float32, **dtypes})
 
     def world_options(self) -> dict[str, str]:
         """Return options of the process group: with offloading, CPU collectives besides the device's own."""
         from torch.distributed.fsdp import CPUOffloadPolicy
 
-        both = isinstance(self.cpu_offload, CPUOffloadPolicy) and torch.cuda.is_available()
-        return {"backend": "cpu:gloo,cuda:nccl"} if both else {}
+        needs_both = isinstance(self.cpu_offload, CPUOffloadPolicy) and torch.cuda.is_available()
+        return {"backend": "cpu:gloo,cuda:nccl"} if needs_both else {}
 
-    def _say_what_is_foreign(self, old: bool) -> None:
-        found = self.__dict__.pop("_foreign")
+    def _warn_unsupported(self, old: bool) -> None:
+        foreign = self.__dict__.pop("_foreign")
         if old:
-            found = ["fsdp_version=1: models are sharded by fully_shard (version 2)", *found]
+            foreign = ["fsdp_version=1: models are sharded by fully_shard (version 2)", *foreign]
         if self.whole:
-            found.append("NO_SHARD: models are trained by DDP")
-        if found and os.environ.get("RANK", "0") == "0":
-            warnings.warn(f"{_NAME}: {'; '.join(found)}. docs/migrating.md has all settings", stacklevel=4)
+            foreign.append("NO_SHARD: models are trained by DDP")
+        if foreign and os.environ.get("RANK", "0") == "0":
+            warnings.warn(f"{_NAME}: {'; '.join(foreign)}. docs/migrating.md has all settings", stacklevel=4)
 
 
 _NAME = FullyShardedDataParallelPlugin.__name__
 
 
-def _source(given: Any, argument: str, variable: str) -> str:
-    return f"environment variable {variable}" if given is None else f"{_NAME}({argument}=…)"
+def _source(explicit: Any, argument: str, variable: str) -> str:
+    return f"environment variable {variable}" if explicit is None else f"{_NAME}({argument}=…)"
 
 
 def _named(value: Any, names: tuple[str, ...], source: str) -> str:
@@ -245,7 +245,7 @@ def _dtype(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     word = value.removeprefix("torch.")
-    found = getattr(torch, word, None)
-    if isinstance(found, torch.dtype):
-        return found
-    return _DTYPES[one_of(word, list(_DTYPES), what=f"{_NAME}(mixed_precision_policy=…)")]
+    torch_dtype = getattr(torch, word, None)
+    if isinstance(torch_dtype, torch.dtype):
+        return torch_dtype
+    return _DTYPES[one_of(word, list(_DTYPES), source=f"{_NAME}(mixed_precision_policy=…)")]

@@ -47,25 +47,25 @@ class ParallelismConfig:
     device_mesh: Any = field(default=None, init=False)  # as an `Accelerator` has made it
 
     def __post_init__(self) -> None:
-        self.said: set[str] = set()  # the sizes that somebody gave
+        self.explicit_sizes: set[str] = set()  # the sizes that somebody gave
         for name in DIMENSIONS:
-            self._settle_size(f"{name}_size")
-        for name, known in (("cp_backend", "torch"), ("sp_backend", "deepspeed")):
+            self._resolve_size(f"{name}_size")
+        for name, supported in (("cp_backend", "torch"), ("sp_backend", "deepspeed")):
             variable = _VARIABLES[name]
-            given = getattr(self, name)
-            source = f"environment variable {variable}" if given is None else f"ParallelismConfig({name}=…)"
-            setattr(self, name, one_of(given or os.environ.get(variable, known), (known,), what=source))
+            explicit = getattr(self, name)
+            source = f"environment variable {variable}" if explicit is None else f"ParallelismConfig({name}=…)"
+            setattr(self, name, one_of(explicit or os.environ.get(variable, supported), (supported,), source=source))
 
-    def _settle_size(self, name: str) -> None:
-        given = getattr(self, name)
-        if given is None:
-            given = read_int(os.environ, _VARIABLES[name], minimum=1)
-            given = None if given == 1 else given  # what launchers export where nothing was asked for
-        elif not isinstance(given, int) or given < 1:
-            raise ArgumentError(f"ParallelismConfig({name}={given!r}): a whole number from 1 on")
-        if given is not None:
-            self.said.add(name.removesuffix("_size"))
-        setattr(self, name, 1 if given is None else given)
+    def _resolve_size(self, name: str) -> None:
+        size = getattr(self, name)
+        if size is None:
+            size = read_int(os.environ, _VARIABLES[name], minimum=1)
+            size = None if size == 1 else size  # what launchers export where nothing was asked for
+        elif not isinstance(size, int) or size < 1:
+            raise ArgumentError(f"ParallelismConfig({name}={size!r}): a whole number from 1 on")
+        if size is not None:
+            self.explicit_sizes.add(name.removesuffix("_size"))
+        setattr(self, name, 1 if size is None else size)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -156,5 +156,5 @@ class ParallelismConfig:
         return self.device_mesh
 
     def __repr__(self) -> str:
-        said = ", ".join(f"{each.name}={getattr(self, each.name)!r}" for each in fields(self) if each.init)
-        return f"ParallelismConfig({said})"
+        arguments = ", ".join(f"{entry.name}={getattr(self, entry.name)!r}" for entry in fields(self) if entry.init)
+        return f"ParallelismConfig({arguments})"

@@ -30,11 +30,11 @@ class AutocastForward:
         """The function that `inspect.signature` reads."""
         return self.forward
 
-    def bound_to(self, module: torch.nn.Module, twin: torch.nn.Module) -> AutocastForward:
-        """Return the same for ``twin``, which replaces ``module``."""
+    def bound_to(self, module: torch.nn.Module, replacement: torch.nn.Module) -> AutocastForward:
+        """Return the same for ``replacement``, which replaces ``module``."""
         forward = self.forward
         if isinstance(forward, MethodType) and forward.__self__ is module:
-            forward = MethodType(forward.__func__, twin)
+            forward = MethodType(forward.__func__, replacement)
         return AutocastForward(forward, self.device_type, self.dtype, self.options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -80,13 +80,13 @@ class HalfPrecision(LowPrecision):
     @classmethod
     def scaled_by(cls, scaler: torch.amp.GradScaler) -> HalfPrecision:
         """Return the precision for a scaler that the script created."""
-        made = cls(torch.device(scaler._device))
-        made.scaler = scaler
-        return made
+        precision = cls(torch.device(scaler._device))
+        precision.scaler = scaler
+        return precision
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Compute gradients of the scaled loss."""
-        self.settle()
+        self.finish_pending()
         self.scaler.scale(loss).backward(**kwargs)  # type: ignore[no-untyped-call]
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
@@ -98,13 +98,13 @@ class HalfPrecision(LowPrecision):
     def step(self, optimizer: torch.optim.Optimizer, closure: Any = None) -> bool:
         """Step if all gradients are finite; return True if the step was skipped."""
         if id(optimizer) in self._stepped:
-            self.settle()
+            self.finish_pending()
         self.scaler.step(optimizer, *([] if closure is None else [closure]))
         self._stepped.add(id(optimizer))
         overflowed: dict[Any, torch.Tensor] = self.scaler._found_inf_per_device(optimizer)
-        return any(bool(found.item()) for found in overflowed.values())
+        return any(bool(found_inf.item()) for found_inf in overflowed.values())
 
-    def settle(self) -> None:
+    def finish_pending(self) -> None:
         """Update the scale after all optimizers have stepped, as each was unscaled by the old one."""
         if self._stepped:
             self.scaler.update()
@@ -114,9 +114,9 @@ class HalfPrecision(LowPrecision):
 
 def restore_forward(model: torch.nn.Module) -> None:
     """Undo `Precision.wrap_forward` on ``model``."""
-    own = vars(model)
-    if isinstance(own.get("forward"), AutocastForward):
-        original = own.pop("_original_forward")
-        del own["forward"]
+    attributes = vars(model)
+    if isinstance(attributes.get("forward"), AutocastForward):
+        original = attributes.pop("_original_forward")
+        del attributes["forward"]
         if original is not None:
-            own["forward"] = original
+            attributes["forward"] = original

@@ -44,5 +44,5 @@ class Precision:
             optimizer.step(closure)
         return False
 
-    def settle(self) -> None:
+    def finish_pending(self) -> None:
         """Finish pending steps; called before the next loss and before the state is saved."""

@@ -20,7 +20,7 @@ from accel.selftest.expect import SanityError
 
 CHECKS: dict[str, Callable[[Accelerator], None]] = {
     "world": process_checks.world,
-    "turns": process_checks.turns,
+    "turns": process_checks.main_process_order,
     "shares": process_checks.shares,
     "collectives": process_checks.collectives,
     "triggers": process_checks.triggers,
@@ -46,7 +46,7 @@ CHECKS: dict[str, Callable[[Accelerator], None]] = {
 _ONLY_WHOLE, _ONLY_SHARDED = ("uneven inputs", "local steps"), ("sharding",)
 
 
-def chosen(sharded: bool) -> list[str]:
+def checks_for(sharded: bool) -> list[str]:
     """Return the names of the checks for a world whose models are ``sharded`` or not."""
     return [name for name in CHECKS if name not in (_ONLY_WHOLE if sharded else _ONLY_SHARDED)]
 
@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
     """Run every check for this world and return the exit code."""
     as_json = "--json" in argv
     accelerator = Accelerator()
-    for name in chosen(accelerator.is_fsdp2):
+    for name in checks_for(accelerator.is_fsdp2):
         check = CHECKS[name]
         started = time.monotonic()
         try:
@@ -78,11 +78,13 @@ def _report(accelerator: Accelerator, name: str, seconds: float, as_json: bool) 
 def _report_failure(accelerator: Accelerator, name: str, error: Exception, as_json: bool) -> None:
     """Report at once, from the failing process: the others may wait for it forever."""
     rank, size = accelerator.process_index, accelerator.num_processes
-    said = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    detail = f"{type(error).__name__}: {' '.join(str(error).split())}"
     if as_json:
-        print(json.dumps({"check": name, "processes": size, "ok": False, "process": rank, "message": said}), flush=True)
+        print(
+            json.dumps({"check": name, "processes": size, "ok": False, "process": rank, "message": detail}), flush=True
+        )
     else:
-        print(f"FAILED  {name}: process {rank} of {size}: {said}", flush=True)
+        print(f"FAILED  {name}: process {rank} of {size}: {detail}", flush=True)
     if not isinstance(error, (SanityError, AccelError)):
         traceback.print_exception(error)
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from accel.accelerator import Accelerator
 from accel.big_models import init_empty_weights, load_checkpoint_and_dispatch
 from accel.collectives import all_objects
-from accel.parallel.shares import whole
+from accel.parallel.shares import full_tensor
 from accel.plugins import ProfileKwargs
 from accel.selftest.expect import expect_close, expect_equal
 
@@ -29,10 +29,10 @@ _STEPS_TO_AGREE = 64  # an exchange comes after 16 steps at most, and the third 
 def _shared_folder(accelerator: Accelerator) -> Iterator[str]:
     """Yield a folder that all processes see: a temporary one, or, with several nodes, one in the working directory."""
     one_node = len(set(all_objects(os.uname().nodename))) == 1
-    made = ""
+    created = ""
     if accelerator.is_main_process:
-        made = tempfile.mkdtemp(prefix="accel-sanity-", dir=None if one_node else os.getcwd())
-    folder = str(all_objects(made)[0])
+        created = tempfile.mkdtemp(prefix="accel-sanity-", dir=None if one_node else os.getcwd())
+    folder = str(all_objects(created)[0])
     try:
         yield folder
         accelerator.wait_for_everyone()
@@ -43,10 +43,10 @@ def _shared_folder(accelerator: Accelerator) -> Iterator[str]:
 
 def checkpoints(accelerator: Accelerator) -> None:
     """Check that a checkpoint restores weights, momentum and random numbers."""
-    bare = torch.nn.Linear(2, 2)
+    plain_model = torch.nn.Linear(2, 2)
     samples: Any = torch.ones(4 * accelerator.num_processes, 2)
     model, optimizer, loader = accelerator.prepare(
-        bare, torch.optim.SGD(bare.parameters(), lr=0.1, momentum=0.9), DataLoader(samples, batch_size=2)
+        plain_model, torch.optim.SGD(plain_model.parameters(), lr=0.1, momentum=0.9), DataLoader(samples, batch_size=2)
     )
 
     def epoch() -> list[float]:
@@ -54,15 +54,15 @@ def checkpoints(accelerator: Accelerator) -> None:
             accelerator.backward(model(batch).pow(2).sum())
             optimizer.step()
             optimizer.zero_grad()
-        return [*whole(bare.weight).flatten().tolist(), torch.rand(1).item()]
+        return [*full_tensor(plain_model.weight).flatten().tolist(), torch.rand(1).item()]
 
     with _shared_folder(accelerator) as folder:
         epoch()
         path = os.path.join(folder, "checkpoint")
         accelerator.save_state(path)
-        went_on = epoch()
+        expected = epoch()
         accelerator.load_state(path)
-        expect_equal("going on from a checkpoint", epoch(), went_on)
+        expect_equal("going on from a checkpoint", epoch(), expected)
         weights = glob.glob(os.path.join(path, "**", "*.safetensors"), recursive=True)
         expect_equal("a file of weights", bool(weights), True)
     accelerator.free_memory()
@@ -73,18 +73,18 @@ def preemption(accelerator: Accelerator) -> None:
     expect_equal("before a warning", accelerator.preempted, False)
     if accelerator.is_last_process:
         os.kill(os.getpid(), signal.SIGUSR1)
-    known_at = next((step for step in range(_STEPS_TO_AGREE) if accelerator.preempted), None)
-    expect_equal("a warning is known", known_at is not None, True)
-    expect_equal("the step at which it is", all_objects(known_at), [known_at] * accelerator.num_processes)
+    agreed_step = next((step for step in range(_STEPS_TO_AGREE) if accelerator.preempted), None)
+    expect_equal("a warning is known", agreed_step is not None, True)
+    expect_equal("the step at which it is", all_objects(agreed_step), [agreed_step] * accelerator.num_processes)
 
 
 def records(accelerator: Accelerator) -> None:
     """Check that logged values are on disk, once."""
     with _shared_folder(accelerator) as folder:
-        other = Accelerator(log_with="jsonl", project_dir=folder)
-        other.init_trackers("sanity", config={"lr": 0.1})
-        other.log({"loss": 0.5}, step=3)
-        for tracker in other.trackers:
+        tracked = Accelerator(log_with="jsonl", project_dir=folder)
+        tracked.init_trackers("sanity", config={"lr": 0.1})
+        tracked.log({"loss": 0.5}, step=3)
+        for tracker in tracked.trackers:
             tracker.finish()
         accelerator.wait_for_everyone()
         logged = [
@@ -104,19 +104,19 @@ def _lines(path: str) -> list[dict[str, Any]]:
 def big_models(accelerator: Accelerator) -> None:
     """Check that a model created without memory and loaded from a file computes the same offloaded to CPU and disk."""
     torch.manual_seed(7)
-    whole = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+    reference = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
     inputs = torch.ones(1, 4)
     with tempfile.TemporaryDirectory(prefix="accel-sanity-") as folder, torch.no_grad():
         weights = os.path.join(folder, "pytorch_model.bin")
-        torch.save(whole.state_dict(), weights)
+        torch.save(reference.state_dict(), weights)
         with init_empty_weights():
             empty = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
         expect_equal("an empty model's device", str(empty[0].weight.device), "meta")
         device_map = {"0": "cpu", "1": "disk"}
-        spread = load_checkpoint_and_dispatch(
+        dispatched = load_checkpoint_and_dispatch(
             empty, weights, device_map, offload_folder=os.path.join(folder, "offload")
         )
-        expect_close("the output", spread(inputs), whole(inputs))
+        expect_close("the output", dispatched(inputs), reference(inputs))
 
 
 def profiling(accelerator: Accelerator) -> None:
@@ -134,11 +134,11 @@ def profiling(accelerator: Accelerator) -> None:
 @contextmanager
 def _without_torchs_remarks() -> Iterator[None]:
     """Silence stderr: torch's profiler reports its start and end there, from C++."""
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
+    stderr_copy, devnull = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, 2)
     try:
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
+        os.dup2(stderr_copy, 2)
+        os.close(stderr_copy)
+        os.close(devnull)

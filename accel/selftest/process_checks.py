@@ -25,15 +25,15 @@ def world(accelerator: Accelerator) -> None:
     expect_equal("kind of world", accelerator.use_distributed, size > 1)
 
 
-def turns(accelerator: Accelerator) -> None:
+def main_process_order(accelerator: Accelerator) -> None:
     """Check that decorated functions run on the right processes, and that the main process goes first."""
     last = accelerator.num_processes - 1
-    ran: list[str] = []
-    accelerator.on_main_process(ran.append)("main")
-    accelerator.on_last_process(ran.append)("last")
-    accelerator.on_process(ran.append, process_index=last)("numbered")
+    calls: list[str] = []
+    accelerator.on_main_process(calls.append)("main")
+    accelerator.on_last_process(calls.append)("last")
+    accelerator.on_process(calls.append, process_index=last)("numbered")
     expected = ["main"] * accelerator.is_main_process + ["last", "numbered"] * accelerator.is_last_process
-    expect_equal("decorated functions", ran, expected)
+    expect_equal("decorated functions", calls, expected)
     value = torch.tensor([1.0 + accelerator.process_index], device=accelerator.device)
     with accelerator.main_process_first():
         value = value * 2
@@ -43,8 +43,8 @@ def turns(accelerator: Accelerator) -> None:
 def shares(accelerator: Accelerator) -> None:
     """Check that inputs are split with each item in one share, and that padded shares have equal length."""
     items = list(range(2 * accelerator.num_processes + 1))
-    with accelerator.split_between_processes(items) as mine:
-        expect_equal("all shares", [item for share in all_objects(mine) for item in share], items)
+    with accelerator.split_between_processes(items) as own_items:
+        expect_equal("all shares", [item for share in all_objects(own_items) for item in share], items)
     with accelerator.split_between_processes({"x": torch.arange(len(items))}, apply_padding=True) as padded:
         expect_equal("lengths", len(set(all_objects(len(padded["x"])))), 1)
 
@@ -83,8 +83,8 @@ def triggers(accelerator: Accelerator) -> None:
 def random_numbers(accelerator: Accelerator) -> None:
     """Check that seeds produce equal numbers on all processes, or different ones on request, and synchronization."""
     set_seed(11)
-    same = all_objects((random.random(), torch.rand(2).tolist()))
-    expect_equal("numbers of one seed", len({str(one) for one in same}), 1)
+    draws = all_objects((random.random(), torch.rand(2).tolist()))
+    expect_equal("numbers of one seed", len({str(draw) for draw in draws}), 1)
     set_seed(11, device_specific=True)
     expect_equal("numbers of a seed a process", len(set(all_objects(torch.rand(1).item()))), accelerator.num_processes)
     synchronize_rng_states(["torch"])
@@ -93,14 +93,14 @@ def random_numbers(accelerator: Accelerator) -> None:
 
 def memory(accelerator: Accelerator) -> None:
     """Check that all processes continue with the same smaller batch size when one runs out of memory."""
-    tried: list[int] = []
+    sizes: list[int] = []
 
     @find_executable_batch_size(starting_batch_size=100)
     def train(batch_size: int) -> int:
-        tried.append(batch_size)
+        sizes.append(batch_size)
         if batch_size > 85 and accelerator.is_last_process:
             raise RuntimeError("CUDA out of memory. (said by the sanity check)")
         return batch_size
 
     expect_equal("batch size found", all_objects(train()), [81] * accelerator.num_processes)
-    expect_equal("batch sizes tried", tried, [100, 90, 81])
+    expect_equal("batch sizes tried", sizes, [100, 90, 81])

@@ -48,17 +48,17 @@ def data(accelerator: Accelerator) -> None:
         "iterable": DataLoader(_Stream(length), batch_size=_BATCH),
     }
     for name, loader in loaders.items():
-        expect_equal(name, _seen(accelerator, accelerator.prepare(loader)), numbers)
+        expect_equal(name, _collect_samples(accelerator, accelerator.prepare(loader)), numbers)
 
 
 def dispatching(accelerator: Accelerator) -> None:
     """Check that data read only by the main process are sent to all processes."""
-    other = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
-    length = 2 * _BATCH * other.num_processes + 1
+    dispatcher = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
+    length = 2 * _BATCH * dispatcher.num_processes + 1
     for name, dataset in (("map-style", _Numbers(length)), ("iterable", _Stream(length))):
-        loader = other.prepare(DataLoader(dataset, batch_size=_BATCH))
-        expect_equal(name, _seen(other, loader), [float(index) for index in range(length)])
-    other.free_memory()
+        loader = dispatcher.prepare(DataLoader(dataset, batch_size=_BATCH))
+        expect_equal(name, _collect_samples(dispatcher, loader), [float(index) for index in range(length)])
+    dispatcher.free_memory()
 
 
 def shuffling(accelerator: Accelerator) -> None:
@@ -67,10 +67,10 @@ def shuffling(accelerator: Accelerator) -> None:
     config = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=5)
     epochs = []
     for _ in range(2):
-        other = Accelerator(dataloader_config=config)
-        loader = other.prepare(DataLoader(_Numbers(length), batch_size=_BATCH, shuffle=True))
-        epochs.append([_seen(other, loader) for _ in range(2)])
-        other.free_memory()
+        seeded = Accelerator(dataloader_config=config)
+        loader = seeded.prepare(DataLoader(_Numbers(length), batch_size=_BATCH, shuffle=True))
+        epochs.append([_collect_samples(seeded, loader) for _ in range(2)])
+        seeded.free_memory()
     expect_equal("the same seed", epochs[0], epochs[1])
     expect_equal("another epoch", epochs[0][0] == epochs[0][1], False)
     expect_equal("all samples", sorted(epochs[0][0]), [float(index) for index in range(length)])
@@ -80,9 +80,9 @@ def skipping(accelerator: Accelerator) -> None:
     """Check that skipping batches leaves the rest of the epoch unchanged."""
     length = 3 * _BATCH * accelerator.num_processes
     loader = accelerator.prepare(DataLoader(_Numbers(length), batch_size=_BATCH))
-    whole = [batch.tolist() for batch in loader]
+    epoch = [batch.tolist() for batch in loader]
     rest = [batch.tolist() for batch in skip_first_batches(loader, 1)]
-    expect_equal("the rest of an epoch", rest, whole[1:])
+    expect_equal("the rest of an epoch", rest, epoch[1:])
     accelerator.free_memory()
 
 
@@ -91,20 +91,20 @@ def stepping(accelerator: Accelerator) -> None:
     size, rows, steps = accelerator.num_processes, 2, 2
     batches = 5  # two windows and a short one
     inputs = torch.linspace(-1, 1, batches * size * rows).reshape(-1, 1)
-    other = Accelerator(gradient_accumulation_steps=steps, dataloader_config=DataLoaderConfiguration())
+    accumulating = Accelerator(gradient_accumulation_steps=steps, dataloader_config=DataLoaderConfiguration())
     model, optimizer, loader = _job(inputs, rows)
-    model, optimizer, loader = other.prepare(model, optimizer, loader)
+    model, optimizer, loader = accumulating.prepare(model, optimizer, loader)
     for batch in loader:
-        with other.accumulate(model):
-            other.backward(model(batch).pow(2).mean())
-            if other.sync_gradients:
-                other.clip_grad_norm_(model.parameters(), 0.5)
+        with accumulating.accumulate(model):
+            accumulating.backward(model(batch).pow(2).mean())
+            if accumulating.sync_gradients:
+                accumulating.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
             optimizer.zero_grad()
-    trained: Any = other.unwrap_model(model)
+    trained: Any = accumulating.unwrap_model(model)
     tolerance = 1e-4 if accelerator.mixed_precision == "no" else 5e-2
     expect_close("weights", trained.weight, _by_hand(inputs, rows * size, steps), tolerance)
-    other.free_memory()
+    accumulating.free_memory()
 
 
 def _job(inputs: torch.Tensor, rows: int) -> tuple[torch.nn.Linear, torch.optim.Optimizer, DataLoader[Any]]:
@@ -141,15 +141,15 @@ def uneven_inputs(accelerator: Accelerator) -> None:
 def local_steps(accelerator: Accelerator) -> None:
     """Check that LocalSGD trains each process separately and averages at the end."""
     rank, size = accelerator.process_index, accelerator.num_processes
-    bare = torch.nn.Linear(1, 1, bias=False)
-    torch.nn.init.zeros_(bare.weight)
-    model, optimizer = accelerator.prepare(bare, torch.optim.SGD(bare.parameters(), lr=1.0))
+    plain_model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.zeros_(plain_model.weight)
+    model, optimizer = accelerator.prepare(plain_model, torch.optim.SGD(plain_model.parameters(), lr=1.0))
     with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=4) as local:
         accelerator.backward(-(rank + 1.0) * model(torch.ones(1, 1, device=accelerator.device)).sum())
         optimizer.step()
         local.step()
-        expect_equal("a process's own weight", bare.weight, [[rank + 1.0]])
-    expect_close("the mean weight", bare.weight, torch.tensor([[(size + 1) / 2]]))
+        expect_equal("a process's own weight", plain_model.weight, [[rank + 1.0]])
+    expect_close("the mean weight", plain_model.weight, torch.tensor([[(size + 1) / 2]]))
     accelerator.free_memory()
 
 
@@ -161,8 +161,8 @@ def sharding(accelerator: Accelerator) -> None:
     model = accelerator.prepare(torch.nn.Linear(4, 2 * size, bias=False))
     inputs = torch.ones(1, 4, device=accelerator.device)
     accelerator.backward(model(inputs).sum())
-    held = [share(parameter).numel() for parameter in model.parameters()]
-    expect_equal("numbers of the model on a process", held, [8 * size // mesh["dp_shard"].size()])
+    shard_sizes = [share(parameter).numel() for parameter in model.parameters()]
+    expect_equal("numbers of the model on a process", shard_sizes, [8 * size // mesh["dp_shard"].size()])
     norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
     expect_close("the norm of the gradient", norm, torch.tensor(8.0 * size).sqrt(), 1e-2)
     torch.manual_seed(0)
@@ -174,18 +174,20 @@ def sharding(accelerator: Accelerator) -> None:
 
 def precision(accelerator: Accelerator) -> None:
     """Check that models compute in the requested precision and return their inputs' type."""
-    wanted = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[accelerator.mixed_precision]
+    expected = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[accelerator.mixed_precision]
     model = torch.nn.Linear(2, 2).to(accelerator.device)
     with accelerator.autocast():
-        expect_equal("type under autocast", str(model(torch.ones(1, 2, device=accelerator.device)).dtype), str(wanted))
+        expect_equal(
+            "type under autocast", str(model(torch.ones(1, 2, device=accelerator.device)).dtype), str(expected)
+        )
     prepared = accelerator.prepare(torch.nn.Linear(2, 2))
     output = prepared(torch.ones(1, 2, device=accelerator.device))
     expect_equal("type of a prepared model's output", str(output.dtype), "torch.float32")
     accelerator.free_memory()
 
 
-def _seen(accelerator: Accelerator, loader: Any) -> list[float]:
-    seen: list[float] = []
+def _collect_samples(accelerator: Accelerator, loader: Any) -> list[float]:
+    samples: list[float] = []
     for batch in loader:
-        seen += accelerator.gather_for_metrics(batch).tolist()
-    return seen
+        samples += accelerator.gather_for_metrics(batch).tolist()
+    return samples

@@ -31,7 +31,7 @@ _RENAMED = {
     ("tp_config", "tp_size"): ("parallelism_config", "parallelism_config_tp_size"),
 }
 # What older versions wrote and nothing reads any more.
-_GONE = {("", "ipex_config"), ("", "use_xpu"), ("mpirun_config", "mpirun_ccl"), ("", "use_mps_device")}
+_REMOVED_KEYS = {("", "ipex_config"), ("", "use_xpu"), ("mpirun_config", "mpirun_ccl"), ("", "use_mps_device")}
 _OLD_VALUES: dict[str, dict[object, str]] = {
     "mixed_precision": {True: "fp16"},
     "distributed_type": {"TPU": "XLA", "MPS": "NO", "TP": "MULTI_GPU", False: "NO"},
@@ -74,13 +74,13 @@ class Entry(NamedTuple):
 
 def read_document(document: Mapping[str, Any]) -> dict[str, Entry]:
     """Return the settings of a file of any version, by name, in the file's order. Raises BadEntry."""
-    found: dict[str, Entry] = {}
+    entries: dict[str, Entry] = {}
     for key, value in document.items():
         if key in _PREFIXES or key == "tp_config":
-            _read_section(key, value, found)
+            _read_section(key, value, entries)
         else:
-            _read_key("", key, value, (key,), found)
-    return found
+            _read_key("", key, value, (key,), entries)
+    return entries
 
 
 def to_document(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,13 +90,13 @@ def to_document(values: Mapping[str, Any]) -> dict[str, Any]:
     if values.get("deepspeed_config_file") is not None and values.get("mixed_precision") is None:
         del document["mixed_precision"]  # DeepSpeed's own configuration says it
     for section, settings in _SECTIONS.items():
-        said = {key: _plain(s, values[s.name]) for key, s in settings.items() if values.get(s.name) is not None}
+        fields = {key: _plain(s, values[s.name]) for key, s in settings.items() if values.get(s.name) is not None}
         if section == "dynamo_config" and values.get("dynamo_backend") in (None, "no"):
             continue
-        if section and said:
-            document[section] = said
+        if section and fields:
+            document[section] = fields
         elif not section:
-            document |= said
+            document |= fields
     if isinstance(document.get("downcast_bf16"), bool):
         document["downcast_bf16"] = "yes" if document["downcast_bf16"] else "no"
     steps = values.get("gradient_accumulation_steps")
@@ -105,34 +105,34 @@ def to_document(values: Mapping[str, Any]) -> dict[str, Any]:
     return document
 
 
-def _read_section(section: str, held: Any, found: dict[str, Entry]) -> None:
-    if held in _NOT_GIVEN:
+def _read_section(section: str, content: Any, entries: dict[str, Entry]) -> None:
+    if content in _NOT_GIVEN:
         return
-    if not isinstance(held, Mapping):
-        raise BadEntry((section,), f"{section} must hold settings, not {as_written(held)}")
-    for key, value in held.items():
-        _read_key(section, key, value, (section, str(key)), found)
+    if not isinstance(content, Mapping):
+        raise BadEntry((section,), f"{section} must hold settings, not {as_written(content)}")
+    for key, value in content.items():
+        _read_key(section, key, value, (section, str(key)), entries)
 
 
-def _read_key(section: str, key: Any, value: Any, keys: tuple[str, ...], found: dict[str, Entry]) -> None:
-    if (section, key) in _GONE:
+def _read_key(section: str, key: Any, value: Any, keys: tuple[str, ...], entries: dict[str, Entry]) -> None:
+    if (section, key) in _REMOVED_KEYS:
         return
     setting = setting_of(section, key)
     if setting is None:
-        raise BadEntry(keys, f"unknown setting {as_written(key)}{_nearest(key, _known(section))}")
+        raise BadEntry(keys, f"unknown setting {as_written(key)}{_nearest(key, _known_keys(section))}")
     if key == "fp16" and value in (None, False):
         return
     value = _old_value(setting.name, value)
     if value in _NOT_GIVEN:
         return
     try:
-        unsaid = setting.name == "num_processes" and value == UNSAID_PROCESSES
-        said = UNSAID_PROCESSES if unsaid else read(setting, value)
+        unspecified = setting.name == "num_processes" and value == UNSAID_PROCESSES
+        parsed = UNSAID_PROCESSES if unspecified else read(setting, value)
     except BadValue as error:
         raise BadEntry(keys, f"{key}: {error}") from None
-    other = found.setdefault(setting.name, Entry(said, keys))
-    if other.value != said:
-        raise BadEntry(keys, f"{'.'.join(keys)} and {'.'.join(other.keys)} are one setting: keep one")
+    entry = entries.setdefault(setting.name, Entry(parsed, keys))
+    if entry.value != parsed:
+        raise BadEntry(keys, f"{'.'.join(keys)} and {'.'.join(entry.keys)} are one setting: keep one")
 
 
 def setting_of(section: str, key: Any) -> Setting | None:
@@ -140,8 +140,8 @@ def setting_of(section: str, key: Any) -> Setting | None:
     section, key = _RENAMED.get((section, key), (section, key))
     if section == "" and key == "gradient_accumulation_steps":
         return BY_NAME[key]
-    known = _SECTIONS.get(section, {})
-    return known.get(key) or known.get(f"{_PREFIXES.get(section, '')}{key}")
+    by_key = _SECTIONS.get(section, {})
+    return by_key.get(key) or by_key.get(f"{_PREFIXES.get(section, '')}{key}")
 
 
 def _old_value(name: str, value: Any) -> Any:
@@ -151,7 +151,7 @@ def _old_value(name: str, value: Any) -> Any:
         return value
 
 
-def _known(section: str) -> Iterable[str]:
+def _known_keys(section: str) -> Iterable[str]:
     if section:
         return _SECTIONS.get(section, {})
     return [*_SECTIONS[""], *_PREFIXES]

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from . import BY_NAME, GROUPS
-from .env_variables import is_on, is_wanted
+from .env_variables import is_in_effect, is_on
 from .setting import Group, Setting
 
 Options = Mapping[str, Any]
 
-WAYS = ("cpu", "multi_gpu", "tpu", "use_deepspeed", "use_fsdp", "use_megatron_lm")
+BACKEND_SWITCHES = ("cpu", "multi_gpu", "tpu", "use_deepspeed", "use_fsdp", "use_megatron_lm")
 # Both given is a contradiction, whatever their values; if one is said in a file and the other by a flag, the flag wins.
 PAIRS = (
     ("module", "no_python"),
@@ -37,45 +37,45 @@ def contradictions(options: Options, sources: Mapping[str, str] | None = None) -
 
     sources: where a setting was given if not as a flag, for the message: `{"use_fsdp": "base.yaml:3"}`.
     """
-    return next(_found(options, sources or {}), None)
+    return next(_find_contradictions(options, sources or {}), None)
 
 
-def without_effect(given: Mapping[str, Any], options: Options) -> list[str]:
-    """Return lines that list the settings of `given` without effect, grouped by the missing setting."""
+def without_effect(explicit: Mapping[str, Any], options: Options) -> list[str]:
+    """Return lines that list the settings of `explicit` without effect, grouped by the missing setting."""
     idle: dict[str, list[str]] = {}
     for group in GROUPS:
         for setting in group.settings:
-            needed = _needed(group, setting, options)
-            if needed and is_given(setting.name, given):
-                idle.setdefault(needed, []).append(setting.shown)
+            needed = _prerequisite(group, setting, options)
+            if needed and is_given(setting.name, explicit):
+                idle.setdefault(needed, []).append(setting.display_name)
     return [f"{', '.join(flags)}: no effect without {needed}" for needed, flags in idle.items()]
 
 
-def _needed(group: Group, setting: Setting, options: Options) -> str:
+def _prerequisite(group: Group, setting: Setting, options: Options) -> str:
     """Return the setting that is required for this one to have an effect, or "" if none is missing."""
     if group.on is not None and not is_on(group, options):
         name, value = group.on
-    elif setting.when is not None and not is_wanted(setting, options) and options[setting.name] != setting.default:
+    elif setting.when is not None and not is_in_effect(setting, options) and options[setting.name] != setting.default:
         name, value = setting.when
     else:
         return ""
-    return BY_NAME[name].shown + ("" if value is True else f" {value}")
+    return BY_NAME[name].display_name + ("" if value is True else f" {value}")
 
 
-def _found(options: Options, sources: Mapping[str, str]) -> Iterator[str]:
-    def said(name: str) -> str:
+def _find_contradictions(options: Options, sources: Mapping[str, str]) -> Iterator[str]:
+    def label(name: str) -> str:
         setting = BY_NAME[name]
         value = options[name]
         shown = str(value).lower() if isinstance(value, bool) else value
-        word = setting.shown if setting.kind == "switch" else f"{setting.shown} {shown}"
-        return word + (f" ({sources[name]})" if name in sources else "")
+        text = setting.display_name if setting.kind == "switch" else f"{setting.display_name} {shown}"
+        return text + (f" ({sources[name]})" if name in sources else "")
 
-    ways = [name for name in WAYS if is_given(name, options)]
-    pairs = [(ways[0], ways[1])] if len(ways) > 1 and ways != ["cpu", "use_fsdp"] else []
-    for one, other in [*pairs, *(pair for pair in PAIRS if all(is_given(name, options) for name in pair))]:
-        yield f"{said(one)} and {said(other)} contradict each other: keep one"
+    switches = [name for name in BACKEND_SWITCHES if is_given(name, options)]
+    pairs = [(switches[0], switches[1])] if len(switches) > 1 and switches != ["cpu", "use_fsdp"] else []
+    for first, second in [*pairs, *(pair for pair in PAIRS if all(is_given(name, options) for name in pair))]:
+        yield f"{label(first)} and {label(second)} contradict each other: keep one"
     for rule in (_precision, _port, _gpus, _fsdp, _parallelism, _sizes, _nvme, _fp8, _keys, _variables):
-        yield from rule(options, said)
+        yield from rule(options, label)
 
 
 def is_given(name: str, options: Options) -> bool:
@@ -84,29 +84,29 @@ def is_given(name: str, options: Options) -> bool:
     return not (value is None or value is False or value == "" or (name == "gpu_ids" and value == "all"))
 
 
-def _precision(options: Options, said: Callable[[str], str]) -> Iterator[str]:
+def _precision(options: Options, label: Callable[[str], str]) -> Iterator[str]:
     if options["cpu"] and options["mixed_precision"] in ("fp16", "fp8"):
-        yield f"{said('mixed_precision')} needs a GPU and {said('cpu')} uses none: use bf16 or no"
+        yield f"{label('mixed_precision')} needs a GPU and {label('cpu')} uses none: use bf16 or no"
 
 
-def _port(options: Options, said: Callable[[str], str]) -> Iterator[str]:
+def _port(options: Options, label: Callable[[str], str]) -> Iterator[str]:
     port = options["main_process_port"] or 0
     if port > 65535:
-        yield f"{said('main_process_port')}: ports end at 65535"
+        yield f"{label('main_process_port')}: ports end at 65535"
 
 
 _GPU = re.compile(r"\d+(\.\d+)?|(GPU|MIG)-[\w/-]+", re.ASCII)
 
 
-def _gpus(options: Options, said: Callable[[str], str]) -> Iterator[str]:
-    if is_given("gpu_ids", options) and not all(_GPU.fullmatch(word.strip()) for word in options["gpu_ids"].split(",")):
-        yield f"{said('gpu_ids')}: they are numbers, or names such as GPU-8932f937, with commas between them"
+def _gpus(options: Options, label: Callable[[str], str]) -> Iterator[str]:
+    if is_given("gpu_ids", options) and not all(_GPU.fullmatch(gpu.strip()) for gpu in options["gpu_ids"].split(",")):
+        yield f"{label('gpu_ids')}: they are numbers, or names such as GPU-8932f937, with commas between them"
 
 
 _SIZES = tuple(f"parallelism_config_{name}_size" for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp"))
 
 
-def _sizes(options: Options, said: Callable[[str], str]) -> Iterator[str]:
+def _sizes(options: Options, label: Callable[[str], str]) -> Iterator[str]:
     if not (options["use_parallelism_config"] and options["use_fsdp"] and options["num_processes"]):
         return
     names = [name for name in _SIZES if options[name] > 1]
@@ -114,54 +114,54 @@ def _sizes(options: Options, said: Callable[[str], str]) -> Iterator[str]:
     # What nobody has said the shards of a replica to be is what the other sizes leave.
     rest = options["num_processes"] // product if "parallelism_config_dp_shard_size" not in names else 1
     if names and product * rest != options["num_processes"]:
-        sizes = " times ".join(said(name) for name in names)
-        yield f"{said('num_processes')} and {sizes} contradict each other: the sizes' product is {product}"
+        sizes = " times ".join(label(name) for name in names)
+        yield f"{label('num_processes')} and {sizes} contradict each other: the sizes' product is {product}"
 
 
-def _fsdp(options: Options, said: Callable[[str], str]) -> Iterator[str]:
+def _fsdp(options: Options, label: Callable[[str], str]) -> Iterator[str]:
     if not options["use_fsdp"]:
         return
     if options["fsdp_cpu_ram_efficient_loading"] and not options["fsdp_sync_module_states"]:
         yield (
-            f"{said('fsdp_cpu_ram_efficient_loading')} and {said('fsdp_sync_module_states')} contradict each other: "
+            f"{label('fsdp_cpu_ram_efficient_loading')} and {label('fsdp_sync_module_states')} contradict each other: "
             "ranks that have not read the weights must be sent them"
         )
     if options["fsdp_activation_checkpointing_offload"]:
         if not options["fsdp_activation_checkpointing"]:
-            yield f"{said('fsdp_activation_checkpointing_offload')} needs --fsdp_activation_checkpointing true"
+            yield f"{label('fsdp_activation_checkpointing_offload')} needs --fsdp_activation_checkpointing true"
         if options["fsdp_version"] == "1":
-            yield f"{said('fsdp_activation_checkpointing_offload')} needs --fsdp_version 2"
+            yield f"{label('fsdp_activation_checkpointing_offload')} needs --fsdp_version 2"
 
 
-def _parallelism(options: Options, said: Callable[[str], str]) -> Iterator[str]:
+def _parallelism(options: Options, label: Callable[[str], str]) -> Iterator[str]:
     if not options["use_parallelism_config"] or options["use_deepspeed"]:
         return
     if not options["use_fsdp"]:
-        yield f"{said('use_parallelism_config')} needs --use_fsdp, with --fsdp_version 2, or --use_deepspeed"
+        yield f"{label('use_parallelism_config')} needs --use_fsdp, with --fsdp_version 2, or --use_deepspeed"
     elif options["fsdp_version"] == "1":
-        yield f"{said('use_parallelism_config')} and {said('fsdp_version')} contradict each other: it needs version 2"
+        yield f"{label('use_parallelism_config')} and {label('fsdp_version')} contradict each other: it needs version 2"
 
 
-def _nvme(options: Options, said: Callable[[str], str]) -> Iterator[str]:
-    for what in ("optimizer", "param"):
-        device, path = f"offload_{what}_device", f"offload_{what}_nvme_path"
+def _nvme(options: Options, label: Callable[[str], str]) -> Iterator[str]:
+    for kind in ("optimizer", "param"):
+        device, path = f"offload_{kind}_device", f"offload_{kind}_nvme_path"
         if options["use_deepspeed"] and options[device] == "nvme" and not options[path]:
-            yield f"{said(device)} needs --{path}"
+            yield f"{label(device)} needs --{path}"
 
 
-def _fp8(options: Options, said: Callable[[str], str]) -> Iterator[str]:
+def _fp8(options: Options, label: Callable[[str], str]) -> Iterator[str]:
     if options["fp8_backend"] and options["mixed_precision"] not in (None, "fp8"):
-        yield f"{said('fp8_backend')} and {said('mixed_precision')} contradict each other: it needs fp8"
+        yield f"{label('fp8_backend')} and {label('mixed_precision')} contradict each other: it needs fp8"
 
 
-def _keys(options: Options, said: Callable[[str], str]) -> Iterator[str]:
+def _keys(options: Options, label: Callable[[str], str]) -> Iterator[str]:
     names = ("aws_access_key_id", "aws_secret_access_key")
-    given = [name for name in names if options[name]]
-    if len(given) == 1:
-        yield f"--{given[0]} needs --{names[1 - names.index(given[0])]}"
+    present = [name for name in names if options[name]]
+    if len(present) == 1:
+        yield f"--{present[0]} needs --{names[1 - names.index(present[0])]}"
 
 
-def _variables(options: Options, said: Callable[[str], str]) -> Iterator[str]:
+def _variables(options: Options, label: Callable[[str], str]) -> Iterator[str]:
     for pair in options["env"] or []:
         name, equals, _ = pair.partition("=")
         if not (name and equals):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from . import GROUPS
-from .setting import Group, Setting, written
+from .setting import Group, Setting, env_text
 
 # Settings whose variables the launcher works out itself: they depend on the machine, not on the setting alone.
 _ELSEWHERE = {"cpu", "gpu_ids", "main_process_ip", "main_process_port", "num_cpu_threads_per_process", "rdzv_id",
@@ -23,7 +23,7 @@ def variables(options: Mapping[str, Any]) -> dict[str, str]:
     for group in GROUPS:
         if group.title not in _NOT_WORKERS and is_on(group, options):
             for setting in group.settings:
-                if setting.env and setting.name not in _ELSEWHERE and _holds(setting, options):
+                if setting.env and setting.name not in _ELSEWHERE and _is_exported(setting, options):
                     env |= _variable(setting, options[setting.name])
     return env | _of_tpu(options) | _of_deepspeed(options)
 
@@ -33,28 +33,28 @@ def is_on(group: Group, options: Mapping[str, Any]) -> bool:
     return group.on is None or options.get(group.on[0]) == group.on[1]
 
 
-def _holds(setting: Setting, options: Mapping[str, Any]) -> bool:
+def _is_exported(setting: Setting, options: Mapping[str, Any]) -> bool:
     value = options.get(setting.name)
     if value is None or (value is False and setting.kind == "switch" and setting.style != "str"):
         return False
-    return is_wanted(setting, options)
+    return is_in_effect(setting, options)
 
 
-def is_wanted(setting: Setting, options: Mapping[str, Any]) -> bool:
+def is_in_effect(setting: Setting, options: Mapping[str, Any]) -> bool:
     """Return True if the setting's condition (`when`) holds."""
     if setting.when is None:
         return True
-    other = options.get(setting.when[0])
+    value = options.get(setting.when[0])
     if isinstance(setting.when[1], bool):
-        return other not in (None, "no")
-    return isinstance(other, int) and other >= setting.when[1]
+        return value not in (None, "no")
+    return isinstance(value, int) and value >= setting.when[1]
 
 
 def _variable(setting: Setting, value: Any) -> dict[str, str]:
     if setting.name == "fp8_override_linear_precision":  # one setting, three variables
         names = ("FPROP", "DGRAD", "WGRAD")
         return {f"ACCELERATE_FP8_OVERRIDE_{name}": str(part) for name, part in zip(names, value, strict=True)}
-    return {setting.env: written(setting, value)}
+    return {setting.env: env_text(setting, value)}
 
 
 def _of_tpu(options: Mapping[str, Any]) -> dict[str, str]:

@@ -83,25 +83,25 @@ class Question(NamedTuple):
         return read(Setting(self.name, self.text, choices=tuple(value for value, _ in self.options)), raw)
 
 
-def ask(name: str, text: str, when: Condition, **rest: Any) -> Question:
+def ask(name: str, text: str, when: Condition, **fields: Any) -> Question:
     """Make a question; `offer` is a constant default."""
-    if "offer" in rest:
-        value = rest.pop("offer")
-        rest["default"] = lambda answers, machine: value
-    return Question(name, text, when, **rest)
+    if "offer" in fields:
+        value = fields.pop("offer")
+        fields["default"] = lambda answers, machine: value
+    return Question(name, text, when, **fields)
 
 
-def answered(name: str, *values: Any) -> Condition:
+def answer_is(name: str, *values: Any) -> Condition:
     """Return the condition that the answer to `name` is one of `values`."""
     return lambda answers: answers.get(name) in values
 
 
-def both(one: Condition, other: Condition) -> Condition:
-    return lambda answers: one(answers) and other(answers)
+def both(first: Condition, second: Condition) -> Condition:
+    return lambda answers: first(answers) and second(answers)
 
 
-def at_least(name: str, least: int) -> Condition:
-    return lambda answers: int(answers.get(name) or 0) >= least
+def at_least(name: str, minimum: int) -> Condition:
+    return lambda answers: int(answers.get(name) or 0) >= minimum
 
 
 # Questions about a place where jobs run. An answer is an option of the target in `accel.yaml`.
@@ -152,19 +152,21 @@ def entry_of(answers: Answers) -> tuple[str, dict[str, Any]] | None:
 def answers_of_entry(name: str, entry: dict[str, Any]) -> dict[str, Any]:
     """Return the answers that an entry of `accel.yaml` represents, as defaults."""
     kind = str(entry.get("kind"))
-    asked = {question.target: question.name for question in TARGET_QUESTIONS if question.target is not None}
-    found = {asked[kind, key]: value for key, value in entry.items() if (kind, key) in asked}
+    names = {question.target: question.name for question in TARGET_QUESTIONS if question.target is not None}
+    offered = {names[kind, key]: value for key, value in entry.items() if (kind, key) in names}
     return {
         "target": name,
-        **{key: ",".join(value) if isinstance(value, list) else value for key, value in found.items()},
+        **{key: ",".join(value) if isinstance(value, list) else value for key, value in offered.items()},
     }
 
 
-def _option(kind: str, option: str, text: str, *, when: Condition | None = None, **rest: Any) -> Question:
-    here = answered("place", kind)
-    own = None if "options" in rest else Setting(f"{kind}_{option}", text)
-    open_then = here if when is None else both(here, when)
-    return ask(f"{kind}_{option}", text, open_then, own=own, target=(kind, option), **({"may_be_empty": True} | rest))
+def _option(kind: str, option: str, text: str, *, when: Condition | None = None, **fields: Any) -> Question:
+    at_kind = answer_is("place", kind)
+    setting = None if "options" in fields else Setting(f"{kind}_{option}", text)
+    condition = at_kind if when is None else both(at_kind, when)
+    return ask(
+        f"{kind}_{option}", text, condition, own=setting, target=(kind, option), **({"may_be_empty": True} | fields)
+    )
 
 
 def _file(answers: Answers, machine: Machine) -> str:
@@ -180,16 +182,17 @@ def _target(answers: Answers) -> bool:
     return answers.get("place") in KINDS and (answers["place"] != "tpu" or _SLICE(answers))
 
 
-_SLICE = both(answered("place", "tpu"), answered("tpu_submit", True))
-_CREATED = both(_SLICE, answered("slice_name", None))
+_SLICE = both(answer_is("place", "tpu"), answer_is("tpu_submit", True))
+_CREATED = both(_SLICE, answer_is("slice_name", None))
 
 TARGET_QUESTIONS: tuple[Question, ...] = (
-    ask("tpu_submit", "Are jobs to be submitted to it (accel submit)?", answered("place", "tpu"),
+    ask("tpu_submit", "Are jobs to be submitted to it (accel submit)?", answer_is("place", "tpu"),
         own=switch("tpu_submit", "submit jobs to a slice")),
     ask("target", "What is the target to be called (accel submit --target NAME)?", _target,
         own=Setting("target", "a name"), default=lambda answers, machine: answers["place"]),
     _option("ssh", "hosts", "Which machines: a,b or user@host:port or gpu[01-16] (empty: those of a hostfile)?"),
-    _option("ssh", "hostfile", "The hostfile, a machine a line?", when=answered("ssh_hosts", None), may_be_empty=False),
+    _option("ssh", "hostfile", "The hostfile, a machine a line?", when=answer_is("ssh_hosts", None),
+            may_be_empty=False),
     _option("ssh", "user", "The user there (empty: as ~/.ssh/config says)?"),
     _option("ssh", "venv", "The virtual environment there that has accel and torch (empty: python3's packages)?"),
     _option("ssh", "interface", "The network interface between the machines (empty: any)?"),
@@ -209,7 +212,7 @@ TARGET_QUESTIONS: tuple[Question, ...] = (
     _option("kubernetes", "code_claim", "A PersistentVolumeClaim for code of more than 1 MiB (empty: none)?"),
     _option("kubernetes", "queue", "Kueue's queue (empty: none)?"),
     *(
-        ask(name, text, answered("place", "sagemaker"), target=("sagemaker", option), **rest)
+        ask(name, text, answer_is("place", "sagemaker"), target=("sagemaker", option), **rest)
         for name, option, text, rest in (
             ("profile", "profile", "The AWS profile with the credentials (empty: those of the environment)?",
              {"offer": "default", "may_be_empty": True}),

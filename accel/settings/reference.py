@@ -57,7 +57,7 @@ def _flags() -> str:
 
 
 def _flag_row(setting: Setting) -> tuple[str, ...]:
-    name = f"`{setting.short}`, `{setting.shown}`" if setting.short else f"`{setting.shown}`"
+    name = f"`{setting.short}`, `{setting.display_name}`" if setting.short else f"`{setting.display_name}`"
     variable = f"`{setting.env}`" if setting.env else ""
     return (name, _values(setting), _default(setting), variable, _used_by(setting), setting.help)
 
@@ -72,16 +72,16 @@ def _file() -> str:
 
 
 def _key_row(setting: Setting) -> tuple[str, ...]:
-    flag = f"`{setting.shown}`" if setting.flag else ""
+    flag = f"`{setting.display_name}`" if setting.flag else ""
     return (f"`{setting.file_key}`", _values(setting), _default(setting), flag, setting.help)
 
 
 def _table(
     group: Group, heading: tuple[str, ...], rows: list[tuple[str, ...]], *, section: str = "", example: str = ""
 ) -> str:
-    said = [(f"Section `{section}`. " if section else "") + group.about]
-    said += ["", f"    accel launch {example}"] if example else []
-    return "\n".join([f"## {group.title}", "", *said, "", *_lines(heading, rows), ""])
+    lines = [(f"Section `{section}`. " if section else "") + group.description]
+    lines += ["", f"    accel launch {example}"] if example else []
+    return "\n".join([f"## {group.title}", "", *lines, "", *_lines(heading, rows), ""])
 
 
 def _lines(heading: tuple[str, ...], rows: list[tuple[str, ...]]) -> Iterator[str]:

@@ -181,10 +181,10 @@ _PREFETCHES = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
 _STATES = ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")
 
 
-def _fsdp(name: str, help: str, kind: str = "text", default: Any = None, **rest: Any) -> Setting:
-    env = rest.pop("env", f"FSDP_{name.upper()}")
-    style = rest.pop("style", "lower" if kind == "yesno" else "str")
-    return Setting(f"fsdp_{name}", help, kind, default, env=env, style=style, used_by=("fsdp",), **rest)
+def _fsdp(name: str, help: str, kind: str = "text", default: Any = None, **fields: Any) -> Setting:
+    env = fields.pop("env", f"FSDP_{name.upper()}")
+    style = fields.pop("style", "lower" if kind == "yesno" else "str")
+    return Setting(f"fsdp_{name}", help, kind, default, env=env, style=style, used_by=("fsdp",), **fields)
 
 
 def _numbered(names: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
@@ -234,9 +234,9 @@ FSDP = Group(
 _PARALLELISM = "parallelism_config_"
 
 
-def _size(name: str, help: str, kind: str = "positive", default: Any = 1, **rest: Any) -> Setting:
+def _size(name: str, help: str, kind: str = "positive", default: Any = 1, **fields: Any) -> Setting:
     env = f"PARALLELISM_CONFIG_{name.upper()}"
-    return Setting(_PARALLELISM + name, help, kind, default, env=env, used_by=("parallelism",), **rest)
+    return Setting(_PARALLELISM + name, help, kind, default, env=env, used_by=("parallelism",), **fields)
 
 
 PARALLELISM = Group(
@@ -272,8 +272,8 @@ DEEPSPEED_LAUNCHERS = ("pdsh", "standard", "openmpi", "mvapich", "mpich", "nossh
 _DEVICES = ("none", "cpu", "nvme")
 
 
-def _zero(name: str, help: str, kind: str = "text", **rest: Any) -> Setting:
-    return Setting(name, help, kind, used_by=("deepspeed",), **rest)
+def _zero(name: str, help: str, kind: str = "text", **fields: Any) -> Setting:
+    return Setting(name, help, kind, used_by=("deepspeed",), **fields)
 
 
 DEEPSPEED = Group(
@@ -315,9 +315,9 @@ DEEPSPEED = Group(
 # Megatron-LM, as Accelerate's MegatronLMPlugin reads it.
 
 
-def _lm(name: str, help: str, kind: str = "yesno", default: Any = None, **rest: Any) -> Setting:
+def _lm(name: str, help: str, kind: str = "yesno", default: Any = None, **fields: Any) -> Setting:
     name = f"megatron_lm_{name}"
-    return Setting(name, help, kind, default, env=name.upper(), used_by=("megatron",), **rest)
+    return Setting(name, help, kind, default, env=name.upper(), used_by=("megatron",), **fields)
 
 
 MEGATRON = Group(
@@ -365,9 +365,9 @@ MEGATRON = Group(
 # FP8, as Accelerate's recipes for TransformerEngine, torchao and MS-AMP read it.
 
 
-def _fp8(name: str, help: str, kind: str = "text", default: Any = None, **rest: Any) -> Setting:
+def _fp8(name: str, help: str, kind: str = "text", default: Any = None, **fields: Any) -> Setting:
     name = f"fp8_{name}"
-    return Setting(name, help, kind, default, env=f"ACCELERATE_{name.upper()}", used_by=("fp8",), **rest)
+    return Setting(name, help, kind, default, env=f"ACCELERATE_{name.upper()}", used_by=("fp8",), **fields)
 
 
 FP8 = Group(
@@ -398,8 +398,8 @@ FP8 = Group(
 # TPU hosts and pods, and Amazon SageMaker.
 
 
-def _pod(name: str, help: str, kind: str = "text", default: Any = None, **rest: Any) -> Setting:
-    return Setting(name, help, kind, default, used_by=rest.pop("used_by", ("pod",)), **rest)
+def _pod(name: str, help: str, kind: str = "text", default: Any = None, **fields: Any) -> Setting:
+    return Setting(name, help, kind, default, used_by=fields.pop("used_by", ("pod",)), **fields)
 
 
 TPU = Group(
@@ -428,8 +428,8 @@ TPU = Group(
 )  # fmt: skip
 
 
-def _aws(name: str, help: str, kind: str = "text", default: Any = None, **rest: Any) -> Setting:
-    return Setting(name, help, kind, default, used_by=("sagemaker",), **{"flag": False} | rest)
+def _aws(name: str, help: str, kind: str = "text", default: Any = None, **fields: Any) -> Setting:
+    return Setting(name, help, kind, default, used_by=("sagemaker",), **{"flag": False} | fields)
 
 
 SAGEMAKER = Group(

@@ -81,7 +81,7 @@ class Setting(NamedTuple):
         return [*([self.short] if self.short else []), *long]
 
     @property
-    def shown(self) -> str:
+    def display_name(self) -> str:
         """The flag as written in messages and pages; without a flag, the key in the file."""
         return f"--{self.spelling or self.name}" if self.flag else self.file_key
 
@@ -101,7 +101,7 @@ class Group(NamedTuple):
     """
 
     title: str
-    about: str
+    description: str
     settings: tuple[Setting, ...]
     section: str = ""
     prefix: str = ""
@@ -109,16 +109,16 @@ class Group(NamedTuple):
     example: str = ""
 
 
-def switch(name: str, help: str, **rest: Any) -> Setting:
+def switch(name: str, help: str, **fields: Any) -> Setting:
     """Return a setting that is off by default."""
-    return Setting(name, help, "switch", False, **rest)
+    return Setting(name, help, "switch", False, **fields)
 
 
 # Values: how they are read from a word or a file, and written for a worker.
 
 _TRUE = ("true", "yes", "y", "t", "on", "1")
 _FALSE = ("false", "no", "n", "f", "off", "0")
-_SAID = {
+_EXPECTED = {
     "whole": "a whole number from 0 on",
     "positive": "a whole number from 1 on",
     "number": "a number from 0 on",
@@ -151,7 +151,7 @@ def read(setting: Setting, raw: object) -> Any:
     if setting.kind == "yesnos":
         return _yesnos(setting, raw)
     if setting.kind == "words":
-        return _words(setting, raw)
+        return _as_list(setting, raw)
     if setting.kind == "table":
         if not isinstance(raw, dict):
             raise _bad(setting, raw)
@@ -159,7 +159,7 @@ def read(setting: Setting, raw: object) -> Any:
     return _text(setting, raw)
 
 
-def written(setting: Setting, value: Any) -> str:
+def env_text(setting: Setting, value: Any) -> str:
     """Return the value as the worker reads it in the environment."""
     text = str(value)
     if setting.style == "lower":
@@ -180,8 +180,8 @@ def typed(setting: Setting, value: Any) -> str:
 
 def expected(setting: Setting) -> str:
     """Describe the valid values."""
-    said = ", ".join(setting.choices) if setting.choices else _SAID.get(setting.kind, "text")
-    return ", or ".join((said, *setting.also))
+    description = ", ".join(setting.choices) if setting.choices else _EXPECTED.get(setting.kind, "text")
+    return ", or ".join((description, *setting.also))
 
 
 def as_written(raw: object) -> str:
@@ -208,8 +208,8 @@ def _text(setting: Setting, raw: object) -> str:
     except KeyError:
         from accel.errors import nearest
 
-        near = nearest(text.lower(), spelled)
-        raise BadValue(f"{as_written(raw)} is not one of {', '.join(setting.choices)}{near}") from None
+        suggestion = nearest(text.lower(), spelled)
+        raise BadValue(f"{as_written(raw)} is not one of {', '.join(setting.choices)}{suggestion}") from None
 
 
 def _number(setting: Setting, raw: object) -> int | float:
@@ -253,7 +253,7 @@ def _yesnos(setting: Setting, raw: object) -> tuple[bool, ...]:
     return tuple(_yesno(setting, part) for part in parts)
 
 
-def _words(setting: Setting, raw: object) -> list[str]:
+def _as_list(setting: Setting, raw: object) -> list[str]:
     if isinstance(raw, str):
         return [raw] if raw else []
     if not isinstance(raw, (list, tuple)) or any(isinstance(part, (dict, list)) for part in raw):

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from . import BY_NAME
-from .prompts import KINDS, TARGET_QUESTIONS, Answers, Machine, Question, answered, ask, at_least, both
+from .prompts import KINDS, TARGET_QUESTIONS, Answers, Machine, Question, answer_is, ask, at_least, both
 
 __all__ = ["QUESTIONS", "Answers", "Machine", "Question", "answers_of", "open_question", "still_asked", "values_of"]
 
@@ -42,11 +42,11 @@ def open_question(answers: Answers) -> Question | None:
 
 def still_asked(answers: Answers) -> dict[str, Any]:
     """Return the answers without those that an earlier answer has made irrelevant."""
-    kept = dict(answers)
-    while moot := kept.keys() - {question.name for question in QUESTIONS if question.when(kept)}:
-        for name in moot:
-            del kept[name]
-    return kept
+    valid = dict(answers)
+    while extra := valid.keys() - {question.name for question in QUESTIONS if question.when(valid)}:
+        for name in extra:
+            del valid[name]
+    return valid
 
 
 def values_of(answers: Answers, machine: Machine) -> dict[str, Any]:
@@ -63,16 +63,16 @@ def values_of(answers: Answers, machine: Machine) -> dict[str, Any]:
 def answers_of(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the answers that a file's settings represent, as defaults."""
     kind = str(values.get("distributed_type", "NO"))
-    ways = {"FSDP": "fsdp", "DEEPSPEED": "deepspeed", "MEGATRON_LM": "megatron"}
-    several = str(values.get("num_machines", "1")) != "1"
+    by_type = {"FSDP": "fsdp", "DEEPSPEED": "deepspeed", "MEGATRON_LM": "megatron"}
+    multi_node = str(values.get("num_machines", "1")) != "1"
     answers = dict(values)
-    answers["place"] = "tpu" if kind == "XLA" else "several" if several else "this"
+    answers["place"] = "tpu" if kind == "XLA" else "several" if multi_node else "this"
     if values.get("compute_environment") == "AMAZON_SAGEMAKER":
         answers["place"] = "sagemaker"
     else:
         answers.pop("distributed_type", None)
     answers["device"] = "cpu" if values.get("cpu") else "gpu"
-    answers["way"] = ways.get(kind, "none")
+    answers["way"] = by_type.get(kind, "none")
     answers["use_parallelism_config"] = any(name.startswith("parallelism_config_") for name in values)
     return answers
 
@@ -80,9 +80,9 @@ def answers_of(values: Mapping[str, Any]) -> dict[str, Any]:
 def _type(answers: Answers, machine: Machine) -> str:
     if answers["place"] == "tpu":
         return "XLA"
-    way = {"fsdp": "FSDP", "deepspeed": "DEEPSPEED", "megatron": "MEGATRON_LM"}.get(answers.get("way", "none"))
-    if way:
-        return way
+    kind = {"fsdp": "FSDP", "deepspeed": "DEEPSPEED", "megatron": "MEGATRON_LM"}.get(answers.get("way", "none"))
+    if kind:
+        return kind
     if answers["place"] == "this" and answers.get("num_processes", 1) == 1:
         return "NO"
     if answers.get("device") == "cpu":
@@ -95,29 +95,29 @@ def _count(answers: Answers, machine: Machine) -> int:
         return math.prod(
             answers[f"parallelism_config_{name}_size"] for name in ("dp_replicate", "dp_shard", "tp", "cp")
         )
-    each = machine.devices if answers.get("device") == "gpu" and machine.kind in ("cuda", "xpu") else 1
-    return each * int(answers.get("num_machines") or 1)
+    per_node = machine.devices if answers.get("device") == "gpu" and machine.kind in ("cuda", "xpu") else 1
+    return per_node * int(answers.get("num_machines") or 1)
 
 
-_GANG = answered("place", "this", "several", *_LAUNCHED)
-_SEVERAL = answered("place", "several")
-_GPU = answered("device", "gpu")
-_FSDP = answered("way", "fsdp")
-_FSDP_1 = both(_FSDP, answered("fsdp_version", "1"))
-_FSDP_2 = both(_FSDP, answered("fsdp_version", "2"))
-_DEEPSPEED = answered("way", "deepspeed")
-_ZERO = both(_DEEPSPEED, answered("deepspeed_config_file", None))
-_SHARDED = both(_ZERO, answered("zero_stage", 2, 3))
-_STAGE_3 = both(_ZERO, answered("zero_stage", 3))
+_GANG = answer_is("place", "this", "several", *_LAUNCHED)
+_SEVERAL = answer_is("place", "several")
+_GPU = answer_is("device", "gpu")
+_FSDP = answer_is("way", "fsdp")
+_FSDP_1 = both(_FSDP, answer_is("fsdp_version", "1"))
+_FSDP_2 = both(_FSDP, answer_is("fsdp_version", "2"))
+_DEEPSPEED = answer_is("way", "deepspeed")
+_ZERO = both(_DEEPSPEED, answer_is("deepspeed_config_file", None))
+_SHARDED = both(_ZERO, answer_is("zero_stage", 2, 3))
+_STAGE_3 = both(_ZERO, answer_is("zero_stage", 3))
 _PDSH = both(_DEEPSPEED, lambda answers: answers.get("deepspeed_multinode_launcher", "standard") != "standard")
-_MEGATRON = answered("way", "megatron")
-_TE = answered("fp8_backend", "te")
-_TPU = answered("place", "tpu")
-_POD = both(_TPU, answered("tpu_use_cluster", True))
-_AWS = answered("place", "sagemaker")
-_DATA_PARALLEL = both(_AWS, answered("distributed_type", "DATA_PARALLEL"))
+_MEGATRON = answer_is("way", "megatron")
+_TE = answer_is("fp8_backend", "te")
+_TPU = answer_is("place", "tpu")
+_POD = both(_TPU, answer_is("tpu_use_cluster", True))
+_AWS = answer_is("place", "sagemaker")
+_DATA_PARALLEL = both(_AWS, answer_is("distributed_type", "DATA_PARALLEL"))
 _COMPILED = both(lambda answers: not _TPU(answers), lambda answers: answers.get("dynamo_backend", "no") != "no")
-_FP8 = answered("mixed_precision", "fp8")
+_FP8 = answer_is("mixed_precision", "fp8")
 
 QUESTIONS: tuple[Question, ...] = (
     ask("place", "Where will it run?", lambda answers: True, options=_PLACES, offer="this"),
@@ -131,7 +131,7 @@ QUESTIONS: tuple[Question, ...] = (
     ask("main_process_port", "A port of machine 0 that is free?", _SEVERAL, offer=29500),
     ask("rdzv_backend", "How do the machines find each other?", _SEVERAL),
     ask("mpirun_hostfile", "A hostfile for mpirun, if mpirun is to start the ranks (empty: no)?",
-        both(_SEVERAL, answered("device", "cpu")), may_be_empty=True),
+        both(_SEVERAL, answer_is("device", "cpu")), may_be_empty=True),
     ask("way", "How is the work spread over the GPUs?", both(_GANG, _GPU), options=_WAYS, offer="none"),
     # FSDP
     ask("fsdp_version", "Which version of FSDP?", _FSDP, offer="2"),
@@ -141,20 +141,20 @@ QUESTIONS: tuple[Question, ...] = (
     ask("fsdp_offload_params", "Keep parameters and gradients on the CPU?", _FSDP),
     ask("fsdp_auto_wrap_policy", "How are modules made into units?", _FSDP, offer="TRANSFORMER_BASED_WRAP"),
     ask("fsdp_transformer_layer_cls_to_wrap", "Class names of the layers (empty: what the model says)?",
-        both(_FSDP, answered("fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP")), may_be_empty=True),
+        both(_FSDP, answer_is("fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP")), may_be_empty=True),
     ask("fsdp_min_num_params", "How many parameters make a unit?",
-        both(_FSDP, answered("fsdp_auto_wrap_policy", "SIZE_BASED_WRAP"))),
+        both(_FSDP, answer_is("fsdp_auto_wrap_policy", "SIZE_BASED_WRAP"))),
     ask("fsdp_backward_prefetch", "When are the next unit's parameters gathered?", _FSDP_1, offer="BACKWARD_PRE"),
     ask("fsdp_state_dict_type", "How is the model saved?", _FSDP, offer="SHARDED_STATE_DICT"),
     ask("fsdp_forward_prefetch", "Gather parameters ahead in the forward pass too?", _FSDP_1),
     ask("fsdp_use_orig_params", "Allow frozen and trained parameters in one unit?", _FSDP_1),
     ask("fsdp_cpu_ram_efficient_loading", "Let only rank 0 read the checkpoint of a transformers model?", _FSDP),
     ask("fsdp_sync_module_states", "Send rank 0's parameters to all?",
-        both(_FSDP_1, answered("fsdp_cpu_ram_efficient_loading", False))),
+        both(_FSDP_1, answer_is("fsdp_cpu_ram_efficient_loading", False))),
     ask("fsdp_activation_checkpointing", "Compute activations again in the backward pass?", _FSDP),
     ask("use_parallelism_config", "Spread over several dimensions (tensors, sequences) too?", _FSDP_2),
     *(
-        ask(f"parallelism_config_{name}", text, answered("use_parallelism_config", True))
+        ask(f"parallelism_config_{name}", text, answer_is("use_parallelism_config", True))
         for name, text in (
             ("dp_replicate_size", "How many replicas of the model?"),
             ("dp_shard_size", "Among how many processes is a replica sharded?"),
@@ -170,9 +170,9 @@ QUESTIONS: tuple[Question, ...] = (
     ask("zero_stage", "What is sharded: 0 nothing, 1 optimizer, 2 gradients, 3 parameters?", _ZERO, offer=2),
     ask("offload_optimizer_device", "Where is the optimizer's state kept?", _SHARDED, offer="none"),
     ask("offload_optimizer_nvme_path", "In which directory of the drive?",
-        answered("offload_optimizer_device", "nvme")),
+        answer_is("offload_optimizer_device", "nvme")),
     ask("offload_param_device", "Where are the parameters kept?", _STAGE_3, offer="none"),
-    ask("offload_param_nvme_path", "In which directory of the drive?", answered("offload_param_device", "nvme")),
+    ask("offload_param_nvme_path", "In which directory of the drive?", answer_is("offload_param_device", "nvme")),
     ask("gradient_accumulation_steps", "How many batches make up one step?", _ZERO, offer=1),
     ask("gradient_clipping", "The largest norm of the gradients (empty: any)?", _ZERO, may_be_empty=True),
     ask("zero3_save_16bit_model", "Gather the weights in 16 bits when saving?", _STAGE_3, offer=False),
@@ -184,7 +184,7 @@ QUESTIONS: tuple[Question, ...] = (
     ask("deepspeed_hostfile", "The file with the machines, `HOST slots=GPUS` a line?", _PDSH),
     ask("deepspeed_exclusion_filter", "Machines or GPUs of it to leave out (empty: none)?", _PDSH, may_be_empty=True),
     ask("deepspeed_inclusion_filter", "Machines or GPUs of it to use (empty: all)?",
-        both(_PDSH, answered("deepspeed_exclusion_filter", None)), may_be_empty=True),
+        both(_PDSH, answer_is("deepspeed_exclusion_filter", None)), may_be_empty=True),
     # Megatron-LM
     ask("megatron_lm_tp_degree", "Among how many processes is each tensor split?", _MEGATRON),
     ask("megatron_lm_sequence_parallelism", "Split sequences there too?", at_least("megatron_lm_tp_degree", 2),
@@ -196,23 +196,23 @@ QUESTIONS: tuple[Question, ...] = (
     ask("megatron_lm_use_distributed_optimizer", "Shard the optimizer's state?", _MEGATRON, offer=True),
     ask("megatron_lm_gradient_clipping", "The largest norm of the gradients (0: any)?", _MEGATRON),
     # processes
-    ask("num_processes", "How many processes?", answered("place", "this", "tpu"), default=_count),
+    ask("num_processes", "How many processes?", answer_is("place", "this", "tpu"), default=_count),
     ask("num_processes", "How many processes, over all machines?", _SEVERAL, default=_count),
-    ask("num_processes", "How many processes on each machine?", answered("place", *_LAUNCHED), default=_count),
+    ask("num_processes", "How many processes on each machine?", answer_is("place", *_LAUNCHED), default=_count),
     ask("gpu_ids", "Which GPUs of this machine, such as 0,2?",
-        both(answered("place", "this", "several"), both(_GPU, answered("way", "none"))), offer="all"),
+        both(answer_is("place", "this", "several"), both(_GPU, answer_is("way", "none"))), offer="all"),
     ask("enable_cpu_affinity", "Bind each process to the processors near its GPU (NUMA)?",
-        both(_GPU, answered("way", "none"))),
+        both(_GPU, answer_is("way", "none"))),
     *TARGET_QUESTIONS,
     # TPU
     ask("main_training_function", "Which function of the script does every core run?",
         both(_TPU, lambda answers: answers.get("slice_runtime") != "torch_tpu"), offer="main"),
-    ask("tpu_use_cluster", "Is it a pod of several hosts?", both(_TPU, answered("tpu_submit", False))),
+    ask("tpu_use_cluster", "Is it a pod of several hosts?", both(_TPU, answer_is("tpu_submit", False))),
     ask("tpu_name", "The pod's name?", _POD),
     ask("tpu_zone", "Its zone?", _POD),
     ask("tpu_use_sudo", "Run the script with sudo there?", _POD),
     ask("command_file", "A script that `accel tpu-config` runs on every host (empty: none)?", _POD, may_be_empty=True),
-    ask("commands", "A command that it runs there (empty: none)?", both(_POD, answered("command_file", None)),
+    ask("commands", "A command that it runs there (empty: none)?", both(_POD, answer_is("command_file", None)),
         may_be_empty=True),
     ask("vm", "A host by its name, if they are no instance group (empty: they are)?", _POD, may_be_empty=True),
     ask("env", "A variable for the hosts, NAME=VALUE (empty: none)?", _POD, may_be_empty=True),
@@ -231,7 +231,7 @@ QUESTIONS: tuple[Question, ...] = (
     ask("mixed_precision", "Mixed precision?",
         lambda answers: not (_DEEPSPEED(answers) and answers.get("deepspeed_config_file") is not None), offer="no",
         options=_PRECISIONS),
-    ask("downcast_bf16", "Make doubles float32 and floats bfloat16?", both(_TPU, answered("mixed_precision", "bf16"))),
+    ask("downcast_bf16", "Make doubles float32 and floats bfloat16?", both(_TPU, answer_is("mixed_precision", "bf16"))),
     ask("fp8_backend", "Which library does FP8?", _FP8, offer="te"),
     *(
         ask(f"fp8_{name}", text, both(_FP8, _TE))
@@ -245,8 +245,8 @@ QUESTIONS: tuple[Question, ...] = (
             ("override_linear_precision", "Higher precision for fprop, dgrad, wgrad?"),
         )
     ),
-    ask("fp8_opt_level", "What is sent in 8 bits?", answered("fp8_backend", "msamp")),
-    ask("fp8_enable_fsdp_float8_all_gather", "Gather FSDP's parameters in 8 bits?", answered("fp8_backend", "ao")),
-    ask("fp8_pad_inner_dim", "Pad inner dimensions to what the GPU asks for?", answered("fp8_backend", "ao")),
+    ask("fp8_opt_level", "What is sent in 8 bits?", answer_is("fp8_backend", "msamp")),
+    ask("fp8_enable_fsdp_float8_all_gather", "Gather FSDP's parameters in 8 bits?", answer_is("fp8_backend", "ao")),
+    ask("fp8_pad_inner_dim", "Pad inner dimensions to what the GPU asks for?", answer_is("fp8_backend", "ao")),
     ask("debug", "Check every exchange between processes (slower)?", lambda answers: not _TPU(answers)),
 )  # fmt: skip

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from accel.tracking.base import GeneralTracker, leave_out, on_main_process, plain, scalars
+from accel.tracking.base import GeneralTracker, on_main_process, plain, scalars, warn_skipped
 
 
 class AimTracker(GeneralTracker):
@@ -54,7 +54,7 @@ class AimTracker(GeneralTracker):
             try:
                 self.writer.track(aim.Text(value) if isinstance(value, str) else value, name=name, step=step, **kwargs)
             except ValueError:
-                leave_out(self.name, name, value, "numbers, text and Aim's own objects")
+                warn_skipped(self.name, name, value, "numbers, text and Aim's own objects")
 
     @on_main_process
     def log_images(
@@ -66,11 +66,11 @@ class AimTracker(GeneralTracker):
         """
         import aim
 
-        more = kwargs or {}
+        options = kwargs or {}
         for name, value in values.items():
             image, caption = value if isinstance(value, tuple) else (value, "")
-            shown = aim.Image(image, caption=caption, **more.get("aim_image", {}))
-            self.writer.track(shown, name=name, step=step, **more.get("track", {}))
+            aim_image = aim.Image(image, caption=caption, **options.get("aim_image", {}))
+            self.writer.track(aim_image, name=name, step=step, **options.get("track", {}))
 
     @on_main_process
     def finish(self) -> None:
@@ -81,6 +81,6 @@ class AimTracker(GeneralTracker):
 def _flat(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     for name, value in values.items():
         if isinstance(value, dict):
-            yield from ((f"{name}/{inner}", one) for inner, one in value.items())
+            yield from ((f"{name}/{key}", item) for key, item in value.items())
         else:
             yield name, value

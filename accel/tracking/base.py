@@ -28,7 +28,7 @@ def on_main_process(function: Method) -> Method:
     """
 
     @wraps(function)
-    def where_it_should(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(self, "main_process_only", False):
             from accel.state import PartialState
 
@@ -36,7 +36,7 @@ def on_main_process(function: Method) -> Method:
                 return None
         return function(self, *args, **kwargs)
 
-    return cast(Method, where_it_should)
+    return cast(Method, wrapper)
 
 
 class GeneralTracker:
@@ -125,10 +125,10 @@ class NoTracker(GeneralTracker):
         return False
 
 
-def known_values(values: Any, what: str) -> Mapping[str, Any]:
-    """Return ``values`` if they are a mapping; else raise `ArgumentError`, which names ``what`` they were passed to."""
+def known_values(values: Any, caller: str) -> Mapping[str, Any]:
+    """Return ``values`` if they are a mapping; else raise `ArgumentError` in the name of ``caller``."""
     if not isinstance(values, Mapping):
-        raise ArgumentError(f"{what} takes a dict from names to values, got {type(values).__name__}")
+        raise ArgumentError(f"{caller} takes a dict from names to values, got {type(values).__name__}")
     return values
 
 
@@ -169,7 +169,7 @@ class RunTracker(GeneralTracker):
 # Plain values: tensors, numpy's scalars and arrays turned into Python's own.
 
 _PLAIN = (int, float, str, bool, type(None))
-_said: set[tuple[str, str]] = set()
+_warned: set[tuple[str, str]] = set()
 
 
 def scalar(value: Any) -> Any:
@@ -194,7 +194,7 @@ def _count(value: Any) -> int | None:
 def scalars(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``values`` with `scalar` applied to each, and to each value of a dict in them."""
     return {
-        name: {inner: scalar(one) for inner, one in value.items()} if isinstance(value, Mapping) else scalar(value)
+        name: {key: scalar(item) for key, item in value.items()} if isinstance(value, Mapping) else scalar(value)
         for name, value in values.items()
     }
 
@@ -210,11 +210,11 @@ def plain(value: Any) -> Any:
     if isinstance(value, (str, bool)):  # an enum's member that is also text
         return str(value)
     if isinstance(value, Mapping):
-        return {str(name): plain(one) for name, one in value.items()}
+        return {str(name): plain(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(one) for one in value]
+        return [plain(item) for item in value]
     if isinstance(value, (set, frozenset)):
-        return sorted((plain(one) for one in value), key=str)
+        return sorted((plain(item) for item in value), key=str)
     tolist = getattr(value, "tolist", None)
     return plain(tolist()) if callable(tolist) else str(value)
 
@@ -224,10 +224,10 @@ def is_number(value: Any) -> bool:
     return isinstance(value, (int, float))
 
 
-def leave_out(tracker: str, name: str, value: Any, takes: str) -> None:
+def warn_skipped(tracker: str, name: str, value: Any, takes: str) -> None:
     """Warn, once per tracker and name, that ``value`` is not logged because the tracker only accepts ``takes``."""
-    if (tracker, name) not in _said:
-        _said.add((tracker, name))
+    if (tracker, name) not in _warned:
+        _warned.add((tracker, name))
         logger.warning("tracker %r takes %s: %r is left out (%s)", tracker, takes, name, type(value).__name__)
 
 

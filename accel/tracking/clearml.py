@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from accel.tracking.base import GeneralTracker, is_number, leave_out, on_main_process, scalars, table_rows
+from accel.tracking.base import GeneralTracker, is_number, on_main_process, scalars, table_rows, warn_skipped
 
 _SERIES = ("eval", "test", "train")
 
@@ -60,7 +60,7 @@ class ClearMLTracker(GeneralTracker):
         reports = self.task.get_logger()
         for name, value in scalars(values).items():
             if not is_number(value):
-                leave_out(self.name, name, value, "numbers")
+                warn_skipped(self.name, name, value, "numbers")
             elif step is None:
                 reports.report_single_value(name=name, value=value, **kwargs)
             else:

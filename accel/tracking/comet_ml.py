@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from accel.tracking.base import GeneralTracker, is_number, leave_out, on_main_process, plain, scalars
+from accel.tracking.base import GeneralTracker, is_number, on_main_process, plain, scalars, warn_skipped
 
 _SERVER = "https://www.comet.com"
 
@@ -60,7 +60,7 @@ class CometMLTracker(GeneralTracker):
             elif isinstance(value, dict):
                 self.writer.log_metrics(value, step=step, **kwargs)
             else:
-                leave_out(self.name, name, value, "numbers, text and dicts of numbers")
+                warn_skipped(self.name, name, value, "numbers, text and dicts of numbers")
 
     def server(self) -> str | None:
         """Return the server, or None if the experiment is offline."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from accel.tracking.base import GeneralTracker, leave_out, on_main_process, plain, scalars
+from accel.tracking.base import GeneralTracker, on_main_process, plain, scalars, warn_skipped
 
 
 class DVCLiveTracker(GeneralTracker):
@@ -47,7 +47,7 @@ class DVCLiveTracker(GeneralTracker):
             if Metric.could_log(value):
                 self.live.log_metric(name, value, **kwargs)
             else:
-                leave_out(self.name, name, value, "numbers and text")
+                warn_skipped(self.name, name, value, "numbers and text")
         self.live.next_step()
 
     @on_main_process

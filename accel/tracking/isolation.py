@@ -24,7 +24,7 @@ TIMEOUT_S = 10.0
 _PORTS = {"http": 80, "https": 443}
 
 
-def reach(url: str, timeout: float = TIMEOUT_S) -> None:
+def check_reachable(url: str, timeout: float = TIMEOUT_S) -> None:
     """Connect to the host and port of an http(s) ``url``, and disconnect.
 
     Does nothing for other addresses and behind a proxy. Raises `ConnectionError` if the name does not resolve,
@@ -52,7 +52,7 @@ FIRST_PAUSE_S = 15.0
 LONGEST_PAUSE_S = 600.0
 
 # What a disk or a network says that is not the script's fault and may pass.
-_PASSING = frozenset(
+_TRANSIENT_ERRNOS = frozenset(
     {
         errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE, errno.EROFS, errno.EAGAIN,
         errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTUNREACH, errno.EHOSTDOWN,
@@ -62,7 +62,7 @@ _PASSING = frozenset(
 _LATER = (408, 429)
 
 
-class Guard:
+class IsolatedTracker:
     """A guard around one tracker of one process.
 
     When the tracker's server or disk fails during training, it logs a warning, drops records, and retries after
@@ -73,11 +73,11 @@ class Guard:
     def __init__(self, tracker: GeneralTracker) -> None:
         self.tracker = tracker
         self._name = str(getattr(tracker, "name", type(tracker).__name__))
-        self._own = type(tracker).__module__.startswith(__package__ or "")
+        self._is_builtin = type(tracker).__module__.startswith(__package__ or "")
         self._watched = tracker.waits_for_server
-        self._again = 0.0
+        self._retry_at = 0.0
         self._pause = 0.0
-        self._lost = 0
+        self._lost_records = 0
 
     def start(self) -> bool:
         """Start the tracker. On an outage log a warning and return False; raise any other error.
@@ -85,8 +85,8 @@ class Guard:
         An error of accel's own tracker becomes `TrackerError`.
         """
         try:
-            with said_if_slow(f"tracker {self._name!r} to start"):
-                self._reach()
+            with warn_if_slow(f"tracker {self._name!r} to start"):
+                self._check_server()
                 self.tracker.start()
         except Exception as error:
             if is_outage(self.tracker, error):
@@ -95,26 +95,26 @@ class Guard:
                     self._name, first_line(error), self._hint(),
                 )  # fmt: skip
                 return False
-            if not self._own or isinstance(error, AccelError):
+            if not self._is_builtin or isinstance(error, AccelError):
                 raise
             raise TrackerError(f"tracker {self._name!r} did not start: {first_line(error)}{self._hint()}") from error
         return True
 
     def store(self, config: dict[str, Any]) -> None:
         """Store the configuration; log an outage."""
-        with self._surviving("its configuration is not stored"), said_if_slow(f"tracker {self._name!r}"):
+        with self._surviving("its configuration is not stored"), warn_if_slow(f"tracker {self._name!r}"):
             self.tracker.store_init_configuration(config)
 
-    def log(self, values: dict[str, Any], step: int | None, more: Mapping[str, Any]) -> None:
+    def log(self, values: dict[str, Any], step: int | None, options: Mapping[str, Any]) -> None:
         """Log ``values``, or drop them while the tracker is unreachable."""
-        if self._pause and time.monotonic() < self._again:
-            self._lost += 1
+        if self._pause and time.monotonic() < self._retry_at:
+            self._lost_records += 1
             return
         try:
             if self._pause:
-                self._reach()
-            with said_if_slow(f"tracker {self._name!r} to log") if self._watched else nullcontext():
-                self.tracker.log(values, step=step, **more)
+                self._check_server()
+            with warn_if_slow(f"tracker {self._name!r} to log") if self._watched else nullcontext():
+                self.tracker.log(values, step=step, **options)
         except Exception as error:
             if not is_outage(self.tracker, error):
                 raise
@@ -122,33 +122,33 @@ class Guard:
         else:
             if self._pause:
                 self._pause = 0.0
-                logger.warning("tracker %r works again; records lost so far: %d", self._name, self._lost)
+                logger.warning("tracker %r works again; records lost so far: %d", self._name, self._lost_records)
 
     def finish(self) -> None:
         """Finish the tracker; log an outage and the number of lost records."""
-        with self._surviving("it is not closed in order"), said_if_slow(f"tracker {self._name!r} to finish"):
+        with self._surviving("it is not closed in order"), warn_if_slow(f"tracker {self._name!r} to finish"):
             self.tracker.finish()
-        if self._lost:
-            logger.warning("tracker %r lost %d records", self._name, self._lost)
+        if self._lost_records:
+            logger.warning("tracker %r lost %d records", self._name, self._lost_records)
 
-    def _reach(self) -> None:
+    def _check_server(self) -> None:
         try:
             url = self.tracker.server()
         except (AttributeError, ImportError, KeyError):
             # Another version of the package keeps the address elsewhere: then it is left to the package.
             url = None
         if url is not None:
-            reach(url)
+            check_reachable(url)
 
     def _rest(self, error: BaseException) -> None:
-        self._lost += 1
+        self._lost_records += 1
         if not self._pause:
             logger.warning(
                 "tracker %r fails, and training goes on; records are lost until it works again: %s",
                 self._name, first_line(error),
             )  # fmt: skip
         self._pause = min(self._pause * 2 or FIRST_PAUSE_S, LONGEST_PAUSE_S)
-        self._again = time.monotonic() + self._pause
+        self._retry_at = time.monotonic() + self._pause
 
     @contextmanager
     def _surviving(self, consequence: str) -> Iterator[None]:
@@ -165,22 +165,22 @@ class Guard:
 
 def is_outage(tracker: GeneralTracker, error: BaseException) -> bool:
     """Return True if ``error``, or one of its causes, means that a server or a disk does not work now."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if (isinstance(seen, OSError) and _passes(seen)) or tracker.is_outage(seen):
+    cause: BaseException | None = error
+    while cause is not None:
+        if (isinstance(cause, OSError) and _is_transient(cause)) or tracker.is_outage(cause):
             return True
-        seen = seen.__cause__ or seen.__context__
+        cause = cause.__cause__ or cause.__context__
     return False
 
 
-def _passes(error: OSError) -> bool:
-    if isinstance(error, (ConnectionError, TimeoutError)) or error.errno in _PASSING:
+def _is_transient(error: OSError) -> bool:
+    if isinstance(error, (ConnectionError, TimeoutError)) or error.errno in _TRANSIENT_ERRNOS:
         return True
     # The errors of `requests` and of a name that does not resolve are OSErrors without a number of the system's; of
     # these, a malformed address and a server's refusal of a request will not pass.
-    refused = getattr(getattr(error, "response", None), "status_code", 0)
-    wrong = isinstance(error, ValueError) or (400 <= refused < 500 and refused not in _LATER)
-    return (error.errno is None or error.errno < 0) and not wrong
+    status = getattr(getattr(error, "response", None), "status_code", 0)
+    permanent = isinstance(error, ValueError) or (400 <= status < 500 and status not in _LATER)
+    return (error.errno is None or error.errno < 0) and not permanent
 
 
 def first_line(error: BaseException) -> str:
@@ -190,15 +190,15 @@ def first_line(error: BaseException) -> str:
 
 
 @contextmanager
-def said_if_slow(what: str) -> Iterator[None]:
-    """Warn after 10 s, and then at doubling intervals, that the block is still waiting for ``what``."""
-    done = threading.Event()
-    begun = time.monotonic()
+def warn_if_slow(operation: str) -> Iterator[None]:
+    """Warn after 10 s, and then at doubling intervals, that the block is still waiting for ``operation``."""
+    finished = threading.Event()
+    started_at = time.monotonic()
 
     def watch() -> None:
         wait = SLOW_S
-        while not done.wait(wait):
-            logger.warning("still waiting for %s after %.0f s", what, time.monotonic() - begun)
+        while not finished.wait(wait):
+            logger.warning("still waiting for %s after %.0f s", operation, time.monotonic() - started_at)
             wait *= 2
 
     watcher = threading.Thread(target=watch, name="accel tracker watch", daemon=True)
@@ -206,5 +206,5 @@ def said_if_slow(what: str) -> Iterator[None]:
     try:
         yield
     finally:
-        done.set()
+        finished.set()
         watcher.join()

@@ -182,16 +182,16 @@ def read_history(path: str | os.PathLike[str], run: str | None = None) -> list[d
     if run is None:
         run = next((r["run"] for r in reversed(records) if r["kind"] == "start"), None)
     history: list[dict[str, Any]] = []
-    again = False
+    restarted = False
     for record in records:
         if record["run"] != run:
             continue
         if record["kind"] == "start":
-            again = True
+            restarted = True
         elif record["kind"] == "log":
-            if again and record["step"] is not None:
+            if restarted and record["step"] is not None:
                 history = [r for r in history if r["step"] is None or r["step"] < record["step"]]
-                again = False
+                restarted = False
             history.append(record)
     return history
 
@@ -217,9 +217,9 @@ def _finite(value: Any, pointer: str, nonfinite: dict[str, str]) -> Any:
         nonfinite[pointer] = repr(value)
         return None
     if isinstance(value, dict):
-        return {key: _finite(one, f"{pointer}/{_escaped(key)}", nonfinite) for key, one in value.items()}
+        return {key: _finite(item, f"{pointer}/{_escaped(key)}", nonfinite) for key, item in value.items()}
     if isinstance(value, list):
-        return [_finite(one, f"{pointer}/{index}", nonfinite) for index, one in enumerate(value)]
+        return [_finite(item, f"{pointer}/{index}", nonfinite) for index, item in enumerate(value)]
     return value
 
 
@@ -230,8 +230,8 @@ def _escaped(key: str) -> str:
 def _restore(record: dict[str, Any]) -> dict[str, Any]:
     for pointer, text in record.pop("nonfinite", {}).items():
         *path, last = [part.replace("~1", "/").replace("~0", "~") for part in pointer.split("/")[1:]]
-        place: Any = record["config" if record["kind"] == "config" else "values"]
+        container: Any = record["config" if record["kind"] == "config" else "values"]
         for part in path:
-            place = place[int(part) if isinstance(place, list) else part]
-        place[int(last) if isinstance(place, list) else last] = float(text)
+            container = container[int(part) if isinstance(container, list) else part]
+        container[int(last) if isinstance(container, list) else last] = float(text)
     return record

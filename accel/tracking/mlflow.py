@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from accel.errors import ArgumentError
-from accel.tracking.base import GeneralTracker, is_number, leave_out, on_main_process, plain, scalars
+from accel.tracking.base import GeneralTracker, is_number, on_main_process, plain, scalars, warn_skipped
 from accel.world.environment import read_flag
 
 # MLflow's own words for its server's state: mlflow/protos/databricks.proto, ErrorCode.
@@ -72,11 +72,11 @@ class MLflowTracker(GeneralTracker):
 
         if self.experiment_name is None:
             return None
-        found = mlflow.get_experiment_by_name(self.experiment_name)
-        if found is not None:
-            return str(found.experiment_id)
-        where = None if self.logging_dir is None else os.fspath(self.logging_dir)
-        return str(mlflow.create_experiment(self.experiment_name, artifact_location=where, tags=self.tags))
+        experiment = mlflow.get_experiment_by_name(self.experiment_name)
+        if experiment is not None:
+            return str(experiment.experiment_id)
+        location = None if self.logging_dir is None else os.fspath(self.logging_dir)
+        return str(mlflow.create_experiment(self.experiment_name, artifact_location=location, tags=self.tags))
 
     @property
     def tracker(self) -> Any:
@@ -89,14 +89,14 @@ class MLflowTracker(GeneralTracker):
         import mlflow
         from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH, MAX_PARAMS_TAGS_PER_BATCH
 
-        fitting: list[tuple[str, Any]] = []
+        accepted: list[tuple[str, Any]] = []
         for name, value in plain(values).items():
             if len(str(value)) <= MAX_PARAM_VAL_LENGTH:
-                fitting.append((name, value))
+                accepted.append((name, value))
             else:
-                leave_out(self.name, name, value, f"parameters of at most {MAX_PARAM_VAL_LENGTH} characters")
-        for begin in range(0, len(fitting), MAX_PARAMS_TAGS_PER_BATCH):
-            mlflow.log_params(dict(fitting[begin : begin + MAX_PARAMS_TAGS_PER_BATCH]))
+                warn_skipped(self.name, name, value, f"parameters of at most {MAX_PARAM_VAL_LENGTH} characters")
+        for start in range(0, len(accepted), MAX_PARAMS_TAGS_PER_BATCH):
+            mlflow.log_params(dict(accepted[start : start + MAX_PARAMS_TAGS_PER_BATCH]))
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -108,7 +108,7 @@ class MLflowTracker(GeneralTracker):
             if is_number(value):
                 metrics[name] = value
             else:
-                leave_out(self.name, name, value, "numbers")
+                warn_skipped(self.name, name, value, "numbers")
         mlflow.log_metrics(metrics, step=step, **kwargs)
 
     @on_main_process

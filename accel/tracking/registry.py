@@ -76,7 +76,7 @@ def _installed(package: str) -> bool:
 
 def get_available_trackers() -> list[LoggerType]:
     """Return the trackers whose package is installed, without importing it."""
-    return [kind for kind, needs in _NEEDS.items() if needs.met()]
+    return [kind for kind, requirement in _NEEDS.items() if requirement.met()]
 
 
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
@@ -93,14 +93,14 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
     LOGGER_TYPE_TO_CLASS[name] = tracker_class
 
 
-def _check_class(tracker_class: Any, where: str) -> None:
+def _check_class(tracker_class: Any, source: str) -> None:
     if not (isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)):
-        raise ArgumentError(f"{where} takes a subclass of GeneralTracker, got {tracker_class!r}")
+        raise ArgumentError(f"{source} takes a subclass of GeneralTracker, got {tracker_class!r}")
     if not isinstance(getattr(tracker_class, "name", None), str) or not tracker_class.name:  # type: ignore[attr-defined]
-        raise ArgumentError(f"{where}: {tracker_class.__name__} lacks the class attribute name, a text")
+        raise ArgumentError(f"{source}: {tracker_class.__name__} lacks the class attribute name, a text")
     if not hasattr(tracker_class, "requires_logging_directory"):
         raise ArgumentError(
-            f"{where}: {tracker_class.__name__} lacks the class attribute requires_logging_directory, True or False"
+            f"{source}: {tracker_class.__name__} lacks the class attribute requires_logging_directory, True or False"
         )
 
 
@@ -115,11 +115,11 @@ def filter_trackers(
     """
     if log_with is None:
         return []
-    asked = list(log_with) if isinstance(log_with, (list, tuple, set, frozenset)) else [log_with]
+    selectors = list(log_with) if isinstance(log_with, (list, tuple, set, frozenset)) else [log_with]
     chosen: list[Choice] = []
-    for one in asked:
-        for choice in _all(logging_dir) if _is_all(one) else [_checked(one, logging_dir)]:
-            if not any(choice is known or (isinstance(choice, str) and choice == known) for known in chosen):
+    for selector in selectors:
+        for choice in _all(logging_dir) if _is_all(selector) else [_check_choice(selector, logging_dir)]:
+            if not any(choice is previous or (isinstance(choice, str) and choice == previous) for previous in chosen):
                 chosen.append(choice)
     return chosen
 
@@ -129,32 +129,32 @@ def name_of(choice: Choice) -> str:
     return str(choice) if isinstance(choice, str) else str(choice.name)  # type: ignore[union-attr]
 
 
-def _is_all(one: Any) -> bool:
-    return isinstance(one, str) and str(one) == LoggerType.ALL.value
+def _is_all(selector: Any) -> bool:
+    return isinstance(selector, str) and str(selector) == LoggerType.ALL.value
 
 
 def _all(logging_dir: str | os.PathLike[str] | None) -> list[Choice]:
-    found: list[Choice] = []
-    homeless: list[str] = []
+    kinds: list[Choice] = []
+    skipped: list[str] = []
     for kind in get_available_trackers():
         if logging_dir is None and LOGGER_TYPE_TO_CLASS[kind.value].requires_logging_directory:  # type: ignore[attr-defined]
-            homeless.append(kind.value)
+            skipped.append(kind.value)
         else:
-            found.append(kind)
-    if homeless:
-        logger.warning("log_with='all' leaves out %s: no project_dir or logging_dir is given", ", ".join(homeless))
-    return found
+            kinds.append(kind)
+    if skipped:
+        logger.warning("log_with='all' leaves out %s: no project_dir or logging_dir is given", ", ".join(skipped))
+    return kinds
 
 
-def _checked(one: Any, logging_dir: str | os.PathLike[str] | None) -> Choice:
-    if isinstance(one, GeneralTracker):
-        return one
-    if isinstance(one, type):
-        _check_class(one, "log_with")
-        kind: type[GeneralTracker] = one
-        choice: Choice = one
+def _check_choice(selector: Any, logging_dir: str | os.PathLike[str] | None) -> Choice:
+    if isinstance(selector, GeneralTracker):
+        return selector
+    if isinstance(selector, type):
+        _check_class(selector, "log_with")
+        kind: type[GeneralTracker] = selector
+        choice: Choice = selector
     else:
-        choice = _named(one)
+        choice = _tracker_by_name(selector)
         kind = LOGGER_TYPE_TO_CLASS[str(choice)]
     name = name_of(choice)
     if kind.requires_logging_directory and logging_dir is None:  # type: ignore[attr-defined]
@@ -165,18 +165,18 @@ def _checked(one: Any, logging_dir: str | os.PathLike[str] | None) -> Choice:
     return choice
 
 
-def _named(one: Any) -> LoggerType | str:
-    name = str(one) if isinstance(one, str) else None
+def _tracker_by_name(selector: Any) -> LoggerType | str:
+    name = str(selector) if isinstance(selector, str) else None
     if name is None or name not in LOGGER_TYPE_TO_CLASS:
         known = [*LOGGER_TYPE_TO_CLASS, LoggerType.ALL.value]
-        what = repr(name) if name is not None else f"{one!r} ({type(one).__name__})"
-        raise ArgumentError(f"log_with={what} is none of {', '.join(known)}{nearest(str(one), known)}")
+        description = repr(name) if name is not None else f"{selector!r} ({type(selector).__name__})"
+        raise ArgumentError(f"log_with={description} is none of {', '.join(known)}{nearest(str(selector), known)}")
     if name not in LoggerType.list():
         return name
     kind = LoggerType(name)
-    needs = _NEEDS[kind]
-    own = LOGGER_TYPE_TO_CLASS[name].__module__.startswith(__package__ or "")
-    if own and not needs.met():
-        package = needs.packages[0]
+    requirement = _NEEDS[kind]
+    is_builtin = LOGGER_TYPE_TO_CLASS[name].__module__.startswith(__package__ or "")
+    if is_builtin and not requirement.met():
+        package = requirement.packages[0]
         raise ArgumentError(f"log_with={name!r} needs the package {package}, which is missing: pip install {package}")
     return kind

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from accel.tracking.base import RunTracker, leave_out, on_main_process, scalars
+from accel.tracking.base import RunTracker, on_main_process, scalars, warn_skipped
 
 
 class SwanLabTracker(RunTracker):
@@ -28,13 +28,13 @@ class SwanLabTracker(RunTracker):
         """Log ``values``: numbers, text and swanlab's own types; ``kwargs`` go to the run's ``log``."""
         import swanlab
 
-        fitting = {}
+        accepted = {}
         for name, value in scalars(values).items():
-            if isinstance(value, list) and all(isinstance(one, (int, float, str)) for one in value):
-                leave_out(self.name, name, value, "numbers, text and swanlab's own types")
+            if isinstance(value, list) and all(isinstance(item, (int, float, str)) for item in value):
+                warn_skipped(self.name, name, value, "numbers, text and swanlab's own types")
             else:
-                fitting[name] = swanlab.Text(value) if isinstance(value, str) else value
-        self.run.log(fitting, step=step, **kwargs)
+                accepted[name] = swanlab.Text(value) if isinstance(value, str) else value
+        self.run.log(accepted, step=step, **kwargs)
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:

@@ -6,7 +6,7 @@ import os
 import time
 from typing import Any
 
-from accel.tracking.base import GeneralTracker, is_number, leave_out, on_main_process, plain, scalars
+from accel.tracking.base import GeneralTracker, is_number, on_main_process, plain, scalars, warn_skipped
 
 _HYPERPARAMETERS = (bool, int, float, str)
 
@@ -50,8 +50,8 @@ class TensorBoardTracker(GeneralTracker):
         import yaml
 
         config = plain(values)
-        shown = {name: one if isinstance(one, _HYPERPARAMETERS) else str(one) for name, one in config.items()}
-        self.writer.add_hparams(shown, metric_dict={})
+        hparams = {name: value if isinstance(value, _HYPERPARAMETERS) else str(value) for name, value in config.items()}
+        self.writer.add_hparams(hparams, metric_dict={})
         self.writer.flush()
         directory = os.path.join(self.logging_dir, str(time.time()))
         os.makedirs(directory, exist_ok=True)
@@ -72,7 +72,7 @@ class TensorBoardTracker(GeneralTracker):
             elif isinstance(value, dict):
                 self.writer.add_scalars(name, value, global_step=step, **kwargs)
             else:
-                leave_out(self.name, name, value, "numbers, text and dicts of numbers")
+                warn_skipped(self.name, name, value, "numbers, text and dicts of numbers")
         self.writer.flush()
 
     @on_main_process

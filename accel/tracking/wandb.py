@@ -64,8 +64,8 @@ class WandBTracker(RunTracker):
 
         settings = wandb.setup().settings
         mode = self.init_kwargs.get("mode") or settings.mode
-        own = "settings" in self.init_kwargs or settings.http_proxy or settings.https_proxy
-        return None if own or mode in _OFFLINE else str(settings.base_url)
+        is_custom = "settings" in self.init_kwargs or settings.http_proxy or settings.https_proxy
+        return None if is_custom or mode in _OFFLINE else str(settings.base_url)
 
     def is_outage(self, error: BaseException) -> bool:
         """Return True if wandb could not reach its server; a rejected key is no outage."""

@@ -39,10 +39,10 @@ class Window:
         self.length = plugin.num_steps
         active = self.state.active_dataloader
         if plugin.sync_with_dataloader and plugin.num_steps > 1 and active is not None:
-            left = active.batches_left
-            if left is not None:
-                done = self.step % plugin.num_steps
-                self.length = min(plugin.num_steps, done + left)
+            remaining = active.batches_left
+            if remaining is not None:
+                position = self.step % plugin.num_steps
+                self.length = min(plugin.num_steps, position + remaining)
 
     @property
     def is_open(self) -> bool:
@@ -62,20 +62,20 @@ class Accumulation:
         self._window = window
         self._strategy = strategy
         self._models = models
-        self._held: ExitStack | None = None
+        self._no_sync: ExitStack | None = None
 
     def __enter__(self) -> None:
         self._window.advance()
         state = self._window.state
         if state.sync_gradients or state.plugin.sync_each_batch:
             return
-        self._held = ExitStack()
+        self._no_sync = ExitStack()
         for model in self._models:
-            self._held.enter_context(self._strategy.no_sync(model))
+            self._no_sync.enter_context(self._strategy.no_sync(model))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._held is not None:
-            held, self._held = self._held, None
-            held.__exit__(kind, error, trace)
+        if self._no_sync is not None:
+            no_sync, self._no_sync = self._no_sync, None
+            no_sync.__exit__(kind, error, trace)

@@ -30,8 +30,8 @@ def dynamo(backend: DynamoBackend | str | None, plugin: TorchDynamoPlugin | None
 
 def compiles(plugin: TorchDynamoPlugin, model: nn.Module, *, regions: bool) -> bool:
     """Return True if ``plugin`` compiles ``model``, by regions or as a whole, and it is not compiled yet."""
-    wanted = plugin.backend != DynamoBackend.NO and bool(plugin.use_regional_compilation) is regions
-    return wanted and compiled_inside(model) is None and not has_compiled_regions(model)
+    enabled = plugin.backend != DynamoBackend.NO and bool(plugin.use_regional_compilation) is regions
+    return enabled and compiled_inside(model) is None and not has_compiled_regions(model)
 
 
 def has_compiled_regions(module: nn.Module) -> bool:
@@ -60,33 +60,33 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
     about as soon as a shallow one. The parameters are those of ``module``, which is unchanged and returned by
     `unwrap_model`. ``compile_kwargs`` are those of `torch.compile`.
     """
-    made = _compile_regions(module, compile_kwargs)
-    if compiled_inside(made) is None:
-        vars(made)["_orig_mod"] = module
-    return made
+    compiled = _compile_regions(module, compile_kwargs)
+    if compiled_inside(compiled) is None:
+        vars(compiled)["_orig_mod"] = module
+    return compiled
 
 
-def _compile_regions(module: nn.Module, how: dict[str, Any]) -> nn.Module:
+def _compile_regions(module: nn.Module, compile_kwargs: dict[str, Any]) -> nn.Module:
     if is_repeated_blocks(module):
-        return nn.ModuleList([torch.compile(block, **how) for block in module.children()])  # type: ignore[misc]
+        return nn.ModuleList([torch.compile(block, **compile_kwargs) for block in module.children()])  # type: ignore[misc]
     if not has_repeated_blocks(module):
-        return cast(nn.Module, torch.compile(module, **how))
-    twin = module.__class__.__new__(module.__class__)
-    vars(twin).update(vars(module))
-    for name, value in list(vars(twin).items()):
-        vars(twin)[name] = _rebound(value, module, twin)
-    vars(twin)["_modules"] = {}
+        return cast(nn.Module, torch.compile(module, **compile_kwargs))
+    replacement = module.__class__.__new__(module.__class__)
+    vars(replacement).update(vars(module))
+    for name, value in list(vars(replacement).items()):
+        vars(replacement)[name] = _rebound(value, module, replacement)
+    vars(replacement)["_modules"] = {}
     for name, child in module.named_children():
-        twin.add_module(name, _compile_regions(child, how))
-    return twin
+        replacement.add_module(name, _compile_regions(child, compile_kwargs))
+    return replacement
 
 
-def _rebound(value: Any, module: nn.Module, twin: nn.Module) -> Any:
-    """Rebind a method that was set on ``module``, such as a mixed-precision forward, to ``twin``."""
+def _rebound(value: Any, module: nn.Module, replacement: nn.Module) -> Any:
+    """Rebind a method that was set on ``module``, such as a mixed-precision forward, to ``replacement``."""
     if isinstance(value, MethodType) and value.__self__ is module:
-        return MethodType(value.__func__, twin)
+        return MethodType(value.__func__, replacement)
     bind = getattr(value, "bound_to", None)
-    return value if bind is None else bind(module, twin)
+    return value if bind is None else bind(module, replacement)
 
 
 def compile_regions_in_place(module: nn.Module, **compile_kwargs: Any) -> nn.Module:

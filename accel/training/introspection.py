@@ -22,8 +22,8 @@ def merge_dicts(source: dict[Any, Any], destination: dict[Any, Any]) -> dict[Any
     """Merge ``source`` into ``destination`` recursively, and return it; on a conflict ``source`` wins."""
     for key, value in source.items():
         if isinstance(value, dict):
-            inner = destination.get(key)
-            destination[key] = merge_dicts(value, inner if isinstance(inner, dict) else {})
+            existing = destination.get(key)
+            destination[key] = merge_dicts(value, existing if isinstance(existing, dict) else {})
         else:
             destination[key] = value
     return destination
@@ -39,8 +39,8 @@ def get_module_children_bottom_up(model: torch.nn.Module, return_fqns: bool = Fa
 
     A module that is used in two places is listed twice, under either name.
     """
-    found = list(_top_down("", model))[::-1]
-    return found if return_fqns else [module for _, module in found]
+    modules = list(_top_down("", model))[::-1]
+    return modules if return_fqns else [module for _, module in modules]
 
 
 def _top_down(name: str, module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:

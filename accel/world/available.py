@@ -326,8 +326,8 @@ def is_bf16_available(ignore_tpu: bool = False) -> bool:
     """Return True if the device computes in bfloat16; with ``ignore_tpu``, False for a TPU."""
     if is_torch_xla_available(check_is_tpu=True):
         return not ignore_tpu
-    for kind, found in (("cuda", is_cuda_available()), ("mlu", is_mlu_available()), ("xpu", is_xpu_available())):
-        if found:
+    for kind, available in (("cuda", is_cuda_available()), ("mlu", is_mlu_available()), ("xpu", is_xpu_available())):
+        if available:
             return bool(getattr(torch, kind).is_bf16_supported())
     if is_mps_available():
         return torch.backends.mps.is_macos_or_newer(14, 0)

@@ -62,10 +62,10 @@ def read_flag(env: Mapping[str, str], name: str, default: bool = False) -> bool:
     text = env.get(name)
     if text is None:
         return default
-    word = text.strip().lower()
-    if word in _TRUE:
+    answer = text.strip().lower()
+    if answer in _TRUE:
         return True
-    if word in _FALSE:
+    if answer in _FALSE:
         return False
     raise ArgumentError(f"environment variable {name}={text!r} is neither yes nor no: use 1 or 0")
 
@@ -102,18 +102,18 @@ def read_world(env: Mapping[str, str], *, needs_master: bool = True) -> World:
         raise WorldError(f"RANK={rank} is set but WORLD_SIZE is not: set both, or start with `accel launch`")
     size = size or 1
     if size == 1:
-        return _alone(env, rank)
+        return _single_process(env, rank)
     needed = ("RANK", "MASTER_ADDR", "MASTER_PORT") if needs_master else ("RANK",)
     missing = [name for name in needed if not env.get(name, "").strip()]
     if missing:
         names_of = ", ".join(missing)
         raise WorldError(f"WORLD_SIZE={size} but {names_of} not set: start with `accel launch` or torchrun")
-    return _one_of_many(env, size, LAUNCHERS["torchrun"])
+    return _launched_process(env, size, LAUNCHERS["torchrun"])
 
 
 def torchrun_variables(world: World) -> dict[str, str]:
     """Return ``world`` as torchrun's variables, for readers of only those: torch's ``env://``, other libraries."""
-    said = {
+    values = {
         "RANK": world.rank,
         "WORLD_SIZE": world.size,
         "LOCAL_RANK": world.local_rank,
@@ -121,17 +121,17 @@ def torchrun_variables(world: World) -> dict[str, str]:
         "MASTER_ADDR": world.master_addr,
         "MASTER_PORT": world.master_port,
     }
-    return {name: str(value) for name, value in said.items() if value is not None}
+    return {name: str(value) for name, value in values.items() if value is not None}
 
 
 def _read_mpi(env: Mapping[str, str], launcher: str, names: tuple[str, str, str, str], needs_master: bool) -> World:
     size = read_int(env, names[1], minimum=1)
     if size is None or not env.get(names[0]):
-        absent, given = (names[1], names[0]) if size is None else (names[0], names[1])
-        raise WorldError(f"{given}={env.get(given)} is set but {absent} is not: {launcher} gives both")
+        absent, present = (names[1], names[0]) if size is None else (names[0], names[1])
+        raise WorldError(f"{present}={env.get(present)} is set but {absent} is not: {launcher} gives both")
     if size == 1:
         return World(local_rank=read_int(env, names[2], minimum=0) or 0)
-    world = _one_of_many({"MASTER_PORT": str(_PORT), **env}, size, names)
+    world = _launched_process({"MASTER_PORT": str(_PORT), **env}, size, names)
     if world.master_addr or not needs_master:
         return world
     if read_int(env, names[3], minimum=1) != size:
@@ -142,13 +142,13 @@ def _read_mpi(env: Mapping[str, str], launcher: str, names: tuple[str, str, str,
     return replace(world, master_addr="127.0.0.1")
 
 
-def _alone(env: Mapping[str, str], rank: int | None) -> World:
+def _single_process(env: Mapping[str, str], rank: int | None) -> World:
     if rank:
         raise WorldError(f"RANK={rank} is not below WORLD_SIZE=1")
     return World(local_rank=read_int(env, "LOCAL_RANK", minimum=-1) or 0)
 
 
-def _one_of_many(env: Mapping[str, str], size: int, names: tuple[str, str, str, str]) -> World:
+def _launched_process(env: Mapping[str, str], size: int, names: tuple[str, str, str, str]) -> World:
     rank_name, size_name, local_rank_name, local_size_name = names
     rank = read_int(env, rank_name, minimum=0)
     assert rank is not None
@@ -176,24 +176,24 @@ def _one_of_many(env: Mapping[str, str], size: int, names: tuple[str, str, str, 
 def patch_environment(**kwargs: object) -> Iterator[None]:
     """Set each keyword, in upper case, as a variable in the block; restore all of them afterwards."""
     names = [name.upper() for name in kwargs]
-    before = {name: os.environ.get(name) for name in names}
+    previous = {name: os.environ.get(name) for name in names}
     os.environ.update({name: str(value) for name, value in zip(names, kwargs.values(), strict=True)})
     try:
         yield
     finally:
-        _restore(before)
+        _restore(previous)
 
 
 @contextmanager
 def clear_environment() -> Iterator[None]:
     """Unset all variables in the block; restore them afterwards, whatever the block did."""
-    before = dict(os.environ)
+    previous = dict(os.environ)
     os.environ.clear()
     try:
         yield
     finally:
         os.environ.clear()
-        os.environ.update(before)
+        os.environ.update(previous)
 
 
 def purge_accelerate_environment(func_or_cls: Wrapped) -> Wrapped:
@@ -207,12 +207,12 @@ def purge_accelerate_environment(func_or_cls: Wrapped) -> Wrapped:
 
     @wraps(func_or_cls)
     def run(*args: Any, **kwargs: Any) -> Any:
-        before = {name: value for name, value in os.environ.items() if name.startswith("ACCELERATE_")}
+        previous = {name: value for name, value in os.environ.items() if name.startswith("ACCELERATE_")}
         try:
             return func_or_cls(*args, **kwargs)
         finally:
-            since = {name: None for name in os.environ if name.startswith("ACCELERATE_")}
-            _restore({**since, **before})
+            added = {name: None for name in os.environ if name.startswith("ACCELERATE_")}
+            _restore({**added, **previous})
 
     run._purges_environment = True  # type: ignore[attr-defined]
     return cast(Wrapped, run)
@@ -233,8 +233,8 @@ def _purge_tests(cls: type) -> type:
     return cls
 
 
-def _restore(before: Mapping[str, str | None]) -> None:
-    for name, value in before.items():
+def _restore(previous: Mapping[str, str | None]) -> None:
+    for name, value in previous.items():
         if value is None:
             os.environ.pop(name, None)
         else:
@@ -317,17 +317,17 @@ def project_root() -> Path | None:
 
 def under_project_root(directory: str | None) -> str | None:
     """Return a directory of the project: a relative one is under ``ACCEL_PROJECT_ROOT``, if that is set."""
-    above = project_root() if directory is not None else None
-    return directory if above is None or directory is None else str(above / directory)
+    base = project_root() if directory is not None else None
+    return directory if base is None or directory is None else str(base / directory)
 
 
-def own_copy(place: Path) -> Path:
-    """Return the path of this node's copy of ``place``.
+def own_copy(path: Path) -> Path:
+    """Return the path of this node's copy of ``path``.
 
-    Under ``ACCEL_PROJECT_ROOT`` node 0 uses ``place``, and node N ``node-N``.
+    Under ``ACCEL_PROJECT_ROOT`` node 0 uses ``path``, and node N ``node-N``.
     """
-    above = project_root()
+    base = project_root()
     rank = read_int(os.environ, "GROUP_RANK", minimum=0)
-    if above is None or not rank or not place.is_relative_to(above):
-        return place
-    return above / f"node-{rank}" / place.relative_to(above)
+    if base is None or not rank or not path.is_relative_to(base):
+        return path
+    return base / f"node-{rank}" / path.relative_to(base)

@@ -105,18 +105,18 @@ def is_neuron_available(check_device: bool = False) -> bool:
 
 def is_hpu_available(init_hccl: bool = False) -> bool:
     """Return True if there is an Intel Gaudi; with ``init_hccl``, load its collectives."""
-    found = _shows("hpu")
-    if found and init_hccl:
+    available = _shows("hpu")
+    if available and init_hccl:
         import_module("habana_frameworks.torch.distributed.hccl")
-    return found
+    return available
 
 
 def is_habana_gaudi1() -> bool:
     """Return True if the Gaudi is of the first generation, which lacks fp16 and fp8."""
     if not is_hpu_available():
         return False
-    about = import_module("habana_frameworks.torch.utils.experimental")
-    return bool(about._get_device_type() == about.synDeviceType.synDeviceGaudi)
+    experimental = import_module("habana_frameworks.torch.utils.experimental")
+    return bool(experimental._get_device_type() == experimental.synDeviceType.synDeviceGaudi)
 
 
 def is_fp16_available() -> bool:
@@ -133,8 +133,8 @@ def get_current_device_type() -> tuple[str, str]:
 
 
 def _nvidia_smi(question: str) -> list[str]:
-    asked = ["nvidia-smi", f"--query-gpu={question}", "--format=csv,noheader"]
-    return subprocess.check_output(asked, text=True).strip().splitlines()
+    argv = ["nvidia-smi", f"--query-gpu={question}", "--format=csv,noheader"]
+    return subprocess.check_output(argv, text=True).strip().splitlines()
 
 
 def get_gpu_info() -> tuple[list[str], int]:
@@ -215,12 +215,12 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
     """
     if not torch.cuda.is_available():
         return
-    near = (
+    cpus = (
         _processors_by_amdsmi(local_process_index) if is_rocm_available() else _processors_by_nvml(local_process_index)
     )
-    os.sched_setaffinity(0, near)
+    os.sched_setaffinity(0, cpus)
     if parse_flag_from_env("ACCELERATE_DEBUG_MODE") if verbose is None else verbose:
-        logging.getLogger(__name__).info("process %d runs on processors %s", local_process_index, sorted(near))
+        logging.getLogger(__name__).info("process %d runs on processors %s", local_process_index, sorted(cpus))
 
 
 @cache
@@ -230,19 +230,19 @@ def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> 
 
 
 def _processors_by_nvml(index: int) -> set[int]:
-    nvml = _import_or_say("pynvml", "nvidia-ml-py")
+    nvml = _import_or_raise("pynvml", "nvidia-ml-py")
     nvml.nvmlInit()
     try:
-        words = nvml.nvmlDeviceGetCpuAffinity(
+        masks = nvml.nvmlDeviceGetCpuAffinity(
             nvml.nvmlDeviceGetHandleByIndex(index), math.ceil((os.cpu_count() or 1) / 64)
         )
     finally:
         nvml.nvmlShutdown()
-    return {64 * position + bit for position, word in enumerate(words) for bit in range(64) if word >> bit & 1}
+    return {64 * position + bit for position, mask in enumerate(masks) for bit in range(64) if mask >> bit & 1}
 
 
 def _processors_by_amdsmi(index: int) -> set[int]:
-    smi = _import_or_say("amdsmi", "amdsmi")
+    smi = _import_or_raise("amdsmi", "amdsmi")
     smi.amdsmi_init()
     try:
         node = smi.amdsmi_topo_get_numa_node_number(smi.amdsmi_get_processor_handles()[index])
@@ -256,14 +256,14 @@ def _processors_by_amdsmi(index: int) -> set[int]:
 
 def processors(text: str) -> set[int]:
     """Parse a list of numbers in Linux's format: ``0-7,16-23``."""
-    found: set[int] = set()
+    indices: set[int] = set()
     for part in filter(None, (part.strip() for part in text.split(","))):
         first, _, last = part.partition("-")
-        found.update(range(int(first), int(last or first) + 1))
-    return found
+        indices.update(range(int(first), int(last or first) + 1))
+    return indices
 
 
-def _import_or_say(module: str, distribution: str) -> Any:
+def _import_or_raise(module: str, distribution: str) -> Any:
     try:
         return import_module(module)
     except ImportError:

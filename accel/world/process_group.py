@@ -36,7 +36,7 @@ BACKENDS: dict[str, tuple[str, DistributedType]] = {
 _WITHOUT_OWN_DEVICE = ("cpu", "mps")  # their processes share what there is
 _ALWAYS_FIRST = ("tpu",)  # torch_tpu shows each process its own chip as the first, and switches to no other
 
-_ours = False
+_created_here = False
 _last: Any = None
 _holders: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
@@ -66,9 +66,9 @@ def choose_device(world: World, env: Mapping[str, str], *, cpu: bool) -> torch.d
     """
     if cpu or read_flag(env, "ACCELERATE_USE_CPU"):
         return torch.device("cpu")
-    named = env.get("ACCELERATE_TORCH_DEVICE", "")
-    if named:
-        return _named_device(named)
+    device_name = env.get("ACCELERATE_TORCH_DEVICE", "")
+    if device_name:
+        return _device_from_env(device_name)
     kind = default_device_type()
     if kind == "mps" and world.size > 1:
         return torch.device("cpu")  # one MPS device cannot be shared by the ranks of a world
@@ -79,13 +79,13 @@ def choose_device(world: World, env: Mapping[str, str], *, cpu: bool) -> torch.d
     return _own_device(kind, world)
 
 
-def _named_device(named: str) -> torch.device:
+def _device_from_env(device_name: str) -> torch.device:
     try:
-        return torch.device(named)
+        return torch.device(device_name)
     except RuntimeError:
-        kind = named.split(":")[0]
+        kind = device_name.split(":")[0]
         raise ArgumentError(
-            f"environment variable ACCELERATE_TORCH_DEVICE={named!r} is no torch device{nearest(kind, BACKENDS)}"
+            f"environment variable ACCELERATE_TORCH_DEVICE={device_name!r} is no torch device{nearest(kind, BACKENDS)}"
         ) from None
 
 
@@ -120,8 +120,8 @@ def form(world: World, device: torch.device, options: Mapping[str, Any]) -> str:
     # Its functions have the world as a default value: imported later, as DDP does, it would keep the group for ever.
     import_module("torch.distributed.nn.functional")
     _init(world, backend, options.get("init_method"), options.get("timeout"))
-    global _ours
-    _ours = True
+    global _created_here
+    _created_here = True
     atexit.register(_end_at_exit)
     return str(dist.get_backend())
 
@@ -133,43 +133,43 @@ def _all_or_none() -> Iterator[None]:
     A rank that ends at once would otherwise break the connection to one that is still joining.
     """
     name = "TORCH_DIST_INIT_BARRIER"
-    said = os.environ.get(name)
+    previous = os.environ.get(name)
     os.environ.setdefault(name, "1")
     try:
         yield
     finally:
-        if said is None:
+        if previous is None:
             del os.environ[name]
 
 
 def _init(world: World, backend: str, init_method: str | None, timeout: timedelta | None) -> None:
-    more: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+    timeout_kwargs: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     try:
         with _all_or_none():
             dist.init_process_group(
-                backend, init_method=init_method or "env://", rank=world.rank, world_size=world.size, **more
+                backend, init_method=init_method or "env://", rank=world.rank, world_size=world.size, **timeout_kwargs
             )
     except (RuntimeError, ValueError, dist.DistError) as error:
-        where = init_method or f"{world.master_addr}:{world.master_port}"
+        address = init_method or f"{world.master_addr}:{world.master_port}"
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise WorldError(
-            f"rank {world.rank} of {world.size} could not join the world at {where} over {backend}: {first}"
+            f"rank {world.rank} of {world.size} could not join the world at {address} over {backend}: {first}"
         ) from error
 
 
 def hold_open(model: torch.nn.Module) -> None:
-    """Register ``model``, which has a part outside Python that keeps the process group; see `_let_go`."""
+    """Register ``model``, which has a part outside Python that keeps the process group; see `_drop_reference`."""
     _holders.add(model)
 
 
 def destroy() -> None:
     """Destroy the process group, if there is one. Idempotent."""
-    global _ours, _last
+    global _created_here, _last
     if dist.is_available() and dist.is_initialized():
-        if _ours:
+        if _created_here:
             _last = dist.group.WORLD
         dist.destroy_process_group()
-    _ours = False
+    _created_here = False
 
 
 def _end_at_exit() -> None:
@@ -177,17 +177,17 @@ def _end_at_exit() -> None:
     # shutdown could wait for them, while simply leaving lets the launcher see the failure at once.
     if getattr(sys, "last_value", None) is not None:
         return
-    leave()
+    destroy_process_group()
 
 
-def leave() -> None:
+def destroy_process_group() -> None:
     """Destroy the process group created here and release it, in an order that cannot hang. For a process's end."""
-    if _ours:
+    if _created_here:
         destroy()
-    _let_go()
+    _drop_reference()
 
 
-def _let_go() -> None:
+def _drop_reference() -> None:
     """Drop the last reference to the process group, from Python.
 
     A gloo group that is dropped waits for its threads, which may wait for the interpreter's lock to drop what the
@@ -201,7 +201,7 @@ def _let_go() -> None:
     _last = None
 
 
-def adopted_world() -> World | None:
+def world_from_torch() -> World | None:
     """Return the world that the script formed itself before accel, or ``None``."""
     if not (dist.is_available() and dist.is_initialized()):
         return None

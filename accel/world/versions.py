@@ -28,7 +28,7 @@ def compare_versions(library_or_version: str | Version, operation: str, requirem
     ``library_or_version`` is a version, or the name of a distribution to compare the installed version of. Raises
     `ArgumentError` for an unknown operation, and for a distribution that is not installed.
     """
-    compare = STR_OPERATION_TO_FUNC[one_of(operation, STR_OPERATION_TO_FUNC, what="operation")]
+    compare = STR_OPERATION_TO_FUNC[one_of(operation, STR_OPERATION_TO_FUNC, source="operation")]
     if isinstance(library_or_version, str):
         library_or_version = installed_version(library_or_version)
     return compare(library_or_version, parsed(requirement_version))

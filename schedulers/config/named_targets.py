@@ -97,8 +97,11 @@ def _device(path: str) -> int | None:
 
 def _is_trusted(path: str) -> bool:
     """Return True if `ACCEL_CONFIG_TRUST`, a list of paths as in PATH, names the file or a directory above it."""
-    listed = [os.path.expanduser(each) for each in os.environ.get(TRUST, "").split(os.pathsep) if each]
-    return any(path == each or path.startswith(each.rstrip(os.sep) + os.sep) for each in map(os.path.realpath, listed))
+    trusted_paths = [os.path.expanduser(entry) for entry in os.environ.get(TRUST, "").split(os.pathsep) if entry]
+    return any(
+        path == entry or path.startswith(entry.rstrip(os.sep) + os.sep)
+        for entry in map(os.path.realpath, trusted_paths)
+    )
 
 
 def _foreign(directory: str, path: str) -> str | None:
@@ -107,8 +110,8 @@ def _foreign(directory: str, path: str) -> str | None:
         owners = {os.stat(directory).st_uid: "its directory", os.lstat(path).st_uid: "it", os.stat(path).st_uid: "it"}
     except OSError:  # deleted or renamed meanwhile
         return "it cannot be examined, and may belong to another user"
-    what, owner = next(((what, uid) for uid, what in owners.items() if uid not in (0, os.geteuid())), ("", 0))
-    return f"{what} belongs to {_user_name(owner)}" if what else None
+    subject, owner = next(((subject, uid) for uid, subject in owners.items() if uid not in (0, os.geteuid())), ("", 0))
+    return f"{subject} belongs to {_user_name(owner)}" if subject else None
 
 
 def _user_name(uid: int) -> str:
@@ -176,11 +179,11 @@ def resolve_target(
     `start`: the directory from which to look for the project's file, upward; default: the current one. Raises
     UnknownTarget, and ConfigError, with file:line (or `option NAME`), for a file or an option that is wrong.
     """
-    named = _files(start).get(name_or_kind)
-    if named is None and name_or_kind not in BUILT_IN and name_or_kind not in kinds():
+    named_target = _files(start).get(name_or_kind)
+    if named_target is None and name_or_kind not in BUILT_IN and name_or_kind not in kinds():
         raise _unknown(name_or_kind, start)
-    named = named or NamedTarget(name=name_or_kind, kind=name_or_kind, options={}, source="--target")
-    return _make(named, jobs, overrides or {})
+    named_target = named_target or NamedTarget(name=name_or_kind, kind=name_or_kind, options={}, source="--target")
+    return _make(named_target, jobs, overrides or {})
 
 
 def restore_target(name: str, kind: str, options: Mapping[str, Any], jobs: Path) -> Target:
@@ -190,25 +193,25 @@ def restore_target(name: str, kind: str, options: Mapping[str, Any], jobs: Path)
 
 def known_targets(start: Path | str | None = None) -> list[NamedTarget]:
     """Return all that `--target` accepts: names in the files, then kinds. Raises ConfigError for a bad file."""
-    named = _files(start)
-    found = [target for _, target in sorted(named.items())]
+    by_name = _files(start)
+    targets = [target for _, target in sorted(by_name.items())]
     for kind, value in sorted(kinds().items()):
-        if kind not in named:
+        if kind not in by_name:
             source = "built-in" if kind in BUILT_IN else f"plug-in {value}"
-            found.append(NamedTarget(name=kind, kind=kind, options={}, source=source))
-    return found
+            targets.append(NamedTarget(name=kind, kind=kind, options={}, source=source))
+    return targets
 
 
 def config_files(start: Path | str | None = None) -> list[str]:
     """Return the files that are read; the last one takes precedence."""
     user = os.path.join(paths.config_home(), FILE)
-    found = [user] if os.path.isfile(user) else []
+    files = [user] if os.path.isfile(user) else []
     project, skipped = find_project_file(os.path.abspath(start or os.getcwd()))
     if skipped:
         warn_once(skipped)
-    if project is not None and not (found and os.path.samefile(project, user)):
-        found.append(project)
-    return found
+    if project is not None and not (files and os.path.samefile(project, user)):
+        files.append(project)
+    return files
 
 
 def skipped_files(start: Path | str | None = None) -> list[str]:
@@ -217,10 +220,10 @@ def skipped_files(start: Path | str | None = None) -> list[str]:
 
 
 def _files(start: Path | str | None) -> dict[str, NamedTarget]:
-    named: dict[str, NamedTarget] = {}
+    by_name: dict[str, NamedTarget] = {}
     for path in config_files(start):
-        named |= _read(path)
-    return named
+        by_name |= _read(path)
+    return by_name
 
 
 def _read(path: str) -> dict[str, NamedTarget]:
@@ -230,57 +233,63 @@ def _read(path: str) -> dict[str, NamedTarget]:
     if file.value is None:
         return {}
     if not isinstance(file.value, dict):
-        raise ConfigError(f"{file.where()}: expects a mapping with the key 'targets', got {_kind_of(file.value)}")
+        raise ConfigError(f"{file.location()}: expects a mapping with the key 'targets', got {_kind_of(file.value)}")
     for key in file.value:
         if key != "targets":
             hint = nearest(str(key), ["targets"])
-            raise ConfigError(f"{file.where_key(str(key))}: unknown key {key!r}{hint} (keys: targets)")
+            raise ConfigError(f"{file.key_location(str(key))}: unknown key {key!r}{hint} (keys: targets)")
     targets = file.value.get("targets")
     if targets is None:
         return {}
     if not isinstance(targets, dict):
-        raise ConfigError(f"{file.where('targets')}: targets: expects a mapping of names, got {_kind_of(targets)}")
-    return {name: _named(file, name, value) for name, value in targets.items()}
+        raise ConfigError(f"{file.location('targets')}: targets: expects a mapping of names, got {_kind_of(targets)}")
+    return {name: _parse_target(file, name, value) for name, value in targets.items()}
 
 
-def _named(file: YamlFile, name: object, value: object) -> NamedTarget:
+def _parse_target(file: YamlFile, name: object, value: object) -> NamedTarget:
     if not isinstance(name, str) or not name or not name.isprintable():
-        raise ConfigError(f"{file.where('targets')}: {name!r} is not a name for a target; put it in quotes")
-    where = file.where_key("targets", name)
+        raise ConfigError(f"{file.location('targets')}: {name!r} is not a name for a target; put it in quotes")
+    location = file.key_location("targets", name)
     if not isinstance(value, dict):
-        raise ConfigError(f"{where}: target {name}: expects a mapping with the key 'kind', got {_kind_of(value)}")
-    odd = next((key for key in value if not isinstance(key, str)), None)
-    if odd is not None:
-        raise ConfigError(f"{where}: target {name}: {odd!r} is not a key; put it in quotes")
+        raise ConfigError(f"{location}: target {name}: expects a mapping with the key 'kind', got {_kind_of(value)}")
+    bad_key = next((key for key in value if not isinstance(key, str)), None)
+    if bad_key is not None:
+        raise ConfigError(f"{location}: target {name}: {bad_key!r} is not a key; put it in quotes")
     if "kind" not in value:
-        raise ConfigError(f"{where}: target {name}: no kind (kinds: {', '.join(kinds())})")
+        raise ConfigError(f"{location}: target {name}: no kind (kinds: {', '.join(kinds())})")
     kind = value["kind"]
-    at = file.where("targets", name, "kind")
+    kind_location = file.location("targets", name, "kind")
     if not isinstance(kind, str):
-        raise ConfigError(f"{at}: target {name}: kind: expects str, got {_kind_of(kind)}")
+        raise ConfigError(f"{kind_location}: target {name}: kind: expects str, got {_kind_of(kind)}")
     if name in BUILT_IN and kind != name:
-        raise ConfigError(f"{at}: target {name}: {name!r} is a kind of target; only kind: {name} may have that name")
+        raise ConfigError(
+            f"{kind_location}: target {name}: {name!r} is a kind of target; only kind: {name} may have that name"
+        )
     options = {key: option for key, option in value.items() if key != "kind"}
-    return NamedTarget(name=name, kind=kind, options=options, source=where, file=file)
+    return NamedTarget(name=name, kind=kind, options=options, source=location, file=file)
 
 
-def _make(named: NamedTarget, jobs: Path, overrides: Mapping[str, Any]) -> ResolvedTarget:
-    file = named.file
-    where = named.source if file is None else file.where("targets", named.name, "kind")
-    kind = load_kind(named.kind, where)
+def _make(named_target: NamedTarget, jobs: Path, overrides: Mapping[str, Any]) -> ResolvedTarget:
+    file = named_target.file
+    location = named_target.source if file is None else file.location("targets", named_target.name, "kind")
+    kind = load_kind(named_target.kind, location)
 
-    def place(path: tuple[str | int, ...], of_key: bool) -> str:
+    def locate(path: tuple[str | int, ...], of_key: bool) -> str:
         if file is None:
-            return f"target {named.name}"
+            return f"target {named_target.name}"
         keys = tuple(str(step) for step in path)
-        at = file.where_key("targets", named.name, *keys) if of_key else file.where("targets", named.name, *path)
-        return f"{at}: target {named.name}"
+        position = (
+            file.key_location("targets", named_target.name, *keys)
+            if of_key
+            else file.location("targets", named_target.name, *path)
+        )
+        return f"{position}: target {named_target.name}"
 
-    options, plain = make_options(kind.Options, named.options, overrides, place, kind=named.kind)
-    context = TargetContext(name=named.name, options=options, jobs=Path(jobs))
+    options, plain = make_options(kind.Options, named_target.options, overrides, locate, kind=named_target.kind)
+    context = TargetContext(name=named_target.name, options=options, jobs=Path(jobs))
     target = cast(Target, kind(context))
-    source = "" if file is None else f"{os.path.abspath(file.path)}:{named.source.rpartition(':')[2]}"
-    return ResolvedTarget(name=named.name, kind=named.kind, options=plain, target=target, source=source)
+    source = "" if file is None else f"{os.path.abspath(file.path)}:{named_target.source.rpartition(':')[2]}"
+    return ResolvedTarget(name=named_target.name, kind=named_target.kind, options=plain, target=target, source=source)
 
 
 def _unknown(name: str, start: Path | str | None) -> UnknownTarget:

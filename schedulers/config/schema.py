@@ -23,7 +23,7 @@ _EXPECTED = re.compile(r"Expected `(?P<type>[^`]*)`(?P<limit>[^`]*), got `[^`]*`
 
 
 def make_options(
-    schema: type, values: Mapping[str, Any], overrides: Mapping[str, Any], place: Place, *, kind: str = ""
+    schema: type, values: Mapping[str, Any], overrides: Mapping[str, Any], locate: Place, *, kind: str = ""
 ) -> tuple[Any, dict[str, Any]]:
     """Return the options, and the given ones as plain JSON values. Raises ConfigError.
 
@@ -31,23 +31,25 @@ def make_options(
     """
     fields = {f.name: f for f in dataclasses.fields(schema)}
     for key in values:
-        _refuse_unknown(key, fields, place((key,), True))
+        _refuse_unknown(key, fields, locate((key,), True))
     for key in overrides:
         if key not in fields:
-            words = ", ".join(fields) or "none"
-            whose = f"the {kind} target" if kind else "this target"
-            raise ConfigError(f"{_flag(key)}: {whose} has no such option{nearest(key, fields)} (options: {words})")
-    given = {**values, **overrides}
-    missing = [name for name, f in fields.items() if name not in given and _required(f)]
+            option_names = ", ".join(fields) or "none"
+            owner = f"the {kind} target" if kind else "this target"
+            raise ConfigError(
+                f"{_flag(key)}: {owner} has no such option{nearest(key, fields)} (options: {option_names})"
+            )
+    merged = {**values, **overrides}
+    missing = [name for name, f in fields.items() if name not in merged and _required(f)]
     if missing:
-        raise ConfigError(f"{place((), True)}: missing {', '.join(map(repr, missing))} (keys: {', '.join(fields)})")
-    if not given:  # the usual case, without the cost of importing the validator
-        return _build(schema, {}, overrides, place), {}
-    given |= _from_text(schema, overrides)
-    options = _build(schema, given, overrides, place)
-    for key, value in given.items():
-        _refuse_dropped(value, getattr(options, key), (key,), overrides, place)
-    return options, _plain({key: getattr(options, key) for key in given})
+        raise ConfigError(f"{locate((), True)}: missing {', '.join(map(repr, missing))} (keys: {', '.join(fields)})")
+    if not merged:  # the usual case, without the cost of importing the validator
+        return _build(schema, {}, overrides, locate), {}
+    merged |= _from_text(schema, overrides)
+    options = _build(schema, merged, overrides, locate)
+    for key, value in merged.items():
+        _refuse_unknown_nested(value, getattr(options, key), (key,), overrides, locate)
+    return options, _plain({key: getattr(options, key) for key in merged})
 
 
 def _flag(key: str) -> str:
@@ -68,10 +70,10 @@ def _required(f: dataclasses.Field[Any]) -> bool:
     return f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
 
 
-def _refuse_unknown(key: str, known: Mapping[str, Any], where: str) -> None:
+def _refuse_unknown(key: str, known: Mapping[str, Any], location: str) -> None:
     if key not in known:
         keys = ", ".join(known) or "none"
-        raise ConfigError(f"{where}: unknown key {key!r}{nearest(key, known)} (keys: {keys})")
+        raise ConfigError(f"{location}: unknown key {key!r}{nearest(key, known)} (keys: {keys})")
 
 
 def _from_text(schema: type, overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -81,50 +83,50 @@ def _from_text(schema: type, overrides: Mapping[str, Any]) -> dict[str, Any]:
     import msgspec
 
     types = typing.get_type_hints(schema)
-    found = {}
+    converted = {}
     for key, value in overrides.items():
         if isinstance(value, str):
             try:
-                found[key] = msgspec.to_builtins(convert(value, types[key], strict=False))
+                converted[key] = msgspec.to_builtins(convert(value, types[key], strict=False))
             except msgspec.ValidationError:
                 continue  # said, with its place, when everything is converted
-    return found
+    return converted
 
 
-def _build(schema: type, given: Mapping[str, Any], overrides: Mapping[str, Any], place: Place) -> Any:
+def _build(schema: type, values: Mapping[str, Any], overrides: Mapping[str, Any], locate: Place) -> Any:
     try:
-        if not given:
+        if not values:
             return schema()
         import msgspec
 
         try:
-            return convert(dict(given), schema)
+            return convert(dict(values), schema)
         except msgspec.ValidationError as error:
             problem = str(error)
     except SchedulerError as error:
-        raise ConfigError(f"{place((), True)}: {error}") from None
-    raise _refusal(schema, problem, given, overrides, place)
+        raise ConfigError(f"{locate((), True)}: {error}") from None
+    raise _validation_message(schema, problem, values, overrides, locate)
 
 
-def _refusal(
-    schema: type, problem: str, given: Mapping[str, Any], overrides: Mapping[str, Any], place: Place
+def _validation_message(
+    schema: type, problem: str, values: Mapping[str, Any], overrides: Mapping[str, Any], locate: Place
 ) -> ConfigError:
     """Translate msgspec's message: the place, the expected value and the actual one."""
-    found = _AT.search(problem)
-    path = _steps(found["path"]) if found else ()
-    what = problem[: found.start()] if found else problem
-    what = _EXPECTED.sub(lambda m: f"expects {m['type'].replace(' | null', '')}{m['limit']}", what)
-    if what.startswith("expects "):
-        value = _at(given, path)
-        what += f", got {'nothing' if value is None else f'{type(value).__name__} {value!r}'}"
-        if what.startswith("expects str,") and isinstance(value, float):  # a version: 3.10 is read as 3.1
-            what += "; put it in quotes"
-    elif what.startswith("Invalid enum value"):
-        what = f"expects {_choices(schema, path)}, got {_at(given, path)!r}"
+    match = _AT.search(problem)
+    path = _steps(match["path"]) if match else ()
+    message = problem[: match.start()] if match else problem
+    message = _EXPECTED.sub(lambda m: f"expects {m['type'].replace(' | null', '')}{m['limit']}", message)
+    if message.startswith("expects "):
+        value = _at(values, path)
+        message += f", got {'nothing' if value is None else f'{type(value).__name__} {value!r}'}"
+        if message.startswith("expects str,") and isinstance(value, float):  # a version: 3.10 is read as 3.1
+            message += "; put it in quotes"
+    elif message.startswith("Invalid enum value"):
+        message = f"expects {_choices(schema, path)}, got {_at(values, path)!r}"
     name = _dotted(path)
     if path and path[0] in overrides:
-        return ConfigError(f"{_flag(name)}: {what}")
-    return ConfigError(f"{place(path, False)}: {f'{name}: ' if name else ''}{what}")
+        return ConfigError(f"{_flag(name)}: {message}")
+    return ConfigError(f"{locate(path, False)}: {f'{name}: ' if name else ''}{message}")
 
 
 def _choices(schema: type, path: Path) -> str:
@@ -133,29 +135,29 @@ def _choices(schema: type, path: Path) -> str:
 
     hint = typing.get_type_hints(schema).get(str(path[0])) if len(path) == 1 else None
     options = [hint, *typing.get_args(hint)] if typing.get_origin(hint) is not typing.Literal else [hint]
-    words: list[str] = []
+    choices: list[str] = []
     for option in options:
         if typing.get_origin(option) is typing.Literal:
-            words += [repr(word) for word in typing.get_args(option)]
+            choices += [repr(choice) for choice in typing.get_args(option)]
         elif isinstance(option, type) and issubclass(option, enum.Enum):
-            words += [repr(member.value) for member in option]
-    return f"one of {', '.join(words)}" if words else "another value"
+            choices += [repr(member.value) for member in option]
+    return f"one of {', '.join(choices)}" if choices else "another value"
 
 
-def _refuse_dropped(given: Any, kept: Any, path: Path, overrides: Mapping[str, Any], place: Place) -> None:
+def _refuse_unknown_nested(raw: Any, converted: Any, path: Path, overrides: Mapping[str, Any], locate: Place) -> None:
     """Raise ConfigError for an unknown key in a nested dataclass: the validator drops it silently."""
-    if isinstance(given, Mapping) and dataclasses.is_dataclass(kept):
-        names = [f.name for f in dataclasses.fields(kept)]
-        for key, value in given.items():
-            where = "--option" if path[0] in overrides else f"{place((*path, key), True)}:"
-            _refuse_unknown(key, dict.fromkeys(names), f"{where} {_dotted(path)}")
-            _refuse_dropped(value, getattr(kept, key), (*path, key), overrides, place)
-    elif isinstance(given, Mapping) and isinstance(kept, Mapping):
-        for key, value in given.items():
-            _refuse_dropped(value, kept.get(key), (*path, key), overrides, place)
-    elif _is_list(given) and _is_list(kept) and len(given) == len(kept):
-        for index, (value, other) in enumerate(zip(given, kept, strict=True)):
-            _refuse_dropped(value, other, (*path, index), overrides, place)
+    if isinstance(raw, Mapping) and dataclasses.is_dataclass(converted):
+        names = [f.name for f in dataclasses.fields(converted)]
+        for key, value in raw.items():
+            location = "--option" if path[0] in overrides else f"{locate((*path, key), True)}:"
+            _refuse_unknown(key, dict.fromkeys(names), f"{location} {_dotted(path)}")
+            _refuse_unknown_nested(value, getattr(converted, key), (*path, key), overrides, locate)
+    elif isinstance(raw, Mapping) and isinstance(converted, Mapping):
+        for key, value in raw.items():
+            _refuse_unknown_nested(value, converted.get(key), (*path, key), overrides, locate)
+    elif _is_list(raw) and _is_list(converted) and len(raw) == len(converted):
+        for index, (value, converted_item) in enumerate(zip(raw, converted, strict=True)):
+            _refuse_unknown_nested(value, converted_item, (*path, index), overrides, locate)
 
 
 def _is_list(value: Any) -> bool:

@@ -11,17 +11,19 @@ from ..errors import SpecError
 _KINDS = ("env", "file")
 
 
-def check(secrets: Mapping[str, str], who: str) -> None:
-    """Raise SpecError for a reference of another kind. `who`: the target, in words."""
+def check(secrets: Mapping[str, str], subject: str) -> None:
+    """Raise SpecError for a reference of another kind. `subject`: the target, in words."""
     for name, reference in secrets.items():
         kind = reference.partition(":")[0]
         if kind not in _KINDS:
-            raise SpecError(f"--secret {name}: {who} reads env:NAME and file:PATH only")
+            raise SpecError(f"--secret {name}: {subject} reads env:NAME and file:PATH only")
 
 
 def variables(secrets: Mapping[str, str]) -> set[str]:
     """Return the environment variables that hold secrets where the job is submitted."""
-    return {where for kind, _, where in (reference.partition(":") for reference in secrets.values()) if kind == "env"}
+    return {
+        variable for kind, _, variable in (reference.partition(":") for reference in secrets.values()) if kind == "env"
+    }
 
 
 def values(secrets: Mapping[str, str]) -> dict[str, str]:
@@ -30,14 +32,14 @@ def values(secrets: Mapping[str, str]) -> dict[str, str]:
 
 
 def _value(name: str, reference: str) -> str:
-    kind, _, where = reference.partition(":")
+    kind, _, location = reference.partition(":")
     if kind == "env":
-        value = os.environ.get(where)
+        value = os.environ.get(location)
         if value is None:
-            raise SpecError(f"secret {name}: {where} is not set where the job was submitted")
+            raise SpecError(f"secret {name}: {location} is not set where the job was submitted")
         return value
     try:
-        return Path(where).expanduser().read_text().rstrip("\n")
+        return Path(location).expanduser().read_text().rstrip("\n")
     except (OSError, UnicodeDecodeError) as error:
-        said = getattr(error, "strerror", None) or "it is not text"
-        raise SpecError(f"secret {name}: {where}: {said}") from None
+        detail = getattr(error, "strerror", None) or "it is not text"
+        raise SpecError(f"secret {name}: {location}: {detail}") from None

@@ -25,7 +25,7 @@ class YamlFile:
         import yaml
 
         self.path = path
-        self.shown = shown(path)
+        self.shown = format_path(path)
         text = read_text(path)
         loader = yaml.SafeLoader("")
         try:
@@ -46,43 +46,43 @@ class YamlFile:
         finally:
             loader.dispose()
 
-    def where(self, *path: Step) -> str:
+    def location(self, *path: Step) -> str:
         """Return `file:line` of the value at `path`, or of the nearest thing around it if there is none."""
         return f"{self.shown}:{self._mark(path)}"
 
-    def where_key(self, *path: str) -> str:
+    def key_location(self, *path: str) -> str:
         """Return `file:line` of the key at the end of `path`, which may be lines above its value."""
         node = self._find(path[:-1])
         for key, _ in _pairs(node):
             if key.value == path[-1]:
                 return f"{self.shown}:{key.start_mark.line + 1}"
-        return self.where(*path)
+        return self.location(*path)
 
     def _check(self, root: Node) -> None:
         """Reject duplicate keys, where YAML silently uses the last one, and values inside themselves."""
-        waiting: list[tuple[Node, bool]] = [(root, False)]
+        pending: list[tuple[Node, bool]] = [(root, False)]
         seen: set[int] = set()
-        around: set[int] = set()
-        while waiting:
-            node, left = waiting.pop()
-            if left:
-                around.discard(id(node))
-            elif id(node) in around:
+        ancestors: set[int] = set()
+        while pending:
+            node, finished = pending.pop()
+            if finished:
+                ancestors.discard(id(node))
+            elif id(node) in ancestors:
                 raise ConfigError(f"{self.shown}:{node.start_mark.line + 1}: a value that is inside itself")
             elif id(node) not in seen:
                 seen.add(id(node))
-                around.add(id(node))
+                ancestors.add(id(node))
                 self._refuse_duplicates(node)
-                waiting.append((node, True))
-                waiting += [(child, False) for child in _children(node)]
+                pending.append((node, True))
+                pending += [(child, False) for child in _children(node)]
 
     def _refuse_duplicates(self, node: Node) -> None:
-        held: dict[tuple[str, str], tuple[int, Node]] = {}
+        first_seen: dict[tuple[str, str], tuple[int, Node]] = {}
         for key, value in _pairs(node):
             line = key.start_mark.line + 1
-            first, other = held.setdefault((key.tag, str(key.value)), (line, value))
-            if other is not value and not _say_the_same(value, other):
-                raise ConfigError(f"{self.shown}:{line}: key {key.value!r} is already on line {first}")
+            first_line, first_value = first_seen.setdefault((key.tag, str(key.value)), (line, value))
+            if first_value is not value and not _is_same_scalar(value, first_value):
+                raise ConfigError(f"{self.shown}:{line}: key {key.value!r} is already on line {first_line}")
 
     def _find(self, path: Sequence[Step]) -> Node | None:
         node = self.root
@@ -100,9 +100,9 @@ class YamlFile:
 
 def _located(error: MarkedYAMLError, text: str) -> tuple[int, str]:
     """Return the line and the problem, in plain words if a bracket is left open."""
-    opened = _unclosed(text)
-    if opened is not None:
-        return opened[0], f"{opened[1]!r} is never closed"
+    bracket = _unclosed(text)
+    if bracket is not None:
+        return bracket[0], f"{bracket[1]!r} is never closed"
     mark = error.problem_mark or error.context_mark
     return mark.line + 1 if mark else 1, error.problem or error.context or "not valid YAML"
 
@@ -129,15 +129,15 @@ def read_text(path: str) -> str:
         with open(path, "rb") as file:
             raw = file.read()
     except OSError as error:
-        raise ConfigError(f"{shown(path)}: cannot be read: {error.strerror}") from error
+        raise ConfigError(f"{format_path(path)}: cannot be read: {error.strerror}") from error
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
-        raise ConfigError(f"{shown(path)}:{line}: not UTF-8") from None
+        raise ConfigError(f"{format_path(path)}:{line}: not UTF-8") from None
 
 
-def shown(path: str) -> str:
+def format_path(path: str) -> str:
     """Return the path for messages: relative if it is below the current directory."""
     try:
         relative = os.path.relpath(path)
@@ -170,10 +170,10 @@ def _pairs(node: Node | None) -> list[tuple[Node, Node]]:
     return list(node.value) if isinstance(node, MappingNode) else []
 
 
-def _say_the_same(one: Node, other: Node) -> bool:
+def _is_same_scalar(node: Node, other: Node) -> bool:
     from yaml.nodes import ScalarNode
 
-    return isinstance(one, ScalarNode) and (one.tag, one.value) == (other.tag, other.value)
+    return isinstance(node, ScalarNode) and (node.tag, node.value) == (other.tag, other.value)
 
 
 def _items(node: Node | None) -> list[Node]:

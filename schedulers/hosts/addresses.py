@@ -13,7 +13,7 @@ from .facts import Address
 
 # Bridges and tunnels of containers and virtual machines: the same addresses may be on every host.
 _HOST_ONLY = re.compile(r"(docker|br-|virbr|veth|cni|flannel|cali|lxc|lxd|podman|kube|tunl|vmnet|tailscale|wg|tun)")
-_SHOWN = 4
+_MAX_SHOWN = 4
 _INTERFACE = "(interface: in accel.yaml, or --option interface=NAME)"
 _REMEDY = (
     f"open the target's ports in the firewall (ports: in accel.yaml), or name the network to use {_INTERFACE}; "
@@ -22,7 +22,7 @@ _REMEDY = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reach:
+class ReachabilityResult:
     """The chosen address, None if no host reached any; `matrix`: host -> address -> None or why it was not reached."""
 
     address: str | None
@@ -53,54 +53,58 @@ def candidates(
         host_only = address.virtual and _HOST_ONLY.match(address.interface) is not None
         return host_only, -address.speed, address.address != hostname, ":" in address.address
 
-    found = [address.address for address in sorted(chosen, key=rank)]
-    if interface is None and hostname not in found and not _is_loopback(hostname):
-        found.append(hostname)
-    if not found:
+    ranked = [address.address for address in sorted(chosen, key=rank)]
+    if interface is None and hostname not in ranked and not _is_loopback(hostname):
+        ranked.append(hostname)
+    if not ranked:
         return [], ("has no network address but its own loopback", "look at its network")
-    return list(dict.fromkeys(found)), None
+    return list(dict.fromkeys(ranked)), None
 
 
 def choose(
     first: str, addresses: Sequence[str], matrix: Mapping[str, Mapping[str, str | None]], port: int
-) -> tuple[Reach, list[Finding]]:
+) -> tuple[ReachabilityResult, list[Finding]]:
     """Return the first address that all others reached, else the one that most did.
 
     Each host that did not reach it has a finding. If none reached any, there is no address, and the finding is
     about node 0.
     """
-    missed = {address: [name for name, found in matrix.items() if found[address] is not None] for address in addresses}
+    missed = {
+        address: [name for name, attempts in matrix.items() if attempts[address] is not None] for address in addresses
+    }
     address = min(addresses, key=lambda address: len(missed[address]))
     if matrix and len(missed[address]) == len(matrix):
-        name, found = next(iter(matrix.items()))
-        whom = "no other host reaches it" if len(matrix) > 1 else f"{name} does not reach it"
-        problem = f"{whom} on port {port} (from {name}: {_why(found)})"
-        return Reach(address=None, matrix=matrix), [Finding.fails(first, "reach", problem, _REMEDY)]
+        name, attempts = next(iter(matrix.items()))
+        subject = "no other host reaches it" if len(matrix) > 1 else f"{name} does not reach it"
+        problem = f"{subject} on port {port} (from {name}: {_reasons(attempts)})"
+        return ReachabilityResult(address=None, matrix=matrix), [Finding.fails(first, "reach", problem, _REMEDY)]
     findings = [
-        Finding.fails(name, "reach", f"cannot reach {first} on port {port} ({_why(matrix[name])})", _REMEDY)
+        Finding.fails(name, "reach", f"cannot reach {first} on port {port} ({_reasons(matrix[name])})", _REMEDY)
         for name in missed[address]
     ]
-    return Reach(address=address, matrix=matrix), findings
+    return ReachabilityResult(address=address, matrix=matrix), findings
 
 
 def could_lead(
     name: str, addresses: Sequence[str], matrix: Mapping[str, Mapping[str, str | None]], port: int
 ) -> tuple[str, list[Finding]]:
     """Choose the address of a host that leads if those before it are lost; hosts that do not reach it are a warning."""
-    missed = {address: [name for name, found in matrix.items() if found[address] is not None] for address in addresses}
+    missed = {
+        address: [name for name, attempts in matrix.items() if attempts[address] is not None] for address in addresses
+    }
     address = min(addresses, key=lambda address: len(missed[address]))
     if not missed[address]:
         return address, []
     first, *others = missed[address]
-    whom = f"{first} and {len(others)} more do" if others else f"{first} does"
-    why = f"(from {first}: {_why(matrix[first])}), so it cannot lead when the first host is lost"
-    return address, [Finding.warns(name, "reach", f"{whom} not reach it on port {port} {why}", _REMEDY)]
+    subject = f"{first} and {len(others)} more do" if others else f"{first} does"
+    reason = f"(from {first}: {_reasons(matrix[first])}), so it cannot lead when the first host is lost"
+    return address, [Finding.warns(name, "reach", f"{subject} not reach it on port {port} {reason}", _REMEDY)]
 
 
-def _why(found: Mapping[str, str | None]) -> str:
-    lines = [f"{address}: {why or 'reached'}" for address, why in found.items()]
-    more = f", and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
-    return ", ".join(lines[:_SHOWN]) + more
+def _reasons(attempts: Mapping[str, str | None]) -> str:
+    lines = [f"{address}: {error or 'reached'}" for address, error in attempts.items()]
+    suffix = f", and {len(lines) - _MAX_SHOWN} more" if len(lines) > _MAX_SHOWN else ""
+    return ", ".join(lines[:_MAX_SHOWN]) + suffix
 
 
 def _is_loopback(name: str) -> bool:

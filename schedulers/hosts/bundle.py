@@ -35,11 +35,11 @@ def pack(module: str, call: str) -> bytes:
     sources = {f"{package}/{file.name}": file.read_bytes() for file in folder.iterdir() if file.name.endswith(".py")}
     sources |= {f"{name}.py": host_program(name) for name in ("logs", "redaction")}
     main = f"import sys\nfrom {package}.main import main\n{call}\n"
-    packed = io.BytesIO()
-    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, content in sorted({**sources, "__main__.py": main.encode()}.items()):
             archive.writestr(zipfile.ZipInfo(name, _DATE), content, zipfile.ZIP_DEFLATED)
-    return packed.getvalue()
+    return buffer.getvalue()
 
 
 def start(
@@ -59,6 +59,6 @@ def start(
     argv = [python, "-I", "-S", "-c", program_loader(code)]
     timeout_s = _START_S + len(nodes)
     request = json.dumps({"root": root, "do": steps}).encode() + b"\n"
-    said = remote.run(argv, stdin=code + request, timeout_s=timeout_s)
-    (problems,) = replies.decode_done(said.stdout, steps, replies.JOBS, remote.name, said.stderr)
+    completed = remote.run(argv, stdin=code + request, timeout_s=timeout_s)
+    (problems,) = replies.decode_done(completed.stdout, steps, replies.JOBS, remote.name, completed.stderr)
     return {job: RemoteError(remote.name, one_line(problem)) for job, problem in problems.items()}

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from .facts import GB, Facts, Seen, Wanted
+from .facts import GB, Facts, HostRequirements, TimedFacts
 
 T = TypeVar("T")
 
@@ -17,7 +17,7 @@ _SKEW_FAILS_S = 60.0
 _FEW_FILES = 4096
 _FEW_PROCESSES = 1024
 _LITTLE_SHM = 256_000_000
-OTHER_PYTHON = "name another (python: or venv: in accel.yaml)"
+OTHER_PYTHON_HINT = "name another (python: or venv: in accel.yaml)"
 _LIMITS = "raise {} there, in /etc/security/limits.conf"
 
 
@@ -43,61 +43,64 @@ class Finding:
         return f"{self.host}: {self.problem}" + (f"; {self.remedy}" if self.remedy else "")
 
 
-All = Mapping[str, Seen]
-Judge = Callable[[All, Wanted], Iterator[Finding]]
+All = Mapping[str, TimedFacts]
+Check = Callable[[All, HostRequirements], Iterator[Finding]]
 
 
-def judge(hosts: All, wanted: Wanted) -> list[Finding]:
+def run_checks(hosts: All, requirements: HostRequirements) -> list[Finding]:
     """Return all findings, check by check, in the order of `hosts` (name -> facts)."""
-    return [finding for one in JUDGES for finding in one(hosts, wanted)]
+    return [finding for check in CHECKS for finding in check(hosts, requirements)]
 
 
-def same_machine(hosts: All, wanted: Wanted) -> Iterator[Finding]:
-    first: dict[str, str] = {}
-    for name, seen in hosts.items():
-        other = first.setdefault(seen.facts.machine, name)
+def same_machine(hosts: All, requirements: HostRequirements) -> Iterator[Finding]:
+    by_machine: dict[str, str] = {}
+    for name, timed_facts in hosts.items():
+        other = by_machine.setdefault(timed_facts.facts.machine, name)
         if other != name:
             yield Finding.fails(name, "machine", f"is the same machine as {other}", "leave one of the names out")
 
 
-def python(hosts: All, wanted: Wanted) -> Iterator[Finding]:
-    least = wanted.python
-    usual = _usual({name: ".".join(seen.facts.python.split(".")[:2]) for name, seen in hosts.items()})
-    for name, seen in hosts.items():
-        facts = seen.facts
+def python(hosts: All, requirements: HostRequirements) -> Iterator[Finding]:
+    minimum = requirements.python
+    usual = _usual({name: ".".join(timed_facts.facts.python.split(".")[:2]) for name, timed_facts in hosts.items()})
+    for name, timed_facts in hosts.items():
+        facts = timed_facts.facts
         version = tuple(int(part) for part in facts.python.split(".")[:2])
-        if version < least:
-            need = ".".join(map(str, least))
+        if version < minimum:
+            need = ".".join(map(str, minimum))
             yield Finding.fails(
-                name, "python", f"{facts.executable} is Python {facts.python}, and {need} is needed", OTHER_PYTHON
+                name, "python", f"{facts.executable} is Python {facts.python}, and {need} is needed", OTHER_PYTHON_HINT
             )
         elif ".".join(map(str, version)) != usual:
             yield Finding.warns(
-                name, "python", f"has Python {facts.python}, most hosts {usual}", f"use the same one, or {OTHER_PYTHON}"
+                name,
+                "python",
+                f"has Python {facts.python}, most hosts {usual}",
+                f"use the same one, or {OTHER_PYTHON_HINT}",
             )
 
 
-def packages(hosts: All, wanted: Wanted) -> Iterator[Finding]:
-    for package in wanted.packages:
-        versions = {name: seen.facts.packages.get(package) for name, seen in hosts.items()}
+def packages(hosts: All, requirements: HostRequirements) -> Iterator[Finding]:
+    for package in requirements.packages:
+        versions = {name: timed_facts.facts.packages.get(package) for name, timed_facts in hosts.items()}
         usual = _usual({name: version for name, version in versions.items() if version is not None})
         for name, version in versions.items():
-            where = _as_typed(hosts[name].facts)
+            interpreter = _command_path(hosts[name].facts)
             # A build (+cu126) is what an index has, not what pip can be asked for.
-            same = package if usual in (None, "?") else f"{package}=={str(usual).partition('+')[0]}"
-            remedy = f"run there: {where} -m pip install {same}"
+            requirement = package if usual in (None, "?") else f"{package}=={str(usual).partition('+')[0]}"
+            remedy = f"run there: {interpreter} -m pip install {requirement}"
             if version is None:
-                problem = f"no {package} for {where}"
-                yield Finding.fails(name, "packages", problem, f"{remedy}, or {OTHER_PYTHON}")
+                problem = f"no {package} for {interpreter}"
+                yield Finding.fails(name, "packages", problem, f"{remedy}, or {OTHER_PYTHON_HINT}")
             elif version != usual:
                 # A release's second number changes how processes talk to each other; the third does not.
                 severity = Finding.warns if _release(version) == _release(usual) else Finding.fails
                 yield severity(name, "packages", f"has {package} {version}, most hosts {usual}", remedy)
 
 
-def disk(hosts: All, wanted: Wanted) -> Iterator[Finding]:
-    for name, seen in hosts.items():
-        facts = seen.facts
+def disk(hosts: All, requirements: HostRequirements) -> Iterator[Finding]:
+    for name, timed_facts in hosts.items():
+        facts = timed_facts.facts
         if not facts.disk_writable:
             yield Finding.fails(
                 name,
@@ -105,8 +108,8 @@ def disk(hosts: All, wanted: Wanted) -> Iterator[Finding]:
                 f"{facts.user} may not write to {facts.disk}",
                 "name another directory (root: in accel.yaml)",
             )
-        elif facts.disk_free < wanted.disk_bytes:
-            free, need = _gigabytes(facts.disk_free), _gigabytes(wanted.disk_bytes)
+        elif facts.disk_free < requirements.disk_bytes:
+            free, need = _gigabytes(facts.disk_free), _gigabytes(requirements.disk_bytes)
             remedy = "make room there, or ask for less (disk_gb: in accel.yaml)"
             yield Finding.fails(name, "disk", f"{free} free at {facts.disk}, {need} are needed", remedy)
         if facts.shm_free < _LITTLE_SHM:
@@ -115,39 +118,39 @@ def disk(hosts: All, wanted: Wanted) -> Iterator[Finding]:
             yield Finding.warns(name, "shm", f"{free} free at /dev/shm, which data loaders use", remedy)
 
 
-def clock(hosts: All, wanted: Wanted) -> Iterator[Finding]:
-    for name, seen in hosts.items():
-        skew = seen.skew_s
+def clock(hosts: All, requirements: HostRequirements) -> Iterator[Finding]:
+    for name, timed_facts in hosts.items():
+        skew = timed_facts.skew_s
         if abs(skew) > _SKEW_WARNS_S:
             severity = Finding.fails if abs(skew) > _SKEW_FAILS_S else Finding.warns
-            way = "ahead" if skew > 0 else "behind"
+            direction = "ahead" if skew > 0 else "behind"
             remedy = "start a time service there: timedatectl set-ntp true (or chronyd)"
-            yield severity(name, "clock", f"its clock is {abs(skew):.0f} s {way}", remedy)
+            yield severity(name, "clock", f"its clock is {abs(skew):.0f} s {direction}", remedy)
 
 
-def gpus(hosts: All, wanted: Wanted) -> Iterator[Finding]:
-    usual = _usual({name: seen.facts.gpus.count for name, seen in hosts.items()})
-    for name, seen in hosts.items():
-        found = seen.facts.gpus
-        if found.problem and (wanted.gpus or found.count):
-            yield Finding.fails(name, "gpus", f"its GPUs do not work: {found.problem}", "run there: nvidia-smi")
-        elif found.count < wanted.gpus:
-            said = f" ({found.how})" if found.how else ""
+def gpus(hosts: All, requirements: HostRequirements) -> Iterator[Finding]:
+    usual = _usual({name: timed_facts.facts.gpus.count for name, timed_facts in hosts.items()})
+    for name, timed_facts in hosts.items():
+        gpu_facts = timed_facts.facts.gpus
+        if gpu_facts.problem and (requirements.gpus or gpu_facts.count):
+            yield Finding.fails(name, "gpus", f"its GPUs do not work: {gpu_facts.problem}", "run there: nvidia-smi")
+        elif gpu_facts.count < requirements.gpus:
+            source = f" ({gpu_facts.how})" if gpu_facts.how else ""
             yield Finding.fails(
                 name,
                 "gpus",
-                f"has {found.count} of {wanted.gpus} GPUs{said}",
+                f"has {gpu_facts.count} of {requirements.gpus} GPUs{source}",
                 "ask for fewer (--gpus), or leave it out",
             )
-        elif found.count != usual and wanted.gpus == 0:
+        elif gpu_facts.count != usual and requirements.gpus == 0:
             yield Finding.warns(
-                name, "gpus", f"has {found.count} GPUs, most hosts {usual}", "say how many to use: --gpus"
+                name, "gpus", f"has {gpu_facts.count} GPUs, most hosts {usual}", "say how many to use: --gpus"
             )
 
 
-def limits(hosts: All, wanted: Wanted) -> Iterator[Finding]:
-    for name, seen in hosts.items():
-        facts = seen.facts
+def limits(hosts: All, requirements: HostRequirements) -> Iterator[Finding]:
+    for name, timed_facts in hosts.items():
+        facts = timed_facts.facts
         if 0 <= facts.files < _FEW_FILES and facts.gpus.count:
             yield Finding.warns(name, "limits", f"{facts.user} may open {facts.files} files", _LIMITS.format("nofile"))
         if 0 <= facts.processes < _FEW_PROCESSES:
@@ -156,16 +159,16 @@ def limits(hosts: All, wanted: Wanted) -> Iterator[Finding]:
             )
 
 
-JUDGES: tuple[Judge, ...] = (same_machine, python, packages, disk, clock, gpus, limits)
+CHECKS: tuple[Check, ...] = (same_machine, python, packages, disk, clock, gpus, limits)
 
 
 def _usual(values: Mapping[str, T]) -> T | None:
     """Return the most common value; of equally common ones, the first host's."""
-    common = Counter(values.values()).most_common(1)
-    return common[0][0] if common else None
+    most_common = Counter(values.values()).most_common(1)
+    return most_common[0][0] if most_common else None
 
 
-def _as_typed(facts: Facts) -> str:
+def _command_path(facts: Facts) -> str:
     """Return the interpreter's path as that user's shell understands it."""
     home = facts.home.rstrip("/") + "/"
     return "~/" + facts.executable.removeprefix(home) if facts.executable.startswith(home) else facts.executable

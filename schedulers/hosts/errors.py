@@ -43,5 +43,5 @@ def one_line(raw: bytes | str) -> str:
     text = raw.decode("utf-8", "replace") if isinstance(raw, bytes) else raw
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     last = lines[-1] if lines else "it said nothing"
-    shown = "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in last)
-    return shown if len(shown) <= _LONGEST else f"{shown[:_LONGEST]}…"
+    printable = "".join(char if char.isprintable() else repr(char)[1:-1] for char in last)
+    return printable if len(printable) <= _LONGEST else f"{printable[:_LONGEST]}…"

@@ -79,7 +79,7 @@ class Facts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seen:
+class TimedFacts:
     """A host's facts, with our own clock's times of the request and of the reply."""
 
     facts: Facts
@@ -97,7 +97,7 @@ class Seen:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class HostRequirements:
     """A job's requirements of every host.
 
     packages:  a package's name -> the module to look for if it was not installed as a package.

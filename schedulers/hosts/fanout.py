@@ -27,30 +27,30 @@ FROM_HOSTS = 16
 FROM_BYTES = 16_000_000
 _CHILDREN = 2
 _ROUNDS = 3
-_ANSWER_S = 60.0
+_REPLY_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
-class Spread:
+class FanOutResult:
     """Numbers of hosts in a fan-out.
 
     had:     had the blob before.
     sent:    received it from here.
-    passed:  received it from another host.
-    lacking: still lack it.
+    relayed:  received it from another host.
+    missing: still lack it.
     """
 
     had: int = 0
     sent: int = 0
-    passed: int = 0
-    lacking: int = 0
+    relayed: int = 0
+    missing: int = 0
 
 
 def worthwhile(count: int, blob: Blob) -> bool:
     return count >= FROM_HOSTS and count * blob.size >= FROM_BYTES
 
 
-def spread(
+def fan_out(
     pool: Pool,
     addresses: Mapping[Host, str],
     blob: Blob,
@@ -58,7 +58,7 @@ def spread(
     root: str,
     python: str,
     ports: Mapping[Host, Sequence[int]],
-) -> Spread:
+) -> FanOutResult:
     """Copy the blob to the hosts, as far as they reach each other at these addresses and ports.
 
     A host that cannot be reached, or does not receive it, is no error here: the caller sends it to hosts that
@@ -66,67 +66,67 @@ def spread(
     """
     token = os.urandom(32).hex()
 
-    def begin(remote: Remote) -> _Conversation:
-        return _Conversation(remote, blob, root=root, python=python, ports=ports[remote.host], token=token)
+    def open_relay(remote: Remote) -> _RelaySession:
+        return _RelaySession(remote, blob, root=root, python=python, ports=ports[remote.host], token=token)
 
-    begun = pool.map(begin, list(addresses))
-    told = {outcome.host: outcome.value for outcome in begun if outcome.value is not None}
+    outcomes = pool.map(open_relay, list(addresses))
+    relays = {outcome.host: outcome.value for outcome in outcomes if outcome.value is not None}
     try:
-        return _spread(pool, addresses, told)
+        return _relay_rounds(pool, addresses, relays)
     finally:
-        for conversation in told.values():
-            conversation.close()
+        for relay in relays.values():
+            relay.close()
 
 
-def _spread(pool: Pool, addresses: Mapping[Host, str], told: Mapping[Host, _Conversation]) -> Spread:
-    whole = [host for host, conversation in told.items() if conversation.have]
-    lacking = [host for host in told if host not in whole]
-    had = len(whole)
+def _relay_rounds(pool: Pool, addresses: Mapping[Host, str], relays: Mapping[Host, _RelaySession]) -> FanOutResult:
+    holders = [host for host, relay in relays.items() if relay.have]
+    missing = [host for host in relays if host not in holders]
+    initial_count = len(holders)
     sent = passed = 0
     failures: Counter[Host] = Counter()
-    mute: set[Host] = set()  # they have it, and somebody did not get it from them
+    failed_parents: set[Host] = set()  # they have it, and somebody did not get it from them
     for _ in range(_ROUNDS):
-        if not lacking:
+        if not missing:
             break
-        parents = _tree([host for host in whole if host not in mute], lacking, told)
+        parents = _tree([host for host in holders if host not in failed_parents], missing, relays)
 
-        def get(remote: Remote, parents: Mapping[Host, Host | None] = parents) -> None:
+        def fetch(remote: Remote, parents: Mapping[Host, Host | None] = parents) -> None:
             parent = parents[remote.host]
-            source = None if parent is None else (addresses[parent], told[parent].port)
-            told[remote.host].get(source)
+            source = None if parent is None else (addresses[parent], relays[parent].port)
+            relays[remote.host].get(source)
 
-        done = [outcome.host for outcome in pool.map(get, list(parents)) if outcome.error is None]
+        done = [outcome.host for outcome in pool.map(fetch, list(parents)) if outcome.error is None]
         sent += sum(parents[host] is None for host in done)
         passed += sum(parents[host] is not None for host in done)
-        whole += done
+        holders += done
         # Who was to get it from somebody that has it, from us say, has failed by itself, and the others because of
         # that one: the oftener, the later its turn next time, and the fewer hosts depend on it.
-        failed = [host for host in lacking if host not in done]
+        failed = [host for host in missing if host not in done]
         for host in failed:
             parent = parents.get(host)
-            failures[host] += host in parents and (parent is None or parent in whole)
-            if parent is not None and parent in whole:
-                mute.add(parent)
-        lacking = sorted(failed, key=failures.__getitem__)
-    return Spread(had=had, sent=sent, passed=passed, lacking=len(addresses) - len(whole))
+            failures[host] += host in parents and (parent is None or parent in holders)
+            if parent is not None and parent in holders:
+                failed_parents.add(parent)
+        missing = sorted(failed, key=failures.__getitem__)
+    return FanOutResult(had=initial_count, sent=sent, relayed=passed, missing=len(addresses) - len(holders))
 
 
 def _tree(
-    whole: Sequence[Host], lacking: Sequence[Host], told: Mapping[Host, _Conversation]
+    holders: Sequence[Host], missing: Sequence[Host], relays: Mapping[Host, _RelaySession]
 ) -> dict[Host, Host | None]:
     """Return each host's source, None for us, parents before children; a host that cannot listen has no children."""
-    free = [host for host in whole if told[host].port is not None for _ in range(_CHILDREN)]
+    free_parents = [host for host in holders if relays[host].port is not None for _ in range(_CHILDREN)]
     parents: dict[Host, Host | None] = {}
-    for host in sorted(lacking, key=lambda host: told[host].port is None):
-        if not free and parents:
+    for host in sorted(missing, key=lambda host: relays[host].port is None):
+        if not free_parents and parents:
             break  # nobody who got it can pass it on
-        parents[host] = free.pop(0) if free else None
-        if told[host].port is not None:
-            free += [host] * _CHILDREN
+        parents[host] = free_parents.pop(0) if free_parents else None
+        if relays[host].port is not None:
+            free_parents += [host] * _CHILDREN
     return parents
 
 
-class _Conversation:
+class _RelaySession:
     """A session with the relay on one host, which receives the blob and forwards it until this is closed."""
 
     def __init__(self, remote: Remote, blob: Blob, *, root: str, python: str, ports: Sequence[int], token: str) -> None:
@@ -137,12 +137,12 @@ class _Conversation:
         self._session: Session = remote.open([python, "-I", "-S", "-c", program_loader(program)])
         try:
             self._session.write(program + json.dumps(request).encode() + b"\n")
-            found = replies.decode(self._line(_ANSWER_S), replies.Holds, self._name)
+            reply = replies.decode(self._line(_REPLY_TIMEOUT_S), replies.RelayState, self._name)
         except BaseException:
             self.close()
             raise
-        self.have = found["have"]
-        self.port = found["port"]
+        self.have = reply["have"]
+        self.port = reply["port"]
 
     def get(self, source: tuple[str, int | None] | None) -> None:
         """Have the host receive the blob. Raises HostUnreachable, RemoteError if it did not, SnapshotError."""
@@ -154,7 +154,7 @@ class _Conversation:
                 sent += len(chunk)
             if sent != self._blob.size:
                 raise SnapshotError(f"the code was changed while it was sent to {self._name}")
-        problem = replies.decode(self._line(TRANSFER_S), replies.Got, self._name)["error"]
+        problem = replies.decode(self._line(TRANSFER_S), replies.RelayResult, self._name)["error"]
         if problem is not None:
             raise RemoteError(self._name, one_line(problem))
 
@@ -169,4 +169,4 @@ class _Conversation:
         return line
 
 
-__all__ = ["FROM_BYTES", "FROM_HOSTS", "Spread", "spread", "worthwhile"]
+__all__ = ["FROM_BYTES", "FROM_HOSTS", "FanOutResult", "fan_out", "worthwhile"]

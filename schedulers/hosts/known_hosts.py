@@ -26,22 +26,22 @@ class KnownKey:
     type: str
     key: str
     marker: str
-    where: str
+    location: str
 
     def matches(self, name: str) -> bool:
         """Return True if any pattern matches, and none that begins with `!` (sshd(8))."""
         if self.names.startswith(_HASHED):
             return _hash_matches(self.names, name)
-        found = False
+        matched = False
         for pattern in self.names.lower().split(","):
-            refused = pattern.startswith("!")
+            negated = pattern.startswith("!")
             # Brackets stand for themselves here: they hold an address that has a port.
             plain = pattern.removeprefix("!").replace("[", "[[]")
             if fnmatch.fnmatchcase(name.lower(), plain):
-                if refused:
+                if negated:
                     return False
-                found = True
-        return found
+                matched = True
+        return matched
 
 
 class Verdict(enum.Enum):
@@ -53,23 +53,25 @@ class Verdict(enum.Enum):
 
 def read(text: str, file: str) -> list[KnownKey]:
     """Return every key in a file. As with OpenSSH, an invalid line is skipped."""
-    found = []
+    entries = []
     for number, line in enumerate(text.splitlines(), 1):
-        words = line.split()
-        marker = words.pop(0) if words and words[0].startswith("@") else ""
-        if len(words) >= 3 and not words[0].startswith("#"):
-            found.append(KnownKey(words[0], words[1], words[2], marker, f"{file}:{number}"))
-    return found
+        fields = line.split()
+        marker = fields.pop(0) if fields and fields[0].startswith("@") else ""
+        if len(fields) >= 3 and not fields[0].startswith("#"):
+            entries.append(KnownKey(fields[0], fields[1], fields[2], marker, f"{file}:{number}"))
+    return entries
 
 
-def looked_up_as(name: str, port: int, alias: str | None) -> list[str]:
+def lookup_names(name: str, port: int, alias: str | None) -> list[str]:
     """Return the names under which a host's key may be listed; the first is the one for a new line."""
     if alias is not None:
         return [alias]
     return [name] if port == _SSH_PORT else [f"[{name}]:{port}", name]
 
 
-def judge(known: Iterable[KnownKey], names: Sequence[str], key_type: str, key: str) -> tuple[Verdict, list[KnownKey]]:
+def verify_key(
+    known: Iterable[KnownKey], names: Sequence[str], key_type: str, key: str
+) -> tuple[Verdict, list[KnownKey]]:
     """Return the verdict on this key for a host with one of these names, and the lines that decide it.
 
     For an unknown host, they are the lines of authorities that may certify it. A key under the host's plain name
@@ -80,12 +82,12 @@ def judge(known: Iterable[KnownKey], names: Sequence[str], key_type: str, key: s
     if revoked:
         return Verdict.REVOKED, revoked
     plain = [entry for entry in matching if not entry.marker]
-    same = [entry for entry in plain if (entry.type, entry.key) == (key_type, key)]
-    if same:
-        return Verdict.KNOWN, same
-    others = [entry for entry in plain if entry.matches(names[0])]
+    trusted = [entry for entry in plain if (entry.type, entry.key) == (key_type, key)]
+    if trusted:
+        return Verdict.KNOWN, trusted
+    conflicting = [entry for entry in plain if entry.matches(names[0])]
     authorities = [entry for entry in matching if entry.marker == "@cert-authority"]
-    return (Verdict.CHANGED, others) if others else (Verdict.UNKNOWN, authorities)
+    return (Verdict.CHANGED, conflicting) if conflicting else (Verdict.UNKNOWN, authorities)
 
 
 def known_types(known: Iterable[KnownKey], names: Sequence[str]) -> list[str]:
@@ -97,7 +99,7 @@ def known_types(known: Iterable[KnownKey], names: Sequence[str]) -> list[str]:
 def _hash_matches(hashed: str, name: str) -> bool:
     try:
         _, _, salt, digest = hashed.split("|")
-        made = hmac.new(base64.b64decode(salt), name.lower().encode(), hashlib.sha1).digest()
-        return hmac.compare_digest(made, base64.b64decode(digest))
+        computed = hmac.new(base64.b64decode(salt), name.lower().encode(), hashlib.sha1).digest()
+        return hmac.compare_digest(computed, base64.b64decode(digest))
     except (ValueError, binascii.Error):
         return False

@@ -30,25 +30,27 @@ class LogIn(AuthStrategy):
     def __init__(self, settings: Settings) -> None:
         super().__init__(paramiko.SSHConfig())
         self._settings = settings
-        beside = {f"{path}-cert.pub" for path in settings.identities}
+        key_certificates = {f"{path}-cert.pub" for path in settings.identities}
         self._unusable = [
             f"{path} is not used: a certificate is only beside its key (KEY-cert.pub)"
             for path in settings.certificates
-            if path not in beside
+            if path not in key_certificates
         ]
 
     def get_sources(self) -> Generator[_Key, None, None]:
         settings = self._settings
         with _agent(settings.agent, self._unusable) as agent:
-            held = {key.asbytes(): key for key in agent}
-            named = {path: held.pop(public) for path in settings.identities if (public := _public(path)) in held}
-            for path, key in named.items():
+            agent_keys = {key.asbytes(): key for key in agent}
+            named_keys = {
+                path: agent_keys.pop(public) for path in settings.identities if (public := _public(path)) in agent_keys
+            }
+            for path, key in named_keys.items():
                 yield _Key(settings.user, f"{path} (agent)", key)
             if not settings.identities_only:
-                for key in held.values():
+                for key in agent_keys.values():
                     yield _Key(settings.user, f"{key.comment or key.get_name()} (agent)", key)
             for path in settings.identities:
-                if path in named:
+                if path in named_keys:
                     continue
                 loaded = _load(path)
                 if not isinstance(loaded, str):
@@ -64,13 +66,13 @@ class LogIn(AuthStrategy):
             for source in sources:
                 tried.append(source.name)
                 try:
-                    wanted = source.authenticate(transport)
+                    methods = source.authenticate(transport)
                 except paramiko.BadAuthenticationType as error:
                     raise LoginRefused(settings.alias, _no_keys_taken(settings, error.allowed_types)) from None
                 except paramiko.AuthenticationException:
                     if transport.is_active():
                         continue
-                    raise LoginRefused(settings.alias, self._refused(tried, cut_off=True)) from None
+                    raise LoginRefused(settings.alias, self._rejection_message(tried, cut_off=True)) from None
                 except (paramiko.SSHException, EOFError, OSError, ValueError) as error:
                     # A key that cannot sign (a token that is not plugged in) is like one that is not there.
                     if not transport.is_active():
@@ -78,14 +80,14 @@ class LogIn(AuthStrategy):
                         raise HostUnreachable(settings.alias, problem) from None
                     self._unusable.append(f"{source.name}: {error}")
                     continue
-                if wanted:
-                    lacking = " and ".join(wanted)
-                    problem = f"the server also wants {lacking}, which accel cannot give: it has keys"
+                if methods:
+                    missing = " and ".join(methods)
+                    problem = f"the server also wants {missing}, which accel cannot give: it has keys"
                     raise LoginRefused(settings.alias, problem)
-                return [SourceResult(source, wanted)]
-        raise LoginRefused(settings.alias, self._refused(tried, cut_off=False))
+                return [SourceResult(source, methods)]
+        raise LoginRefused(settings.alias, self._rejection_message(tried, cut_off=False))
 
-    def _refused(self, tried: list[str], *, cut_off: bool) -> str:
+    def _rejection_message(self, tried: list[str], *, cut_off: bool) -> str:
         settings = self._settings
         port = f"-p {settings.port} " if settings.port != _PORT else ""
         copy = f"ssh-copy-id {port}{settings.user}@{settings.alias}"
@@ -94,8 +96,8 @@ class LogIn(AuthStrategy):
             remedy = f"; make one (ssh-keygen) and take it there ({copy})"
         else:
             text = f"does not let {settings.user} in; tried {', '.join(tried)}"
-            cut = "; the server hung up after these: name the right one (IdentityFile, IdentitiesOnly yes)"
-            remedy = cut if cut_off else f"; check the user, or {copy}"
+            hint = "; the server hung up after these: name the right one (IdentityFile, IdentitiesOnly yes)"
+            remedy = hint if cut_off else f"; check the user, or {copy}"
         return text + (f"; {'; '.join(self._unusable)}" if self._unusable else "") + remedy
 
 

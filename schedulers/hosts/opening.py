@@ -15,7 +15,7 @@ import paramiko
 from paramiko.packet import Packetizer
 
 from . import host_keys, known_hosts
-from .connection import Connection, Patience
+from .connection import Connection, Timeouts
 from .errors import HostUnreachable, one_line
 from .known_hosts import KnownKey
 from .login import LogIn
@@ -25,11 +25,11 @@ from .ssh_config import Settings
 _RSA_ALGORITHMS = ("rsa-sha2-512", "rsa-sha2-256", "ssh-rsa")
 
 
-def connect(settings: Settings, *, via: Connection | None, patience: Patience) -> Connection:
+def connect(settings: Settings, *, via: Connection | None, timeouts: Timeouts) -> Connection:
     """Open a connection to the host, logged in, its key verified. Raises HostUnreachable and its subclasses."""
-    seconds = settings.connect_timeout_s or patience.connect_s
+    seconds = settings.connect_timeout_s or timeouts.connect_s
     entries = host_keys.known_keys(settings.known_hosts)
-    sock = None if via is not None else _reach(settings, seconds)
+    sock = None if via is not None else _open_socket(settings, seconds)
     ssh = fabric.Connection(
         settings.hostname,
         user=settings.user,
@@ -45,18 +45,18 @@ def connect(settings: Settings, *, via: Connection | None, patience: Patience) -
             "auth_strategy": LogIn(settings),
         },
     )
-    ssh.client.set_missing_host_key_policy(_Judge(settings, entries))
+    ssh.client.set_missing_host_key_policy(_HostKeyPolicy(settings, entries))
     try:
         ssh.open()
-        return Connection(settings, ssh, patience)
+        return Connection(settings, ssh, timeouts)
     except BaseException as error:
-        _give_up(ssh.client.get_transport(), sock)
+        _close_transport(ssh.client.get_transport(), sock)
         if isinstance(error, (paramiko.SSHException, EOFError, OSError)):
             raise _problem(settings, error, sock, ssh.client.get_transport(), via) from None
         raise
 
 
-class _Judge(paramiko.MissingHostKeyPolicy):
+class _HostKeyPolicy(paramiko.MissingHostKeyPolicy):
     """A policy that passes every host key to `host_keys.check`; the client itself knows none."""
 
     def __init__(self, settings: Settings, entries: list[KnownKey]) -> None:
@@ -72,24 +72,24 @@ class _Packets(Packetizer):
 
     def __init__(self, socket: Any) -> None:
         super().__init__(socket)
-        self.heard = time.monotonic()
+        self.last_packet_at = time.monotonic()
 
     def read_message(self) -> Any:
         message = super().read_message()
-        self.heard = time.monotonic()
+        self.last_packet_at = time.monotonic()
         return message
 
 
 class _Transport(paramiko.Transport):
     """A transport that requests the host's known key types first, and waits `seconds` at most."""
 
-    def __init__(self, first: Sequence[str], seconds: float, sock: Any, **options: Any) -> None:
+    def __init__(self, preferred: Sequence[str], seconds: float, sock: Any, **options: Any) -> None:
         super().__init__(sock, packetizer_class=_Packets, **options)
         self.banner_timeout = self.handshake_timeout = self.auth_timeout = self.channel_timeout = seconds
         security = self.get_security_options()
         offered = list(security.key_types)
-        wanted = [name for name in first if name in offered]
-        security.key_types = [*wanted, *(name for name in offered if name not in wanted)]
+        supported = [name for name in preferred if name in offered]
+        security.key_types = [*supported, *(name for name in offered if name not in supported)]
 
 
 def _known_algorithms(settings: Settings, entries: list[KnownKey]) -> list[str]:
@@ -97,13 +97,13 @@ def _known_algorithms(settings: Settings, entries: list[KnownKey]) -> list[str]:
     return [name for type in types for name in (_RSA_ALGORITHMS if type == "ssh-rsa" else (type,))]
 
 
-def _reach(settings: Settings, seconds: float) -> Any:
+def _open_socket(settings: Settings, seconds: float) -> Any:
     if settings.proxy_command is not None:
         return ProxyCommand(settings, settings.proxy_command)
     return by_socket(settings, seconds)
 
 
-def _give_up(transport: paramiko.Transport | None, sock: Any) -> None:
+def _close_transport(transport: paramiko.Transport | None, sock: Any) -> None:
     if transport is not None:
         transport.close()
         packetizer: Any = transport.packetizer
@@ -116,11 +116,11 @@ def _give_up(transport: paramiko.Transport | None, sock: Any) -> None:
 def _problem(
     settings: Settings, error: BaseException, sock: Any, transport: paramiko.Transport | None, via: Connection | None
 ) -> HostUnreachable:
-    said = one_line(str(error)) if str(error) else "the connection was closed"
+    detail = one_line(str(error)) if str(error) else "the connection was closed"
     if via is not None and transport is None:
         if isinstance(error, paramiko.ChannelException):
-            said = {1: "it forbids it (AllowTcpForwarding)", 2: "it cannot connect to it"}.get(error.code, said)
-        return HostUnreachable(via.settings.alias, f"as a jump host to {settings.hostname}:{settings.port}: {said}")
+            detail = {1: "it forbids it (AllowTcpForwarding)", 2: "it cannot connect to it"}.get(error.code, detail)
+        return HostUnreachable(via.settings.alias, f"as a jump host to {settings.hostname}:{settings.port}: {detail}")
     if isinstance(sock, ProxyCommand):
-        said = sock.explanation
-    return HostUnreachable(settings.alias, f"{settings.endpoint} answers, but the SSH handshake fails: {said}")
+        detail = sock.explanation
+    return HostUnreachable(settings.alias, f"{settings.endpoint} answers, but the SSH handshake fails: {detail}")

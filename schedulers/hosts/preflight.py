@@ -15,21 +15,21 @@ from typing import Any, Literal, TypeVar
 
 from . import replies
 from .addresses import candidates, choose, could_lead
-from .checks import OTHER_PYTHON, Finding, judge
+from .checks import OTHER_PYTHON_HINT, Finding, run_checks
 from .errors import HostKeyRefused, HostUnreachable, LoginRefused, RemoteError, one_line
-from .facts import GB, Facts, Seen, Wanted
+from .facts import GB, Facts, HostRequirements, TimedFacts
 from .host_list import Host
 from .remote_files import ROOT, host_program, program_loader
 from .session import Session
 from .transport import Outcome, Pool, Remote
 
-_ANSWER_S = 60.0
+_REPLY_TIMEOUT_S = 60.0
 _TRY_S = 3.0
 
 T = TypeVar("T")
 Matrix = Mapping[str, Mapping[str, str | None]]
 
-__all__ = ["Finding", "Report", "Wanted", "examine"]
+__all__ = ["Finding", "HostRequirements", "Report", "examine"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class Row:
     """A host's row in the table: its facts, and the verdict."""
 
     host: Host
-    seen: Seen | None
+    facts: TimedFacts | None
     verdict: Literal["ok", "warns", "fails"]
 
 
@@ -47,7 +47,7 @@ class Report:
 
     usable: hosts without a failed check; the first of them is node 0 and has `master` and `port`.
     master: the address of node 0 that every other usable host reached; None if there is none, or none was needed.
-    reach:  for each other host and each tried address of node 0, None or why it was not reached.
+    attempts:  for each other host and each tried address of node 0, None or why it was not reached.
     leads:  for each host that may lead, node 0 first, the address that the others reached.
     """
 
@@ -56,7 +56,7 @@ class Report:
     usable: tuple[Host, ...]
     master: str | None
     port: int | None
-    reach: Mapping[str, Mapping[str, str | None]]
+    attempts: Mapping[str, Mapping[str, str | None]]
     leads: Mapping[Host, str]
 
     @property
@@ -72,28 +72,28 @@ class Report:
 def examine(
     pool: Pool,
     hosts: Sequence[Host],
-    wanted: Wanted | None = None,
+    requirements: HostRequirements | None = None,
     *,
     python: str | Callable[[Remote], str] = "python3",
     root: str = ROOT,
-    told: Callable[[Host], None] = lambda host: None,
+    on_probed: Callable[[Host], None] = lambda host: None,
 ) -> Report:
     """Check all hosts at once. A host that cannot be reached is a finding, and so is every other problem.
 
     `python`: the interpreter, or a function that returns a host's; its error becomes that host's finding.
-    `told`: called, in any thread, for each host that has answered or cannot be reached.
+    `on_probed`: called, in any thread, for each host that has answered or cannot be reached.
     """
-    wanted = wanted or Wanted()
+    requirements = requirements or HostRequirements()
 
     def probe(remote: Remote) -> _Probe:
         try:
-            return _Probe(remote, python if isinstance(python, str) else python(remote), root, wanted)
+            return _Probe(remote, python if isinstance(python, str) else python(remote), root, requirements)
         finally:
-            told(remote.host)
+            on_probed(remote.host)
 
     probes = pool.map(probe, hosts)
     try:
-        return _judged(pool, hosts, probes, wanted)
+        return _build_report(pool, hosts, probes, requirements)
     finally:
         for outcome in probes:
             if outcome.value is not None:
@@ -103,67 +103,76 @@ def examine(
 class _Probe:
     """A session with the probe on one host; it begins with the host's facts."""
 
-    def __init__(self, remote: Remote, python: str, root: str, wanted: Wanted) -> None:
+    def __init__(self, remote: Remote, python: str, root: str, requirements: HostRequirements) -> None:
         self._remote = remote
         self._python = python
         program = host_program("probe")
         remote.connection()  # logging in takes time too, and is no part of the question
-        asked_at = time.time()
+        sent_at = time.time()
         self._session: Session = remote.open([python, "-c", program_loader(program)])
         try:
             self._session.write(program)
-            request = {"do": "facts", "root": root, "packages": dict(wanted.packages)}
-            facts = self.ask(request, _ANSWER_S, Facts)
+            request = {"do": "facts", "root": root, "packages": dict(requirements.packages)}
+            facts = self.request(request, _REPLY_TIMEOUT_S, Facts)
         except BaseException:
             self.close()
             raise
-        self.seen = Seen(facts=facts, asked_at=asked_at, answered_at=time.time())
+        self.facts = TimedFacts(facts=facts, asked_at=sent_at, answered_at=time.time())
 
-    def ask(self, request: Mapping[str, Any], timeout_s: float, kind: type[T]) -> T:
+    def request(self, request: Mapping[str, Any], timeout_s: float, kind: type[T]) -> T:
         self._session.write(json.dumps(request).encode() + b"\n")
         line = self._session.read_line(timeout_s)
         if not line.endswith(b"\n"):
-            ended = self._session.finish(timeout_s)
-            said = one_line(ended.stderr)
+            completed = self._session.finish(timeout_s)
+            detail = one_line(completed.stderr)
             python = f"~/{self._python[2:]}" if self._python.startswith("./") else self._python
-            if ended.status == 127:
-                raise RemoteError(self._remote.name, f"no {python} there; make it, or {OTHER_PYTHON}", 127)
-            if ended.status == 126:
-                raise RemoteError(self._remote.name, f"it may not run {python}; {OTHER_PYTHON}", 126)
-            raise RemoteError(self._remote.name, f"{self._python} fails: {said}", ended.status)
+            if completed.status == 127:
+                raise RemoteError(self._remote.name, f"no {python} there; make it, or {OTHER_PYTHON_HINT}", 127)
+            if completed.status == 126:
+                raise RemoteError(self._remote.name, f"it may not run {python}; {OTHER_PYTHON_HINT}", 126)
+            raise RemoteError(self._remote.name, f"{self._python} fails: {detail}", completed.status)
         return replies.decode(line, kind, self._remote.name)
 
     def close(self) -> None:
         self._session.close()
 
 
-def _judged(pool: Pool, hosts: Sequence[Host], probes: Sequence[Outcome[_Probe]], wanted: Wanted) -> Report:
-    seen = {host: outcome.value.seen if outcome.value else None for host, outcome in zip(hosts, probes, strict=True)}
-    findings = [_not_asked(outcome) for outcome in probes if outcome.error is not None]
-    findings += judge({str(host): found for host, found in seen.items() if found is not None}, wanted)
+def _build_report(
+    pool: Pool, hosts: Sequence[Host], probes: Sequence[Outcome[_Probe]], requirements: HostRequirements
+) -> Report:
+    facts_by_host = {
+        host: outcome.value.facts if outcome.value else None for host, outcome in zip(hosts, probes, strict=True)
+    }
+    findings = [_probe_error(outcome) for outcome in probes if outcome.error is not None]
+    findings += run_checks(
+        {str(host): timed_facts for host, timed_facts in facts_by_host.items() if timed_facts is not None}, requirements
+    )
     fit = [(outcome.host, outcome.get()) for outcome in probes if outcome.value and not _fails(outcome.host, findings)]
-    tried = _try(pool, fit, wanted)
-    findings += tried.findings
-    while tried.address is None and len(fit) > 1 and _fails(fit[0][0], tried.findings):
+    reach_result = _check_reachability(pool, fit, requirements)
+    findings += reach_result.findings
+    while reach_result.address is None and len(fit) > 1 and _fails(fit[0][0], reach_result.findings):
         # It is the first one that is cut off: the next one may do for node 0.
         fit = fit[1:]
-        tried = _try(pool, fit, wanted)
-        findings += tried.findings
+        reach_result = _check_reachability(pool, fit, requirements)
+        findings += reach_result.findings
     usable = tuple(host for host, _ in fit if not _fails(host, findings))
-    rows = tuple(Row(host=host, seen=found, verdict=_verdict(host, findings)) for host, found in seen.items())
+    rows = tuple(
+        Row(host=host, facts=timed_facts, verdict=_verdict(host, findings))
+        for host, timed_facts in facts_by_host.items()
+    )
     return Report(
         rows=rows,
         findings=tuple(findings),
         usable=usable,
-        master=tried.address,
-        port=tried.port,
-        reach=tried.matrix,
-        leads=tried.leads,
+        master=reach_result.address,
+        port=reach_result.port,
+        attempts=reach_result.matrix,
+        leads=reach_result.leads,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Tried:
+class _ReachResult:
     """The addresses that the others reached, of node 0 and of those that may lead after it."""
 
     address: str | None = None
@@ -174,7 +183,7 @@ class _Tried:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Listening:
+class _Listener:
     """A host that listens on a port for the others to connect."""
 
     host: Host
@@ -186,86 +195,94 @@ class _Listening:
         return {"addresses": self.addresses, "port": self.port, "token": self.token}
 
 
-def _try(pool: Pool, fit: Sequence[tuple[Host, _Probe]], wanted: Wanted) -> _Tried:
+def _check_reachability(pool: Pool, fit: Sequence[tuple[Host, _Probe]], requirements: HostRequirements) -> _ReachResult:
     """Have the hosts that may lead listen, and every other host connect to each of their addresses."""
-    if not fit or not wanted.leads:
-        return _Tried()
+    if not fit or not requirements.leads:
+        return _ReachResult()
     first = fit[0][0]
     probes = dict(fit)
-    heard = pool.map(
-        lambda remote: _listen(pool, remote.host, probes[remote.host], wanted), list(probes)[: wanted.leads]
+    outcomes = pool.map(
+        lambda remote: _start_listener(pool, remote.host, probes[remote.host], requirements),
+        list(probes)[: requirements.leads],
     )
-    begun = [outcome.get() for outcome in heard]
-    listening = [one for one in begun if isinstance(one, _Listening)]
-    problems = [one for one in begun if isinstance(one, Finding)]
-    if not isinstance(begun[0], _Listening):
-        return _Tried(findings=[begun[0]])
-    matrices = _called(pool, probes, listening)
-    reach, findings = choose(str(first), begun[0].addresses, matrices[0], begun[0].port)
+    responses = [outcome.get() for outcome in outcomes]
+    listening = [candidate for candidate in responses if isinstance(candidate, _Listener)]
+    problems = [candidate for candidate in responses if isinstance(candidate, Finding)]
+    if not isinstance(responses[0], _Listener):
+        return _ReachResult(findings=[responses[0]])
+    matrices = _call_listeners(pool, probes, listening)
+    reach, findings = choose(str(first), responses[0].addresses, matrices[0], responses[0].port)
     cut_off = {finding.host for finding in findings}
-    found = {}
-    for one, matrix in zip(listening[1:], matrices[1:], strict=True):
-        if str(one.host) not in cut_off:
-            usable = {name: reached for name, reached in matrix.items() if name not in cut_off}
-            found[one.host], more = could_lead(str(one.host), one.addresses, usable, one.port)
-            problems += more
+    leads = {}
+    for candidate, matrix in zip(listening[1:], matrices[1:], strict=True):
+        if str(candidate.host) not in cut_off:
+            usable = {name: attempts for name, attempts in matrix.items() if name not in cut_off}
+            leads[candidate.host], warnings = could_lead(
+                str(candidate.host), candidate.addresses, usable, candidate.port
+            )
+            problems += warnings
     if reach.address is None:
-        return _Tried(matrix=reach.matrix, findings=findings)
-    return _Tried(
+        return _ReachResult(matrix=reach.matrix, findings=findings)
+    return _ReachResult(
         address=reach.address,
-        port=begun[0].port,
+        port=responses[0].port,
         matrix=reach.matrix,
-        leads={first: reach.address, **found},
+        leads={first: reach.address, **leads},
         findings=[*findings, *(replace(problem, severity="warns") for problem in problems)],
     )
 
 
-def _listen(pool: Pool, host: Host, probe: _Probe, wanted: Wanted) -> _Listening | Finding:
-    found, problem = candidates(probe.seen.facts.addresses, pool.settings(host).hostname, wanted.interface)
+def _start_listener(pool: Pool, host: Host, probe: _Probe, requirements: HostRequirements) -> _Listener | Finding:
+    addresses, problem = candidates(probe.facts.facts.addresses, pool.settings(host).hostname, requirements.interface)
     if problem is not None:
         return Finding.fails(str(host), "reach", *problem)
     token = os.urandom(16).hex()
     try:
-        request = {"do": "listen", "ports": list(wanted.ports), "token": token}
-        port = probe.ask(request, _ANSWER_S, replies.Port)["port"]
+        request = {"do": "listen", "ports": list(requirements.ports), "token": token}
+        port = probe.request(request, _REPLY_TIMEOUT_S, replies.Port)["port"]
     except (RemoteError, HostUnreachable) as error:
-        return _no_port(host, error, wanted)
-    return _Listening(host=host, addresses=found, port=port, token=token)
+        return _no_port(host, error, requirements)
+    return _Listener(host=host, addresses=addresses, port=port, token=token)
 
 
-def _called(pool: Pool, probes: Mapping[Host, _Probe], listening: Sequence[_Listening]) -> list[Matrix]:
+def _call_listeners(pool: Pool, probes: Mapping[Host, _Probe], listening: Sequence[_Listener]) -> list[Matrix]:
     """Return, for each listening host, the results of every other host's connections to its addresses."""
 
     def call(remote: Remote) -> list[Mapping[str, str | None]]:
-        request = {"do": "connect", "to": [one.to_json() for one in listening if one.host != remote.host]}
-        found = probes[remote.host].ask({**request, "seconds": _TRY_S}, _ANSWER_S, replies.Reached)
-        return list(found["reached"])
+        request = {
+            "do": "connect",
+            "to": [listener.to_json() for listener in listening if listener.host != remote.host],
+        }
+        reply = probes[remote.host].request({**request, "seconds": _TRY_S}, _REPLY_TIMEOUT_S, replies.ReachResult)
+        return list(reply["reached"])
 
     callers = list(probes) if len(listening) > 1 else list(probes)[1:]
     matrices: list[dict[str, Mapping[str, str | None]]] = [{} for _ in listening]
     for outcome in pool.map(call, callers):
-        reached = iter(outcome.value or ())
-        for one, matrix in zip(listening, matrices, strict=True):
-            if one.host != outcome.host:
-                silence = dict.fromkeys(one.addresses, one_line(str(outcome.error)))
-                matrix[str(outcome.host)] = next(reached, silence)
+        attempts = iter(outcome.value or ())
+        for listener, matrix in zip(listening, matrices, strict=True):
+            if listener.host != outcome.host:
+                no_answer = dict.fromkeys(listener.addresses, one_line(str(outcome.error)))
+                matrix[str(outcome.host)] = next(attempts, no_answer)
     return list(matrices)
 
 
-def _no_port(host: Host, error: RemoteError | HostUnreachable, wanted: Wanted) -> Finding:
-    ports = ", ".join(map(str, wanted.ports))
-    remedy = "name other ports (ports: in accel.yaml)" if wanted.ports != (0,) else "look at its network"
+def _no_port(host: Host, error: RemoteError | HostUnreachable, requirements: HostRequirements) -> Finding:
+    ports = ", ".join(map(str, requirements.ports))
+    remedy = "name other ports (ports: in accel.yaml)" if requirements.ports != (0,) else "look at its network"
     return Finding.fails(str(host), "port", f"cannot listen on port {ports}: {error.problem}", remedy)
 
 
-def _not_asked(outcome: Outcome[_Probe]) -> Finding:
+def _probe_error(outcome: Outcome[_Probe]) -> Finding:
     error = outcome.error
     problem = error.problem if isinstance(error, (HostUnreachable, RemoteError)) else str(error)
     if isinstance(error, RemoteError):
         return Finding.fails(str(outcome.host), "python", problem)
     # Of keys that are refused, the problem says the remedy.
-    own = isinstance(error, (HostKeyRefused, LoginRefused)) or not isinstance(error, HostUnreachable)
-    return Finding.fails(str(outcome.host), "ssh", problem, "" if own else f"from here, see: {_ssh(outcome.host)}")
+    explained = isinstance(error, (HostKeyRefused, LoginRefused)) or not isinstance(error, HostUnreachable)
+    return Finding.fails(
+        str(outcome.host), "ssh", problem, "" if explained else f"from here, see: {_ssh(outcome.host)}"
+    )
 
 
 def _ssh(host: Host) -> str:
@@ -285,10 +302,10 @@ def _verdict(host: Host, findings: Sequence[Finding]) -> Literal["ok", "warns", 
 
 
 def _line(row: Row) -> list[str]:
-    if row.seen is None:
+    if row.facts is None:
         return [str(row.host), *["-"] * 6, row.verdict]
-    facts = row.seen.facts
-    skew = row.seen.skew_s
+    facts = row.facts.facts
+    skew = row.facts.skew_s
     return [
         str(row.host),
         facts.python,

@@ -26,7 +26,7 @@ ROOT = "~/.accel"
 FILE_MODE = 0o600
 PROGRAM_MODE = 0o700
 TRANSFER_S = 3600.0
-_ANSWER_S = 60.0
+_REPLY_TIMEOUT_S = 60.0
 _CHUNK = 1 << 20
 _DONE = dict.fromkeys(("put", "blob", "unpack", "remove"), bool)
 
@@ -95,14 +95,14 @@ class Files:
     ) -> list[bool]:
         from . import replies
 
-        with self._started(steps) as session:
+        with self._open_session(steps) as session:
             if blob is not None and replies.decode(self._line(session), replies.Need, self._remote.name)["need"]:
                 self._send(session, blob)
             for content in contents:
                 session.write(content)
             session.close_stdin()
             done = replies.decode_done(self._line(session), steps, _DONE, self._remote.name)
-            session.finish(_ANSWER_S)
+            session.finish(_REPLY_TIMEOUT_S)
             return done
 
     def _send(self, session: Session, blob: Blob) -> None:
@@ -112,9 +112,9 @@ class Files:
             sent += len(chunk)
         if sent != blob.size:
             session.close()
-            raise SnapshotError(f"{_named(blob.source)} was changed while it was sent to {self._remote.name}")
+            raise SnapshotError(f"{_source_name(blob.source)} was changed while it was sent to {self._remote.name}")
 
-    def _started(self, steps: Sequence[Mapping[str, Any]]) -> Session:
+    def _open_session(self, steps: Sequence[Mapping[str, Any]]) -> Session:
         program = host_program("files")
         session = self._remote.open([self._python, "-I", "-S", "-c", program_loader(program)])
         session.write(program + json.dumps({"root": self._root, "do": list(steps)}).encode() + b"\n")
@@ -123,8 +123,8 @@ class Files:
     def _line(self, session: Session) -> bytes:
         line = session.read_line(TRANSFER_S)
         if not line.endswith(b"\n"):
-            ended = session.finish(_ANSWER_S)
-            raise RemoteError(self._remote.name, f"{self._python}: {one_line(ended.stderr)}", ended.status)
+            completed = session.finish(_REPLY_TIMEOUT_S)
+            raise RemoteError(self._remote.name, f"{self._python}: {one_line(completed.stderr)}", completed.status)
         return line
 
 
@@ -160,7 +160,7 @@ def host_programs(*names: str) -> bytes:
     return code.encode()
 
 
-def _named(source: Path | bytes) -> str:
+def _source_name(source: Path | bytes) -> str:
     return "a content" if isinstance(source, bytes) else str(source)
 
 

@@ -60,7 +60,7 @@ class Settings(TypedDict):
     started: bool
 
 
-class Said(TypedDict):
+class SlurmQueueEntry(TypedDict):
     state: str
     reason: str
     code: str
@@ -70,7 +70,7 @@ class Said(TypedDict):
 
 class SlurmJob(TypedDict):
     exit: Any
-    said: Said | None
+    said: SlurmQueueEntry | None
     searched: bool
     attempt: Count
     started: bool
@@ -138,24 +138,24 @@ class Need(TypedDict):
     need: bool
 
 
-class Done(TypedDict):
+class OperationDone(TypedDict):
     done: list[Any]
 
 
-class Kept(TypedDict):
+class CleanupResult(TypedDict):
     """`node/cleanup.py`: job -> why it was left."""
 
     kept: dict[str, str]
 
 
-class Made(TypedDict):
+class VenvResult(TypedDict):
     """`node/venv.py`: the environment's interpreter, and True if it was created now."""
 
     python: str | None
     made: bool
 
 
-class Holds(TypedDict):
+class RelayState(TypedDict):
     """`node/relay.py`, at its start."""
 
     have: bool
@@ -168,13 +168,13 @@ class Port(TypedDict):
     port: Count
 
 
-class Reached(TypedDict):
+class ReachResult(TypedDict):
     """`node/probe.py`, for `connect`: for each listening host, address -> None or why it was not reached."""
 
     reached: list[dict[str, str | None]]
 
 
-class Got(TypedDict):
+class RelayResult(TypedDict):
     """`node/relay.py`, when it has received the blob or failed."""
 
     error: str | None
@@ -187,20 +187,20 @@ def decode(line: bytes | str, kind: type[T], host: str, stderr: bytes = b"") -> 
     Unreachable for `{"error": …, "unreachable": true}`.
     """
     try:
-        answer = parse_json(line)
+        reply = parse_json(line)
     except ValueError:
         raise RemoteError(host, f"its answer is no JSON: {one_line(line or stderr)}") from None
-    if isinstance(answer, dict) and "error" in answer and "error" not in kind.__annotations__:
-        text = one_line(str(answer["error"]))
-        raise Unreachable(f"{host}: {text}") if answer.get("unreachable") is True else RemoteError(host, text)
-    return _converted(answer, kind, host)
+    if isinstance(reply, dict) and "error" in reply and "error" not in kind.__annotations__:
+        text = one_line(str(reply["error"]))
+        raise Unreachable(f"{host}: {text}") if reply.get("unreachable") is True else RemoteError(host, text)
+    return _converted(reply, kind, host)
 
 
 def decode_done(
     line: bytes | str, steps: Sequence[Mapping[str, Any]], kinds: Mapping[str, Any], host: str, stderr: bytes = b""
 ) -> list[Any]:
     """Return the reply to each step, of the type that `kinds` has for its operation. Raises as `decode`."""
-    done = decode(line, Done, host, stderr)["done"]
+    done = decode(line, OperationDone, host, stderr)["done"]
     if len(done) != len(steps):
         raise RemoteError(host, f"its answer is for {len(done)} questions, and {len(steps)} were asked")
     return [_converted(value, kinds[step["op"]], host) for step, value in zip(steps, done, strict=True)]

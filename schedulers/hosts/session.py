@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 _CHUNK = 1 << 18
 _PIECE = 1 << 16
-_SENT_AT_ONCE = 1 << 15  # what no server makes a client wait for
-_NOISE_SHOWN = 2000
+_SEND_CHUNK = 1 << 15  # what no server makes a client wait for
+_MAX_NOISE = 2000
 # Bytes that a command may print, and that one of its lines may have where lines are read alone.
-_MOST, _LONGEST_LINE = 256 << 20, 16 << 20
+_MAX_OUTPUT, _LONGEST_LINE = 256 << 20, 16 << 20
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ class Session:
         script = shell_quote.script(argv, env, directory, self._mark)
         self._channel = connection.open_session(opening_s)
         self._closed = False
-        self._out = _Marked(self._mark)
-        self._err = _Marked(self._mark)
+        self._out = _MarkedOutput(self._mark)
+        self._err = _MarkedOutput(self._mark)
         try:
             self._channel.settimeout(opening_s)
             self._channel.exec_command(shell_quote.loader(len(script)))
@@ -94,7 +94,7 @@ class Session:
             raise RemoteTimeout(self.host, f"{self._program} does not read what it is sent") from None
         except (OSError, EOFError, paramiko.SSHException):
             if not self._connection.alive:
-                raise self._connection.lost(f"sending to {self._program}") from None
+                raise self._connection.connection_lost_error(f"sending to {self._program}") from None
 
     def close_stdin(self) -> None:
         with contextlib.suppress(OSError, EOFError):
@@ -104,23 +104,23 @@ class Session:
         """Return the next line of standard output with its ending; at the end, a line without one, or empty."""
         deadline = time.monotonic() + timeout_s
         # Lines that come before the mark are of the login shell's start-up files.
-        while not (self._out.begun and b"\n" in self._out.data) and self._more(deadline, _LONGEST_LINE):
+        while not (self._out.started and b"\n" in self._out.data) and self._wait_for_data(deadline, _LONGEST_LINE):
             pass
         return self._out.take(self._out.data.find(b"\n") + 1 or len(self._out.data))
 
     def finish(self, timeout_s: float | None) -> Result:
         """Wait for the end. Raises RemoteError if the command did not even start."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while self._more(deadline):
+        while self._wait_for_data(deadline):
             pass
         if not self._channel.status_event.wait(None if deadline is None else max(0.0, deadline - time.monotonic())):
-            raise self._too_long()
+            raise self._timeout_error()
         status = self._channel.exit_status
         if status < 0:
             if not self._connection.alive:
-                raise self._connection.lost(f"{self._program} was running")
+                raise self._connection.connection_lost_error(f"{self._program} was running")
             raise RemoteError(self.host, f"{self._program} ended with no exit status: its server ended it")
-        if not self._out.begun:
+        if not self._out.started:
             noise = one_line(self._err.noise or self._out.noise)
             raise RemoteError(self.host, f"its shell runs no command (status {status}): {noise}", status)
         return Result(status, bytes(self._out.data), bytes(self._err.data))
@@ -131,83 +131,83 @@ class Session:
             self._channel.close()
             self._connection.release_session()
 
-    def _more(self, deadline: float | None, most: int | None = None) -> bool:
+    def _wait_for_data(self, deadline: float | None, max_bytes: int | None = None) -> bool:
         """Wait for more output; return False if there can be none. Raises RemoteError if there is too much."""
         ended = self._channel.eof_received or self._channel.closed
-        left = None if deadline is None else deadline - time.monotonic()
-        if left is not None and left <= 0 and not ended:  # also where it goes on printing
-            raise self._too_long()
+        remaining = None if deadline is None else deadline - time.monotonic()
+        if remaining is not None and remaining <= 0 and not ended:  # also where it goes on printing
+            raise self._timeout_error()
         if self._drain():
-            self._check_size(_MOST if most is None else most)
+            self._check_size(_MAX_OUTPUT if max_bytes is None else max_bytes)
             return True
         if ended:
             return False
         poll = select.poll()
         poll.register(self._readable, select.POLLIN)
-        if not poll.poll(None if left is None else left * 1000):
-            raise self._too_long()
+        if not poll.poll(None if remaining is None else remaining * 1000):
+            raise self._timeout_error()
         return True
 
     def _drain(self) -> bool:
         """Read the output that has arrived, at most a chunk per stream. Return True if any."""
-        got = False
+        received = False
         if self._channel.recv_stderr_ready():
             self._err.add(self._channel.recv_stderr(_CHUNK))
-            got = True
+            received = True
         if self._channel.recv_ready():
             self._out.add(self._channel.recv(_CHUNK))
-            got = True
-        return got
+            received = True
+        return received
 
-    def _check_size(self, most: int) -> None:
+    def _check_size(self, max_bytes: int) -> None:
         for output in (self._out, self._err):
-            if output.skipped + len(output.data) > most:
-                shown = one_line(bytes(output.data[:_NOISE_SHOWN]) or output.noise)
-                problem = f"{self._program} prints more than {most >> 20} MiB"
-                raise RemoteError(self.host, f"{problem}; it begins: {shown}")
+            if output.skipped + len(output.data) > max_bytes:
+                excerpt = one_line(bytes(output.data[:_MAX_NOISE]) or output.noise)
+                problem = f"{self._program} prints more than {max_bytes >> 20} MiB"
+                raise RemoteError(self.host, f"{problem}; it begins: {excerpt}")
 
-    def _too_long(self) -> RemoteTimeout:
-        if not self._out.begun:
+    def _timeout_error(self) -> RemoteTimeout:
+        if not self._out.started:
             printed = self._err.noise or self._out.noise
             noise = f"; its start-up files printed: {one_line(printed)}" if printed.strip() else ""
             return RemoteTimeout(self.host, f"its login shell does not start {self._program}{noise}")
-        said = f"; it last said: {one_line(bytes(self._err.data))}" if self._err.data else ""
-        return RemoteTimeout(self.host, f"{self._program} takes too long{said}")
+        detail = f"; it last said: {one_line(bytes(self._err.data))}" if self._err.data else ""
+        return RemoteTimeout(self.host, f"{self._program} takes too long{detail}")
 
-    def _problem(self, error: BaseException, doing: str) -> BaseException:
+    def _problem(self, error: BaseException, activity: str) -> BaseException:
         import paramiko
 
         if not isinstance(error, (paramiko.SSHException, EOFError, OSError)):
             return error
         if not self._connection.alive:
-            return self._connection.lost(f"{doing}: {self._program}")
+            return self._connection.connection_lost_error(f"{activity}: {self._program}")
         if isinstance(error, TimeoutError):
             return RemoteTimeout(self.host, f"its server does not start {self._program}")
         return RemoteError(self.host, f"its server refuses to run a command: {one_line(str(error))}")
 
 
-class _Marked:
+class _MarkedOutput:
     """An output whose part after the mark is the command's. `skipped`: number of bytes before that."""
 
     def __init__(self, mark: str) -> None:
         self._mark = f"\n{mark}\n".encode()
-        self.begun = False
+        self.started = False
         self.skipped = 0
         self.noise = b""
         self.data = bytearray()
 
     def add(self, data: bytes) -> None:
         self.data += data
-        if not self.begun:
+        if not self.started:
             before, mark, after = self.data.partition(self._mark)
-            self.begun = bool(mark)
-            self.noise = bytes(before[-_NOISE_SHOWN:])
-            kept = after if mark else self.data[-_NOISE_SHOWN - len(self._mark) :]
-            self.skipped += len(self.data) - len(kept)
-            self.data = bytearray(kept)
+            self.started = bool(mark)
+            self.noise = bytes(before[-_MAX_NOISE:])
+            tail = after if mark else self.data[-_MAX_NOISE - len(self._mark) :]
+            self.skipped += len(self.data) - len(tail)
+            self.data = bytearray(tail)
 
     def take(self, count: int) -> bytes:
-        if not self.begun:
+        if not self.started:
             return b""
         data = bytes(self.data[:count])
         del self.data[:count]
@@ -216,7 +216,7 @@ class _Marked:
 
 def run(session: Session, stdin: bytes | Iterable[bytes], timeout_s: float | None) -> Result:
     """Send all of `stdin`, reading the command's output meanwhile, and wait for its end."""
-    if isinstance(stdin, bytes) and len(stdin) <= _SENT_AT_ONCE:
+    if isinstance(stdin, bytes) and len(stdin) <= _SEND_CHUNK:
         session.write(stdin)
         session.close_stdin()
         return session.finish(timeout_s)

@@ -38,7 +38,7 @@ def script(argv: Sequence[str], env: Mapping[str, str], directory: str | None, m
         lines.append(b"export " + name.encode() + b"=" + quote(value))
     if directory is not None:
         lines.append(b"CDPATH= cd -- " + quote(directory) + b" || exit %d" % NO_DIRECTORY)
-    lines.append(b"(exec " + b" ".join(quote(word) for word in argv) + b")")
+    lines.append(b"(exec " + b" ".join(quote(argument) for argument in argv) + b")")
     lines.append(b"exit $?")
     return b"\n".join(lines)
 

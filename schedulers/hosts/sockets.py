@@ -13,33 +13,33 @@ from typing import IO
 from .errors import HostUnreachable, one_line
 from .ssh_config import Settings
 
-_SAID = 1 << 16  # bytes of what a ProxyCommand said last
+_MAX_STDERR = 1 << 16  # bytes of what a ProxyCommand said last
 
 
 def by_socket(settings: Settings, seconds: float) -> socket.socket:
     """Connect to the host. Raises HostUnreachable, after at most `seconds` for each of its addresses."""
     family = {"inet": socket.AF_INET, "inet6": socket.AF_INET6}.get(settings.family, socket.AF_UNSPEC)
     try:
-        found = socket.getaddrinfo(settings.hostname, settings.port, family, socket.SOCK_STREAM)
+        addrinfo = socket.getaddrinfo(settings.hostname, settings.port, family, socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         raise HostUnreachable(
             settings.alias, f"no address for the name {settings.hostname!r} ({_reason(error)})"
         ) from None
     problem = "it has no address"
-    for kind, type, protocol, _, address in found:
-        opened = socket.socket(kind, type, protocol)
+    for kind, type, protocol, _, address in addrinfo:
+        sock = socket.socket(kind, type, protocol)
         try:
-            opened.settimeout(seconds)
+            sock.settimeout(seconds)
             if settings.bind_address:
-                opened.bind((settings.bind_address, 0))
-            opened.connect(address)
-            opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return opened
+                sock.bind((settings.bind_address, 0))
+            sock.connect(address)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return sock
         except TimeoutError:
             problem = f"no answer from {settings.endpoint} within {seconds:g} s"
         except OSError as error:
             problem = f"{settings.endpoint}: {_reason(error)}"
-        opened.close()
+        sock.close()
     raise HostUnreachable(settings.alias, problem)
 
 
@@ -50,8 +50,8 @@ class ProxyCommand:
     """
 
     def __init__(self, settings: Settings, command: str) -> None:
-        self._socket, its = socket.socketpair()
-        self._said: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # closed by `close`
+        self._socket, child_socket = socket.socketpair()
+        self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # closed by `close`
         self._closing = threading.Lock()
         self._closed = False  # paramiko looks at this name
         self.explanation = "ProxyCommand ended"
@@ -59,17 +59,17 @@ class ProxyCommand:
         try:
             self._process = subprocess.Popen(
                 [shell, "-c", f"exec {command}"],
-                stdin=its.fileno(),
-                stdout=its.fileno(),
-                stderr=self._said,
+                stdin=child_socket.fileno(),
+                stdout=child_socket.fileno(),
+                stderr=self._stderr,
                 start_new_session=True,
             )
         except OSError as error:
             self._socket.close()
-            self._said.close()
+            self._stderr.close()
             raise HostUnreachable(settings.alias, f"ProxyCommand cannot be run: {_reason(error)}") from None
         finally:
-            its.close()
+            child_socket.close()
         self.send, self.recv, self.settimeout = self._socket.send, self._socket.recv, self._socket.settimeout
 
     def close(self) -> None:
@@ -81,11 +81,11 @@ class ProxyCommand:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
             self._process.wait()
-            self._said.seek(max(0, self._said.seek(0, os.SEEK_END) - _SAID))
-            text = self._said.read()
+            self._stderr.seek(max(0, self._stderr.seek(0, os.SEEK_END) - _MAX_STDERR))
+            text = self._stderr.read()
             if text.strip():
                 self.explanation = f"ProxyCommand said: {one_line(text)}"
-            self._said.close()
+            self._stderr.close()
 
 
 def _reason(error: BaseException) -> str:

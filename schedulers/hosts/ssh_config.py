@@ -22,7 +22,7 @@ _USER_CONFIG = "~/.ssh/config"
 _SYSTEM_CONFIG = "/etc/ssh/ssh_config"
 _DEEPEST_INCLUDE = 16
 _TOKEN = re.compile(r"%(.)")
-_ASK_S = 20
+_COMMAND_TIMEOUT_S = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,83 +70,89 @@ def resolve(host: Host, config: str | None = None) -> Settings:
     # C, so that a message is one that can be looked up.
     env = {**os.environ, "LC_ALL": "C"}
     try:
-        done = subprocess.run(
-            [*command, "--", host.name], stdin=subprocess.DEVNULL, capture_output=True, env=env, timeout=_ASK_S
+        completed = subprocess.run(
+            [*command, "--", host.name],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            env=env,
+            timeout=_COMMAND_TIMEOUT_S,
         )
     except FileNotFoundError:
         raise ConfigError("ssh, which reads ~/.ssh/config, is not there: apt-get install openssh-client") from None
     except subprocess.TimeoutExpired:
         raise ConfigError(f"`ssh -G {host.name}` does not end: a `Match exec` in ~/.ssh/config hangs") from None
-    if done.returncode != 0:
-        said = done.stderr.decode(errors="replace").strip().splitlines() or ["it said nothing"]
-        raise ConfigError(f"the SSH configuration for {host.name} cannot be read: {said[0]}")
-    return parse_settings(host, done.stdout.decode(errors="surrogateescape"))
+    if completed.returncode != 0:
+        stderr_lines = completed.stderr.decode(errors="replace").strip().splitlines() or ["it said nothing"]
+        raise ConfigError(f"the SSH configuration for {host.name} cannot be read: {stderr_lines[0]}")
+    return parse_settings(host, completed.stdout.decode(errors="surrogateescape"))
 
 
 def parse_settings(host: Host, text: str) -> Settings:
     """Parse the output of `ssh -G`. Raises ConfigError for an option that accel does not support."""
-    said: dict[str, list[str]] = {}
+    all_values: dict[str, list[str]] = {}
     for line in text.splitlines():
         key, _, value = line.partition(" ")
-        said.setdefault(key, []).append(value)
-    one = {key: values[0] for key, values in said.items()}
-    if one.get("proxyusefdpass") == "yes" and _some(one.get("proxycommand")):
+        all_values.setdefault(key, []).append(value)
+    option = {key: values[0] for key, values in all_values.items()}
+    if option.get("proxyusefdpass") == "yes" and _none_to_none(option.get("proxycommand")):
         raise ConfigError(f"{host.name}: ProxyUseFdpass is set in the SSH configuration; accel cannot follow it")
-    if _some(one.get("knownhostscommand")):
+    if _none_to_none(option.get("knownhostscommand")):
         raise ConfigError(
             f"{host.name}: KnownHostsCommand is set in the SSH configuration; accel cannot follow it, and knows hosts "
             "by known_hosts alone (for this host: KnownHostsCommand none)"
         )
-    hostname, port, user = one["hostname"], int(one["port"]), one["user"]
+    hostname, port, user = option["hostname"], int(option["port"]), option["user"]
     tokens = _tokens(host.name, hostname, port, user)
-    timeout, alive = one.get("connecttimeout", "none"), one.get("serveraliveinterval", "0")
+    timeout, alive = option.get("connecttimeout", "none"), option.get("serveraliveinterval", "0")
     # Debian's ssh says so of itself, with BatchMode; it cannot be told from a user's own 300.
-    unsaid = "300" if one.get("batchmode") == "yes" else "0"
-    jump = _some(one.get("proxyjump"))
-    known = [path for name in ("userknownhostsfile", "globalknownhostsfile") for path in _files(one.get(name, ""))]
+    default_interval = "300" if option.get("batchmode") == "yes" else "0"
+    jump = _none_to_none(option.get("proxyjump"))
+    known_hosts_files = [
+        path for name in ("userknownhostsfile", "globalknownhostsfile") for path in _files(option.get(name, ""))
+    ]
     return Settings(
         alias=host.name,
         hostname=hostname,
         port=port,
         user=user,
-        identities=tuple(_path(path, tokens) for path in said.get("identityfile", ()) if path != "none"),
-        identities_only=one.get("identitiesonly") == "yes",
-        agent=_agent(one.get("identityagent"), tokens),
-        known_hosts=tuple(_path(path, tokens) for path in known if path not in ("none", "/dev/null")),
-        key_alias=one.get("hostkeyalias"),
-        revoked=_path(revoked, tokens) if (revoked := _some(one.get("revokedhostkeys"))) else None,
-        certificates=tuple(_path(path, tokens) for path in said.get("certificatefile", ()) if path != "none"),
+        identities=tuple(_path(path, tokens) for path in all_values.get("identityfile", ()) if path != "none"),
+        identities_only=option.get("identitiesonly") == "yes",
+        agent=_agent(option.get("identityagent"), tokens),
+        known_hosts=tuple(_path(path, tokens) for path in known_hosts_files if path not in ("none", "/dev/null")),
+        key_alias=option.get("hostkeyalias"),
+        revoked=_path(revoked, tokens) if (revoked := _none_to_none(option.get("revokedhostkeys"))) else None,
+        certificates=tuple(_path(path, tokens) for path in all_values.get("certificatefile", ()) if path != "none"),
         jumps=tuple(parse_jumps(jump, f"ProxyJump of {host.name}")) if jump else (),
-        proxy_command=_expand(command, tokens) if (command := _some(one.get("proxycommand"))) else None,
+        proxy_command=_expand(command, tokens) if (command := _none_to_none(option.get("proxycommand"))) else None,
         connect_timeout_s=float(timeout) if timeout.isdigit() and int(timeout) else None,
-        alive_interval_s=float(alive) if alive.isdigit() and int(alive) and alive != unsaid else None,
-        alive_count=int(one.get("serveralivecountmax", "3")),
-        family=one.get("addressfamily", "any"),
-        bind_address=one.get("bindaddress"),
+        alive_interval_s=float(alive) if alive.isdigit() and int(alive) and alive != default_interval else None,
+        alive_count=int(option.get("serveralivecountmax", "3")),
+        family=option.get("addressfamily", "any"),
+        bind_address=option.get("bindaddress"),
     )
 
 
 def parse_jumps(text: str, source: str) -> list[Host]:
     """Parse `user@host:port,…`, and the same as `ssh://` addresses."""
-    words = [word.strip().removeprefix("ssh://").rstrip("/") for word in text.split(",")]
-    return [host for word in words for host in parse_hosts(word, source=source)]
+    tokens = [token.strip().removeprefix("ssh://").rstrip("/") for token in text.split(",")]
+    return [host for token in tokens for host in parse_hosts(token, source=source)]
 
 
 def aliases(config: str | None = None) -> list[str]:
     """Return every Host entry that is a name and not a pattern, in the order of the files, following Includes."""
     home = os.path.expanduser("~/.ssh")
     files = [(config, home)] if config else [(os.path.expanduser(_USER_CONFIG), home), (_SYSTEM_CONFIG, "/etc/ssh")]
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     for file, base in files:
         for name in _names_in(file, base, 0):
-            found[name] = None
-    return list(found)
+            names[name] = None
+    return list(names)
 
 
 def _names_in(file: str, base: str, depth: int) -> Iterator[str]:
     try:
-        with open(file, encoding="utf-8", errors="surrogateescape") as opened:
-            lines = opened.read().splitlines()
+        with open(file, encoding="utf-8", errors="surrogateescape") as stream:
+            lines = stream.read().splitlines()
     except OSError:
         return
     for line in lines:
@@ -176,7 +182,7 @@ def _files(value: str) -> list[str]:
     return [value] if " " in value and os.path.isfile(value) else shlex.split(value)
 
 
-def _some(value: str | None) -> str | None:
+def _none_to_none(value: str | None) -> str | None:
     return None if value is None or value.lower() == "none" else value
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from ..errors import ConfigError, SchedulerError
 from . import session as sessions
-from .connection import Connection, Patience, library
+from .connection import Connection, Timeouts, library
 from .errors import HostUnreachable, RemoteError, one_line
 from .host_list import Host
 from .session import Result, Session
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 RUN_S = 60.0
-AT_ONCE = 64
-_MOST_JUMPS = 8
+MAX_CONCURRENT = 64
+_MAX_JUMPS = 8
 _WATCH_S = 0.1
 _STOPPED_S = 2.0
 
@@ -89,8 +89,8 @@ class Remote:
         with self.open(argv, env=env, directory=directory) as session:
             result = sessions.run(session, stdin, timeout_s)
         if check and result.status != 0:
-            said = one_line(result.stderr or result.stdout)
-            raise RemoteError(self.name, f"{argv[0]} failed (status {result.status}): {said}", result.status)
+            detail = one_line(result.stderr or result.stdout)
+            raise RemoteError(self.name, f"{argv[0]} failed (status {result.status}): {detail}", result.status)
         return result
 
     def open(
@@ -98,7 +98,7 @@ class Remote:
     ) -> Session:
         """Start a program and return its session."""
         connection = self.connection()
-        return Session(connection, argv, env or {}, directory, self._pool.patience.connect_s)
+        return Session(connection, argv, env or {}, directory, self._pool.timeouts.connect_s)
 
 
 class Pool:
@@ -107,9 +107,9 @@ class Pool:
     `config` replaces the files of `~/.ssh/config`, as `ssh -F` does. Raises SchedulerError without fabric.
     """
 
-    def __init__(self, *, config: str | None = None, patience: Patience | None = None) -> None:
+    def __init__(self, *, config: str | None = None, timeouts: Timeouts | None = None) -> None:
         library()
-        self.patience = patience or Patience()
+        self.timeouts = timeouts or Timeouts()
         self._resolve = functools.cache(functools.partial(resolve, config=config))
         self._lock = threading.Lock()
         self._places: dict[tuple[Host, ...], _Place] = {}
@@ -124,44 +124,44 @@ class Pool:
     ) -> None:
         self.close()
 
-    def on(self, host: Host | str) -> Remote:
+    def remote(self, host: Host | str) -> Remote:
         return Remote(self, Host(name=host) if isinstance(host, str) else host)
 
     def map(
-        self, function: Callable[[Remote], T], hosts: Iterable[Host], *, at_once: int = AT_ONCE
+        self, function: Callable[[Remote], T], hosts: Iterable[Host], *, at_once: int = MAX_CONCURRENT
     ) -> list[Outcome[T]]:
         """Call the function for every host, `at_once` of them at a time; return the outcomes in the hosts' order.
 
         A SchedulerError is that host's outcome. Any other exception, and Ctrl-C, is raised at once: calls that have
         not begun do not begin, and the others end with the pool.
         """
-        waiting = list(hosts)
-        outcomes: list[Outcome[T] | None] = [None] * len(waiting)
-        turns = iter(range(len(waiting)))
+        host_list = list(hosts)
+        outcomes: list[Outcome[T] | None] = [None] * len(host_list)
+        indices = iter(range(len(host_list)))
         done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         stop = threading.Event()
 
-        def work() -> None:
+        def worker() -> None:
             while not stop.is_set():
                 with self._lock:
-                    turn = next(turns, None)
-                if turn is None:
+                    index = next(indices, None)
+                if index is None:
                     return
-                host = waiting[turn]
+                host = host_list[index]
                 try:
-                    outcomes[turn] = Outcome(host, value=function(self.on(host)))
+                    outcomes[index] = Outcome(host, value=function(self.remote(host)))
                 except SchedulerError as error:
-                    outcomes[turn] = Outcome(host, error=error)
+                    outcomes[index] = Outcome(host, error=error)
                 except BaseException as error:
                     done.put(error)
                     return
                 done.put(None)
 
-        for number in range(min(at_once, len(waiting))):
+        for number in range(min(at_once, len(host_list))):
             # Daemons, and nothing joins them: a host that hangs must not keep a program that was told to end.
-            threading.Thread(target=work, name=f"hosts {number}", daemon=True).start()
+            threading.Thread(target=worker, name=f"hosts {number}", daemon=True).start()
         try:
-            for _ in waiting:
+            for _ in host_list:
                 error = done.get()
                 if error is not None:
                     raise error
@@ -170,7 +170,7 @@ class Pool:
         return [outcome for outcome in outcomes if outcome is not None]
 
     def connection(self, host: Host) -> Connection:
-        return self._reach(host, None, ())
+        return self._connection_to(host, None, ())
 
     def settings(self, host: Host) -> Settings:
         """Return the host's settings in the SSH configuration. Raises ConfigError."""
@@ -185,18 +185,18 @@ class Pool:
             if place.connection is not None:
                 place.connection.close()
 
-    def _reach(self, host: Host, jumps: tuple[Host, ...] | None, coming_from: tuple[str, ...]) -> Connection:
+    def _connection_to(self, host: Host, jumps: tuple[Host, ...] | None, visited: tuple[str, ...]) -> Connection:
         """Return the connection to a host, via `jumps`, or if None via those in its configuration."""
         from .opening import connect
 
         settings = self.settings(host)
-        way = settings.jumps if jumps is None else jumps
-        if len(way) == 1 and way[0].name == host.name:
-            way = ()  # `Host *` with a ProxyJump, and this is that jump host
-        path = (*coming_from, host.name)
-        if len(path) > _MOST_JUMPS or host.name in coming_from:
+        route = settings.jumps if jumps is None else jumps
+        if len(route) == 1 and route[0].name == host.name:
+            route = ()  # `Host *` with a ProxyJump, and this is that jump host
+        path = (*visited, host.name)
+        if len(path) > _MAX_JUMPS or host.name in visited:
             raise ConfigError(f"ProxyJump in the SSH configuration goes round in circles: {' → '.join(path)}")
-        place = self._place((*way, host))
+        place = self._place((*route, host))
         with place.lock:
             if self._closed.is_set():
                 raise HostUnreachable(host.name, "the connections were closed")
@@ -204,13 +204,13 @@ class Pool:
                 if place.connection is not None:
                     place.connection.close()
                 # The last jump is reached by way of the ones before it, the first one as its own configuration says.
-                via = self._reach(way[-1], way[:-1] or None, path) if way else None
-                place.connection = connect(settings, via=via, patience=self.patience)
+                via = self._connection_to(route[-1], route[:-1] or None, path) if route else None
+                place.connection = connect(settings, via=via, timeouts=self.timeouts)
                 self._watch()
             return place.connection
 
-    def _place(self, way: tuple[Host, ...]) -> _Place:
-        key = tuple(Host(name=host.name, user=host.user, port=host.port, source="") for host in way)
+    def _place(self, route: tuple[Host, ...]) -> _Place:
+        key = tuple(Host(name=host.name, user=host.user, port=host.port, source="") for host in route)
         with self._lock:
             return self._places.setdefault(key, _Place())
 
@@ -228,7 +228,7 @@ class Pool:
                 connections = [place.connection for place in self._places.values() if place.connection is not None]
             for connection in connections:
                 if now - last > min(_STOPPED_S, connection.silence_s / 3):
-                    connection.heard_now()
+                    connection.reset_silence()
                 else:
                     connection.check_silence(now)
             last = now

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
     from ..config.named_targets import ResolvedTarget
     from ..job import Status
-    from ..store.record import Damaged, Record
+    from ..store.record import CorruptRecord, Record
     from ..store.store import Store
-    from ..target import Found, Listed
+    from ..target import DiscoveredJob, JobSummary
 
 
-def record_or_adopt(
+def find_or_attach(
     ref: str, store: Store, target: str | None, options: Mapping[str, Any] | None, start: Path | str | None = None
 ) -> tuple[Record, ResolvedTarget | None]:
     """Return the job's record, and its target if the job was found there now.
@@ -43,20 +43,20 @@ def record_or_adopt(
         if target is None:
             hint = f"accel status {job_id} --target NAME looks for it there"
             raise UnknownJob(f"no job {job_id} here; if another machine submitted it, {hint}") from None
-        return _adopted(job_id, store, target, options or {}, start)
+        return _attach(job_id, store, target, options or {}, start)
     if target is not None and record.adopted and record.status.state.final:
         with contextlib.suppress(SchedulerError):  # where it cannot be asked, what is known stands
-            return _adopted(record.id, store, target, options or {}, start, ended=record)
+            return _attach(record.id, store, target, options or {}, start, old_record=record)
     return record, None
 
 
-def _adopted(
+def _attach(
     job_id: str,
     store: Store,
     target: str,
     options: Mapping[str, Any],
     start: Path | str | None,
-    ended: Record | None = None,
+    old_record: Record | None = None,
 ) -> tuple[Record, ResolvedTarget | None]:
     from ..config.named_targets import resolve_target
     from ..target import Finds
@@ -64,23 +64,23 @@ def _adopted(
     resolved = resolve_target(target, store.jobs, start=start, overrides=options)
     if not isinstance(resolved.target, Finds):
         raise SpecError(f"target {target} ({resolved.kind}) cannot be asked for a job that this machine did not submit")
-    found = resolved.target.find(job_id)
-    if found is None:
+    discovered_job = resolved.target.find(job_id)
+    if discovered_job is None:
         raise UnknownJob(f"no job {job_id}, here or on target {target}")
-    if ended is not None:
-        if not _replaces(found, ended):
-            return ended, None
+    if old_record is not None:
+        if not _replaces(discovered_job, old_record):
+            return old_record, None
         store.prune(ids=[job_id])
     try:
         record = store.create(
             job_id,
-            found.spec,
-            dataclasses.replace(found.plan, source=resolved.source),
+            discovered_job.spec,
+            dataclasses.replace(discovered_job.plan, source=resolved.source),
             target=resolved.name,
             kind=resolved.kind,
             options=resolved.options,
-            native_id=found.native_id,
-            made_at=found.created_at,
+            native_id=discovered_job.native_id,
+            made_at=discovered_job.created_at,
         )
     except StoreError:
         # Another process has been as quick, unless that is not what is wrong.
@@ -90,19 +90,19 @@ def _adopted(
     return record, resolved
 
 
-def _replaces(job: Found | Listed, record: Record | Damaged) -> bool:
+def _replaces(job: DiscoveredJob | JobSummary, record: Record | CorruptRecord) -> bool:
     """Return True if the record's job is over and the target has since created this one under its id."""
-    from ..store.record import Damaged
+    from ..store.record import CorruptRecord
 
-    if isinstance(record, Damaged) or not record.adopted or not record.status.state.final:
+    if isinstance(record, CorruptRecord) or not record.adopted or not record.status.state.final:
         return False
     return job.native_id != record.native_id and (job.created_at or 0.0) > record.created_at
 
 
 def jobs_elsewhere(
-    target: str, store: Store, known: Mapping[str, Record | Damaged], options: Mapping[str, Any] | None = None
+    target: str, store: Store, records: Mapping[str, Record | CorruptRecord], options: Mapping[str, Any] | None = None
 ) -> list[Record]:
-    """Return the jobs that a target has and this store does not (`known`: its records by id), polled now.
+    """Return the jobs that a target has and this store does not (`records`: its records by id), polled now.
 
     The records have no files and are not stored. There are none for a kind of target that cannot list its jobs.
     Raises the errors of constructing and querying the target.
@@ -114,17 +114,17 @@ def jobs_elsewhere(
     if not isinstance(resolved.target, Lists):
         return []
     jobs = resolved.target.listed()
-    others = [job for job in jobs if job.job_id not in known or _replaces(job, known[job.job_id])]
-    asked_at = time.time()
-    statuses = resolved.target.poll([job.native_id for job in others]) if others else {}
+    unstored_jobs = [job for job in jobs if job.job_id not in records or _replaces(job, records[job.job_id])]
+    polled_at = time.time()
+    statuses = resolved.target.poll([job.native_id for job in unstored_jobs]) if unstored_jobs else {}
     return [
-        _unstored(job, resolved, dataclasses.replace(statuses[job.native_id], observed_at=asked_at))
-        for job in others
+        _unstored(job, resolved, dataclasses.replace(statuses[job.native_id], observed_at=polled_at))
+        for job in unstored_jobs
         if job.native_id in statuses  # else it was deleted between the two queries
     ]
 
 
-def _unstored(job: Listed, resolved: ResolvedTarget, status: Status) -> Record:
+def _unstored(job: JobSummary, resolved: ResolvedTarget, status: Status) -> Record:
     from ..store.record import Record
 
     return Record(

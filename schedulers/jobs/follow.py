@@ -24,7 +24,7 @@ _SLICE_S = 1.0  # how long a wait on the target itself may last before stop and 
 _FIRST_POLL_S, _LAST_POLL_S = 1.0, 30.0
 _FIRST_READ_S, _LAST_READ_S = 0.1, 1.0
 _FIRST_EARLY_S = 0.005
-_MOST_PIECES = 16  # of a line, of 1 MiB each, that are held in memory
+_MAX_PIECES = 16  # of a line, of 1 MiB each, that are held in memory
 
 _Read: TypeAlias = "Callable[[Cursor], Iterator[LogLine]]"
 
@@ -42,7 +42,7 @@ class Followed(Protocol):
     def tail_at(self, cursor: Cursor, count: int, /) -> Cursor | None: ...
 
 
-class Pause:
+class Backoff:
     """The pauses of one waiter. A deadline, a stop event or a change on the target ends them early."""
 
     def __init__(self, stop: Event | None, deadline: float | None) -> None:
@@ -59,22 +59,22 @@ class Pause:
     def over(self) -> bool:
         return self.stopped or (self._deadline is not None and time.monotonic() >= self._deadline)
 
-    def until_news(self, target: Target | None, native_id: str | None) -> None:
+    def wait_for_change(self, target: Target | None, native_id: str | None) -> None:
         """Wait until the job may have ended or must be polled again: 1 s at first, later up to 30 s."""
-        news = self.on_target(target, native_id, _SLICE_S)
-        if news is None:
+        changed = self.wait_on_target(target, native_id, _SLICE_S)
+        if changed is None:
             self._sleep(self.poll_after() if target is not None else _SLICE_S / 10)
             return
-        ask_at = time.monotonic() + self.poll_after()
-        while not (news or self.over or time.monotonic() >= ask_at):
-            news = self.on_target(target, native_id, _SLICE_S)
+        poll_at = time.monotonic() + self.poll_after()
+        while not (changed or self.over or time.monotonic() >= poll_at):
+            changed = self.wait_on_target(target, native_id, _SLICE_S)
 
     def poll_after(self) -> float:
         """Return the seconds until the next poll; random in part, so that waiters do not poll in step."""
         self._polls += 1
         return float(min(_LAST_POLL_S, _FIRST_POLL_S * 1.3 ** (self._polls - 1))) * random.uniform(0.8, 1.2)
 
-    def on_target(self, target: Target | None, native_id: str | None, seconds: float) -> bool | None:
+    def wait_on_target(self, target: Target | None, native_id: str | None, seconds: float) -> bool | None:
         """Wait, at most `seconds`, for the target to be notified that the job may have ended.
 
         Returns False if only the time is over; None, at once, if the target gets no notifications.
@@ -83,14 +83,14 @@ class Pause:
 
         if native_id is None or not isinstance(target, Waits):
             return None
-        started = time.monotonic()
+        started_at = time.monotonic()
         limit = self._limited(seconds)
-        news = target.wait(native_id, limit)
+        changed = target.wait(native_id, limit)
         # A target that returns early time and again has no event to wait for, and must not be asked in a tight loop.
-        self._early = self._early + 1 if time.monotonic() - started < limit / 2 else 0
+        self._early = self._early + 1 if time.monotonic() - started_at < limit / 2 else 0
         if self._early > 1:
             self._sleep(min(seconds, _FIRST_EARLY_S * 2 ** min(self._early, 10)))
-        return news is not False
+        return changed is not False
 
     def _sleep(self, seconds: float) -> None:
         if self._stop is not None:
@@ -106,27 +106,27 @@ class Pause:
 
 def read_once(job: Followed, cursor: Cursor, ranks: Collection[int] | None, tail: int | None) -> Iterator[LogLine]:
     """Return the lines that exist now."""
-    at = cursor if tail is None else job.tail_at(cursor, tail)
-    if at is None:
+    start = cursor if tail is None else job.tail_at(cursor, tail)
+    if start is None:
         return _last(job.read_logs, cursor, ranks, tail or 0)
-    return (line for line in job.read_logs(at) if ranks is None or line.rank in ranks)
+    return (line for line in job.read_logs(start) if ranks is None or line.rank in ranks)
 
 
 def follow(
-    job: Followed, cursor: Cursor, ranks: Collection[int] | None, tail: int | None, pause: Pause
+    job: Followed, cursor: Cursor, ranks: Collection[int] | None, tail: int | None, backoff: Backoff
 ) -> Iterator[LogLine]:
     """Yield the existing lines and those to come, until the job is over and all its lines were yielded."""
     if tail is not None:
-        yield from _catch_up(job, cursor, ranks, tail, pause)
-    ask_at, idle = 0.0, _FIRST_READ_S
+        yield from _catch_up(job, cursor, ranks, tail, backoff)
+    poll_at, idle = 0.0, _FIRST_READ_S
     status = job.status()
     if not status.state.final:  # a target that is to be told is so from the first line on, however many come
-        pause.on_target(job.waiting_target(), job.native_id, 0.0)
-    while not pause.stopped:
+        backoff.wait_on_target(job.waiting_target(), job.native_id, 0.0)
+    while not backoff.stopped:
         # Asked before reading: when the job was over by then, what is read now is all there will ever be.
-        if not status.state.final and time.monotonic() >= ask_at:
+        if not status.state.final and time.monotonic() >= poll_at:
             status = job.status()
-            ask_at = time.monotonic() + pause.poll_after()
+            poll_at = time.monotonic() + backoff.poll_after()
         count = 0
         try:
             for line in job.read_logs(cursor):
@@ -142,35 +142,35 @@ def follow(
         if count or status.state.final:
             idle = _FIRST_READ_S
         if not count:
-            news = pause.on_target(job.waiting_target(), job.native_id, idle)
-            if news:
-                ask_at = 0.0
-            elif news is None:
-                pause.sleep(idle)
+            changed = backoff.wait_on_target(job.waiting_target(), job.native_id, idle)
+            if changed:
+                poll_at = 0.0
+            elif changed is None:
+                backoff.sleep(idle)
             idle = min(_LAST_READ_S, idle * 1.5)
 
 
 def _catch_up(
-    job: Followed, cursor: Cursor, ranks: Collection[int] | None, tail: int, pause: Pause
+    job: Followed, cursor: Cursor, ranks: Collection[int] | None, tail: int, backoff: Backoff
 ) -> Iterator[LogLine]:
     """Move the cursor to the last lines of each rank, or yield them if only reading past them finds them."""
-    while not pause.stopped:
+    while not backoff.stopped:
         try:
-            at = job.tail_at(cursor, tail)
+            start = job.tail_at(cursor, tail)
         except Unreachable as error:
             job.record.warning = str(error)
-            pause.sleep(_LAST_READ_S)
+            backoff.sleep(_LAST_READ_S)
             continue
-        if at is not None:
-            cursor.move(at)
+        if start is not None:
+            cursor.move(start)
             return
         break
 
-    def seen(since: Cursor) -> Iterator[LogLine]:
+    def read(since: Cursor) -> Iterator[LogLine]:
         with contextlib.suppress(Unreachable):
             yield from job.read_logs(since)
 
-    yield from _last(seen, cursor, ranks, tail)
+    yield from _last(read, cursor, ranks, tail)
 
 
 @dataclass
@@ -185,11 +185,11 @@ class _Line:
     def add(self, piece: LogLine) -> None:
         self.count += 1
         self.pieces.append(piece)
-        if self.count > _MOST_PIECES:
+        if self.count > _MAX_PIECES:
             del self.pieces[:-1]
 
     def read(self, read: _Read, end: Cursor) -> Iterator[LogLine]:
-        if self.count <= _MOST_PIECES:
+        if self.count <= _MAX_PIECES:
             return iter(self.pieces)
         (last,) = self.pieces
         lines = read(end.moved({last.source: self.start}))
@@ -201,16 +201,16 @@ def _last(read: _Read, cursor: Cursor, ranks: Collection[int] | None, count: int
 
     Moves the cursor to the end. Very long lines are read a second time instead of held in memory.
     """
-    kept: dict[int | None, deque[_Line]] = {}
-    going_on: dict[tuple[str, int | None], _Line] = {}
+    finished: dict[int | None, deque[_Line]] = {}
+    unfinished: dict[tuple[str, int | None], _Line] = {}
     for number, line in enumerate(read(cursor.moved({}))):
         if ranks is None or line.rank in ranks:
-            whole = going_on.setdefault((line.source, line.rank), _Line(number, cursor.position(line.source)))
-            whole.add(line)
+            entry = unfinished.setdefault((line.source, line.rank), _Line(number, cursor.position(line.source)))
+            entry.add(line)
             if not line.partial:
-                kept.setdefault(line.rank, deque(maxlen=max(0, count))).append(whole)
-                del going_on[line.source, line.rank]
+                finished.setdefault(line.rank, deque(maxlen=max(0, count))).append(entry)
+                del unfinished[line.source, line.rank]
         cursor.advance(line)
-    found = [*(whole for some in kept.values() for whole in some), *going_on.values()]
-    for whole in sorted(found, key=lambda whole: whole.number):
-        yield from whole.read(read, cursor)
+    entries = [*(entry for rank_lines in finished.values() for entry in rank_lines), *unfinished.values()]
+    for entry in sorted(entries, key=lambda entry: entry.number):
+        yield from entry.read(read, cursor)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, NotReady, SpecError, SubmitError, Unreachable
 from ..job import Cursor, JobSpec, LogLine, Resources, Retry, State, Status
-from ..store.store import Damaged, Record, Store
-from .follow import Pause, follow, read_once
-from .poll import absorb, cut_off, find_submitted, group, poll_all, recover, restore
+from ..store.store import CorruptRecord, Record, Store
+from .follow import Backoff, follow, read_once
+from .poll import apply_poll, find_submitted, is_abandoned, poll_all, recover, restore, target_key
 from .submit import admit, default_name, places, prepare, send
 
 if TYPE_CHECKING:
@@ -54,8 +54,8 @@ def submit(
     Raises SpecError for a job that cannot run there, UnknownTarget or ConfigError, SubmitError if the target
     rejects it (the job is then kept as failed), Unreachable if the target cannot be reached (kept as submitting).
     """
-    here = os.path.abspath(os.fspath(cwd)) if cwd is not None else os.getcwd()
-    top, workdir = places(here, code, explicit=cwd is not None)
+    base_dir = os.path.abspath(os.fspath(cwd)) if cwd is not None else os.getcwd()
+    top, workdir = places(base_dir, code, explicit=cwd is not None)
     spec = JobSpec(
         argv=(os.fspath(script), *args),
         entry=entry,
@@ -73,7 +73,7 @@ def submit(
         after=tuple(job.id if isinstance(job, Job) else job for job in after),
         options=dict(options or {}),
     )
-    return submit_spec(spec, target, start=here)
+    return submit_spec(spec, target, start=base_dir)
 
 
 async def submit_async(script: str | os.PathLike[str], args: Sequence[str] = (), **options: Any) -> Job:
@@ -133,22 +133,22 @@ def find_all(
     options: Mapping[str, Any] | None = None,
 ) -> list[Job]:
     """Return what `find` returns for each of `refs`. Jobs of one target share it and its connections."""
-    from .attach import record_or_adopt
+    from .attach import find_or_attach
 
     store = store or Store.default()
     shared: dict[str, Target] = {}
     jobs = []
     for ref in refs:
-        record, resolved = record_or_adopt(ref, store, target, options)
+        record, resolved = find_or_attach(ref, store, target, options)
         if resolved is not None:
-            shared.setdefault(group(record), resolved.target)
+            shared.setdefault(target_key(record), resolved.target)
         jobs.append(Job(record, shared=shared))
     return jobs
 
 
 def list_jobs(
     refresh: bool = True, store: Store | None = None, *, ids: Sequence[str] | None = None
-) -> list[Record | Damaged]:
+) -> list[Record | CorruptRecord]:
     """Return all jobs, newest first; with `ids`, read and poll only these. Raises StoreError.
 
     `refresh` polls every target once for all its jobs that are not over. If a target cannot be polled, their
@@ -171,7 +171,7 @@ def refresh(jobs: Sequence[Job]) -> None:
         shared |= job._shared
     poll_all([job.record for job in live], shared)
     for job in live:
-        job._shared |= {key: target for key, target in shared.items() if key == group(job.record)}
+        job._shared |= {key: target for key, target in shared.items() if key == target_key(job.record)}
 
 
 class Job:
@@ -223,13 +223,13 @@ class Job:
         native_id = self.record.native_id
         if native_id is None or self.record.incomplete:
             return self.resume_submit()
-        asked_at = time.time()
+        polled_at = time.time()
         try:
-            answer = self._target().poll([native_id])
+            statuses = self._target().poll([native_id])
         except Unreachable as error:
             self.record.warning = str(error)
             return self.record.status
-        return absorb(self.record, answer.get(native_id), asked_at)
+        return apply_poll(self.record, statuses.get(native_id), polled_at)
 
     def wait(self, timeout: float | None = None) -> Status:
         """Wait until the job is over; return its status.
@@ -314,8 +314,8 @@ class Job:
         if target is None or self.native_id is None:
             raise SubmitError(f"job {self.id} does not run: its target has not confirmed it yet")
         if not isinstance(target, Shells):
-            can = kinds_with("shell")
-            raise SpecError(f"target {self.target} ({self.record.kind}) opens no shells (kinds that do: {can})")
+            kinds = kinds_with("shell")
+            raise SpecError(f"target {self.target} ({self.record.kind}) opens no shells (kinds that do: {kinds})")
         return target.shell(self.native_id, node, argv, terminal=terminal)
 
     def resume_submit(self) -> Status:
@@ -326,13 +326,13 @@ class Job:
         """
         from ..target import Finds
 
-        with self.record.submission(blocking=False) as ours:
+        with self.record.submission(blocking=False) as acquired:
             status = self.record.reload().status
-            if not ours or status.state.final or not self.record.incomplete or not cut_off(self.record):
+            if not acquired or status.state.final or not self.record.incomplete or not is_abandoned(self.record):
                 return status
             target = self._target()
             try:
-                if self.record.cancel_asked and isinstance(target, Finds):
+                if self.record.cancel_requested and isinstance(target, Finds):
                     find_submitted(self.record, target)
                 else:
                     send(self.record, target, self.record.plan())
@@ -411,19 +411,19 @@ class Job:
 
     def _target(self) -> Target:
         if self._made is None:
-            key = group(self.record)
+            key = target_key(self.record)
             self._made = self._shared.get(key) or self._shared.setdefault(key, restore(self.record))
         return self._made
 
     def _wait(self, timeout: float | None, stop: Event | None) -> Status:
-        pause = Pause(stop, None if timeout is None else time.monotonic() + timeout)
+        backoff = Backoff(stop, None if timeout is None else time.monotonic() + timeout)
         while True:
             status = self.status()
             if status.state.final:
                 return status
-            if pause.over:
+            if backoff.over:
                 raise TimeoutError(f"job {self.id} is not over: it is {status.state.value}")
-            pause.until_news(self.waiting_target(), self.native_id)
+            backoff.wait_for_change(self.waiting_target(), self.native_id)
 
     def fetch(self, directory: str | os.PathLike[str]) -> list[str]:
         """Create the directory from the job's results; return the names in it.
@@ -473,14 +473,14 @@ class Job:
         cursor = self.cursor(since)
         if not following:
             return read_once(self, cursor, ranks, tail)
-        return follow(self, cursor, ranks, tail, Pause(stop, None))
+        return follow(self, cursor, ranks, tail, Backoff(stop, None))
 
     def cursor(self, since: Cursor | str | float | None) -> Cursor:
         """Return the log position that `since` means, as for `logs`. Raises SpecError, ConfigError.
 
         A job whose submit was cut off is looked up on its target first.
         """
-        if self.record.reload().native_id is None and not self.record.status.state.final and cut_off(self.record):
+        if self.record.reload().native_id is None and not self.record.status.state.final and is_abandoned(self.record):
             recover(self.record, self._target())
         if not isinstance(since, (int, float)):
             return Cursor.parse(str(since)) if since is not None else Cursor()
@@ -497,8 +497,10 @@ class Job:
         """Return the existing lines after the cursor. Raises SubmitError for a job that ended without a native id."""
         status = self.record.status
         if self.native_id is None and status.state.final:
-            why = f": {status.message}" if status.message else ""
-            raise SubmitError(f"job {self.id} has no logs: {status.state.value} before {self.target} accepted it{why}")
+            reason = f": {status.message}" if status.message else ""
+            raise SubmitError(
+                f"job {self.id} has no logs: {status.state.value} before {self.target} accepted it{reason}"
+            )
         target = self.waiting_target()
         return iter(()) if target is None or self.native_id is None else target.logs(self.native_id, since)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import SchedulerError, StoreError, UnknownJob, Unreachable
 from ..job import Reason, State, Status
-from ..processes import ended
+from ..processes import has_ended
 
 if TYPE_CHECKING:
     from ..store.record import Record
@@ -25,37 +25,39 @@ ABSENT_S = 60.0
 ABANDONED_S = 60.0
 
 
-def absorb(record: Record, answer: Status | None, asked_at: float) -> Status:
+def apply_poll(record: Record, polled_status: Status | None, polled_at: float) -> Status:
     """Apply a poll result (None: the backend does not know the job) and return the status in force.
 
     A job that the backend does not know is over only if it left a result, or is still unknown a minute later. A
     job that is lost or unknown after a cancel request counts as cancelled. Raises StoreError.
     """
     record.warning = ""
-    if answer is None:
-        return _absent(record, asked_at)
+    if polled_status is None:
+        return _absent(record, polled_at)
     import dataclasses
 
-    if answer.state is State.FAILED and answer.reason is Reason.LOST and record.cancel_asked:
-        answer = dataclasses.replace(answer, state=State.CANCELLED, reason=Reason.USER, message="")
-    answer = answer if answer.observed_at else dataclasses.replace(answer, observed_at=asked_at)
-    status = record.update(answer)
+    if polled_status.state is State.FAILED and polled_status.reason is Reason.LOST and record.cancel_requested:
+        polled_status = dataclasses.replace(polled_status, state=State.CANCELLED, reason=Reason.USER, message="")
+    polled_status = (
+        polled_status if polled_status.observed_at else dataclasses.replace(polled_status, observed_at=polled_at)
+    )
+    status = record.update(polled_status)
     if record.absent_since is not None:
         record.append("present")
     return status
 
 
-def _absent(record: Record, asked_at: float) -> Status:
-    left = _result(record)
-    if left is not None:
-        return record.update(left)
+def _absent(record: Record, polled_at: float) -> Status:
+    final_status = _result(record)
+    if final_status is not None:
+        return record.update(final_status)
     if record.absent_since is None:
         record.append("absent")
-    elif asked_at - record.absent_since > ABSENT_S:
-        if record.cancel_asked:
-            return record.update(Status(state=State.CANCELLED, reason=Reason.USER, observed_at=asked_at))
+    elif polled_at - record.absent_since > ABSENT_S:
+        if record.cancel_requested:
+            return record.update(Status(state=State.CANCELLED, reason=Reason.USER, observed_at=polled_at))
         message = f"target {record.target} no longer knows the job, and it left no result"
-        return record.update(Status(state=State.FAILED, reason=Reason.LOST, message=message, observed_at=asked_at))
+        return record.update(Status(state=State.FAILED, reason=Reason.LOST, message=message, observed_at=polled_at))
     record.warning = f"target {record.target} does not know the job"
     return record.status
 
@@ -72,10 +74,10 @@ def _result(record: Record) -> Status | None:
     return status if status.state.final else None
 
 
-def cut_off(record: Record) -> bool:
+def is_abandoned(record: Record) -> bool:
     """Return True if the submitting process has ended, or must have: the submit began over a minute ago."""
-    gone = ended(record.submitter[1], record.submitted_from)
-    return gone or time.time() - record.created_at > ABANDONED_S
+    submitter_ended = has_ended(record.submitter[1], record.submitted_from)
+    return submitter_ended or time.time() - record.created_at > ABANDONED_S
 
 
 # Recover jobs whose submit was cut off, or cancelled before it had ended: find them on their target, end them if asked.
@@ -88,12 +90,12 @@ def recover(record: Record, target: Target) -> None:
 
     An error, or a job that is not found, becomes a warning on the record. Raises StoreError.
     """
-    with record.submission(blocking=False) as ours:
-        if not ours or not record.reload().incomplete or record.status.state.final:
+    with record.submission(blocking=False) as acquired:
+        if not acquired or not record.reload().incomplete or record.status.state.final:
             return
         try:
             known = find_submitted(record, target) or record.status.state.final
-            if not known and not record.warning and cut_off(record):
+            if not known and not record.warning and is_abandoned(record):
                 record.warning = f"its submit was cut off; `accel status {record.id}` carries it out"
         except (SchedulerError, OSError) as error:
             record.warning = str(error)
@@ -111,21 +113,23 @@ def find_submitted(record: Record, target: Target) -> bool:
 
     if not isinstance(target, Finds):
         return False
-    asked_at = time.time()
+    polled_at = time.time()
     try:
-        found = target.find(record.id)
+        discovered_job = target.find(record.id)
     except UnknownJob:  # put there and not started
-        found = None
-    if found is None:
-        if record.cancel_asked:
-            absorb(record, None, asked_at)
+        discovered_job = None
+    if discovered_job is None:
+        if record.cancel_requested:
+            apply_poll(record, None, polled_at)
         return False
-    record.update(record.status, found.native_id, incomplete=record.cancel_asked or not found.whole)
-    answer = target.poll([found.native_id]).get(found.native_id)
-    absorb(record, answer or Status(state=State.QUEUED, observed_at=asked_at), asked_at)
-    if record.cancel_asked and not record.status.state.final:
-        target.cancel(found.native_id)
-        record.update(record.status, found.native_id)
+    record.update(
+        record.status, discovered_job.native_id, incomplete=record.cancel_requested or not discovered_job.whole
+    )
+    status = target.poll([discovered_job.native_id]).get(discovered_job.native_id)
+    apply_poll(record, status or Status(state=State.QUEUED, observed_at=polled_at), polled_at)
+    if record.cancel_requested and not record.status.state.final:
+        target.cancel(discovered_job.native_id)
+        record.update(record.status, discovered_job.native_id)
     return True
 
 
@@ -148,16 +152,16 @@ def poll_all(records: Sequence[Record], shared: dict[str, Target] | None = None)
     """Poll each target once for all its jobs and record the results.
 
     Jobs whose submit was cut off are looked up on their targets. An error of one target, or one record, becomes a
-    warning on the records concerned. `shared` is a cache of targets by `group`, which is added to.
+    warning on the records concerned. `shared` is a cache of targets by `target_key`, which is added to.
     """
     shared = {} if shared is None else shared
     groups: dict[str, list[Record]] = {}
     for record in records:
-        if not record.incomplete or cut_off(record):
-            groups.setdefault(_asked_with(record), []).append(record)
+        if not record.incomplete or is_abandoned(record):
+            groups.setdefault(_poll_key(record), []).append(record)
     if len(groups) < 2:
-        for those in groups.values():
-            _poll(those, shared)
+        for group_records in groups.values():
+            _poll(group_records, shared)
         return
     from concurrent.futures import ThreadPoolExecutor
 
@@ -166,7 +170,7 @@ def poll_all(records: Sequence[Record], shared: dict[str, Target] | None = None)
         list(pool.map(functools.partial(_poll, shared=shared), groups.values()))
 
 
-def group(record: Record) -> str:
+def target_key(record: Record) -> str:
     """Return a key that is the same for records with the same target."""
     import json
 
@@ -177,7 +181,7 @@ def group(record: Record) -> str:
     return f"{record.kind}\0{record.target}\0{options}"
 
 
-def _asked_with(record: Record) -> str:
+def _poll_key(record: Record) -> str:
     """Return a key that is the same for records whose backend can be polled for all of them at once."""
     import json
 
@@ -187,7 +191,7 @@ def _asked_with(record: Record) -> str:
             return f"{record.kind}\0{json.dumps(kind.asked_with(record.options() or {}))}"
     except StoreError:  # said when its target is made
         pass
-    return group(record)
+    return target_key(record)
 
 
 @functools.cache
@@ -202,26 +206,26 @@ def _gathering(name: str) -> Gathers | None:
 
 
 def _poll(records: Sequence[Record], shared: dict[str, Target]) -> None:
-    asked_at = time.time()
-    silent: Mapping[str, str] = {}
+    polled_at = time.time()
+    unreachable: Mapping[str, str] = {}
     try:
         target = _any_target(records, shared)
         records = _submitted(records, target)
-        answers: Mapping[str, Status] = target.poll([record.native_id or "" for record in records]) if records else {}
+        statuses: Mapping[str, Status] = target.poll([record.native_id or "" for record in records]) if records else {}
     except (SchedulerError, OSError) as error:
         if isinstance(error, Unreachable) and error.silent is not None:
-            answers, silent = error.answers, error.silent
+            statuses, unreachable = error.answers, error.silent
         else:
             for record in records:
                 record.warning = str(error)
             return
     for record in records:
         native_id = record.native_id or ""
-        if native_id in silent:
-            record.warning = silent[native_id]
+        if native_id in unreachable:
+            record.warning = unreachable[native_id]
             continue
         try:
-            absorb(record, answers.get(native_id), asked_at)
+            apply_poll(record, statuses.get(native_id), polled_at)
         except StoreError as error:
             record.warning = str(error)
 
@@ -247,7 +251,7 @@ def _any_target(records: Sequence[Record], shared: dict[str, Target]) -> Target:
 
 
 def _restored(record: Record, shared: dict[str, Target]) -> Target:
-    key = group(record)
+    key = target_key(record)
     if key not in shared:
         shared[key] = restore(record)
     return shared[key]

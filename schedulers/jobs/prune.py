@@ -13,7 +13,7 @@ from ..target import Clears, RunsInPlace, load_kind
 from .poll import restore
 
 if TYPE_CHECKING:
-    from ..store.record import Damaged, Record
+    from ..store.record import CorruptRecord, Record
     from ..store.store import Store
 
 
@@ -22,11 +22,11 @@ class Pruned:
     """The result of pruning.
 
     ids:  jobs whose records are gone (or would be), newest first.
-    left: a line for each thing that is kept.
+    kept_reasons: a line for each thing that is kept.
     """
 
     ids: tuple[str, ...]
-    left: tuple[str, ...] = ()
+    kept_reasons: tuple[str, ...] = ()
 
 
 def prune(
@@ -44,14 +44,14 @@ def prune(
     may still run in its directory is kept, whatever its record has. Raises StoreError.
     """
     chosen = store.prune(older_than_s=older_than_s, keep=keep, ids=ids, dry_run=True)
-    used = _used(store, set(chosen))
-    chosen = [job_id for job_id in chosen if job_id not in used]
+    in_use = _used(store, set(chosen))
+    chosen = [job_id for job_id in chosen if job_id not in in_use]
     if dry_run or not chosen:
-        return Pruned(ids=tuple(chosen), left=tuple(used.values()))
-    left = [*used.values(), *_clear(store, set(chosen), others=ids is not None)]
-    still = set(store.ids())  # another process may have pruned some of them meanwhile
-    wanted = [job_id for job_id in chosen if job_id in still]
-    return Pruned(ids=tuple(store.prune(ids=wanted)) if wanted else (), left=tuple(left))
+        return Pruned(ids=tuple(chosen), kept_reasons=tuple(in_use.values()))
+    skipped = [*in_use.values(), *_clear(store, set(chosen), include_adopted=ids is not None)]
+    stored_ids = set(store.ids())  # another process may have pruned some of them meanwhile
+    to_delete = [job_id for job_id in chosen if job_id in stored_ids]
+    return Pruned(ids=tuple(store.prune(ids=to_delete)) if to_delete else (), kept_reasons=tuple(skipped))
 
 
 def _used(store: Store, chosen: set[str]) -> dict[str, str]:
@@ -59,13 +59,13 @@ def _used(store: Store, chosen: set[str]) -> dict[str, str]:
     lines = {}
     for record in store.records():
         if record.id in chosen:
-            why = _in_use(record)
-            if why:
-                lines[record.id] = f"job {record.id} is kept: {why}"
+            reason = _in_use(record)
+            if reason:
+                lines[record.id] = f"job {record.id} is kept: {reason}"
     return lines
 
 
-def _in_use(record: Record | Damaged) -> str:
+def _in_use(record: Record | CorruptRecord) -> str:
     from ..store.record import Record
 
     try:
@@ -79,26 +79,26 @@ def _kind(path: str) -> str:
     return str((atomic_files.read_document(f"{path}/target.json") or {}).get("kind", ""))
 
 
-def _clear(store: Store, chosen: set[str], *, others: bool) -> list[str]:
+def _clear(store: Store, chosen: set[str], *, include_adopted: bool) -> list[str]:
     from ..store.record import Record
 
     groups: dict[tuple[str, str, str], list[Record]] = {}
     for record in store.records():
-        if isinstance(record, Record) and record.id in chosen and (others or not record.adopted):
-            groups.setdefault(_alike(record), []).append(record)
-    left = []
+        if isinstance(record, Record) and record.id in chosen and (include_adopted or not record.adopted):
+            groups.setdefault(_clear_group(record), []).append(record)
+    skipped = []
     for records in groups.values():
         try:
             target = restore(records[0])
             if isinstance(target, Clears):
-                left += target.clear({record.id: record.native_id for record in records})
+                skipped += target.clear({record.id: record.native_id for record in records})
         except (SchedulerError, OSError) as error:
             count = f"{len(records)} job{'s' * (len(records) > 1)}"
-            left.append(f"target {records[0].target}: {error}; what it has of {count} stays there")
-    return left
+            skipped.append(f"target {records[0].target}: {error}; what it has of {count} stays there")
+    return skipped
 
 
-def _alike(record: Record) -> tuple[str, str, str]:
+def _clear_group(record: Record) -> tuple[str, str, str]:
     """Return a key that is the same for jobs with the same target and options, which are cleared together."""
     try:
         return record.kind, record.target, json.dumps(record.options(), sort_keys=True)

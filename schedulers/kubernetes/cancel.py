@@ -23,11 +23,11 @@ def cancel(api: Api, native: Native, directory: Path) -> None:
     Deletes in the background: a foreground deletion ends with an UPDATE, which Trainer's webhook refuses since
     the runtime is gone by then. This also frees an object that an earlier deletion left behind.
     """
-    from .logs.archive import keep
+    from .logs.archive import archive_job
 
     if query.replaced(api, native):
         return
-    warning = keep(api, native, directory)
+    warning = archive_job(api, native, directory)
     if warning:
         logger.warning("%s", one_line(warning))
     path = api.path(native.api_version, native.plural, native.name, namespace=native.namespace)
@@ -41,7 +41,7 @@ def cancel_rest(api: Api, native: Native, directory: Path) -> bool:
     Returns True if one does. Raises ApiError, Unreachable.
     """
     pods = query.pods_of(api, native)
-    if not any(pod_states.alive(pod, api.now()) for pod in pods) or query.replaced(api, native):
+    if not any(pod_states.is_alive(pod, api.now()) for pod in pods) or query.replaced(api, native):
         return False
     cancel(api, native, directory)
     return True

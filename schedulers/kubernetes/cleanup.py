@@ -17,7 +17,7 @@ from .options import KubernetesOptions
 from .status import job_states
 
 # A selector is a part of a URL.
-_AT_ONCE = 50
+_BATCH_SIZE = 50
 
 
 def clear(api: Api, options: KubernetesOptions, jobs: Sequence[Native]) -> list[str]:
@@ -25,54 +25,58 @@ def clear(api: Api, options: KubernetesOptions, jobs: Sequence[Native]) -> list[
     groups: dict[tuple[str, str], list[Native]] = {}
     for native in jobs:
         groups.setdefault((native.workload, native.namespace), []).append(native)
-    kept: dict[str, str] = {}
+    remaining: dict[str, str] = {}
     for group in groups.values():
-        for start in range(0, len(group), _AT_ONCE):
-            some = group[start : start + _AT_ONCE]
+        for start in range(0, len(group), _BATCH_SIZE):
+            batch = group[start : start + _BATCH_SIZE]
             try:
-                _clear(api, options, some, kept)
+                _clear(api, options, batch, remaining)
             except SchedulerError as error:
-                kept |= {native.job_id: str(error) for native in some if native.job_id not in kept}
-    return [f"{api.where} keeps job {job}: {why.removeprefix(f'{api.where}: ')}" for job, why in kept.items()]
+                remaining |= {native.job_id: str(error) for native in batch if native.job_id not in remaining}
+    return [
+        f"{api.label} keeps job {job}: {problem.removeprefix(f'{api.label}: ')}" for job, problem in remaining.items()
+    ]
 
 
-def _clear(api: Api, options: KubernetesOptions, jobs: Sequence[Native], kept: dict[str, str]) -> None:
-    """Clear jobs of one kind and one namespace. `kept`: job id -> why it stays."""
+def _clear(api: Api, options: KubernetesOptions, jobs: Sequence[Native], remaining: dict[str, str]) -> None:
+    """Clear jobs of one kind and one namespace. `remaining`: job id -> why it stays."""
     first = jobs[0]
-    mine = {names.label_value(native.job_id): native for native in jobs}
-    listed: list[dict[str, Any]] = []
+    by_label = {names.label_value(native.job_id): native for native in jobs}
+    workloads: list[dict[str, Any]] = []
     with contextlib.suppress(NotFound):  # the kind is not there any more
-        at = api.path(first.api_version, first.plural, namespace=first.namespace)
-        listed = api.call("GET", at, query={"labelSelector": names.selector_of(mine)}).get("items") or []
-    for each in listed:
-        metadata = each["metadata"]
+        list_path = api.path(first.api_version, first.plural, namespace=first.namespace)
+        workloads = api.call("GET", list_path, query={"labelSelector": names.selector_of(by_label)}).get("items") or []
+    for workload in workloads:
+        metadata = workload["metadata"]
         label = metadata["labels"][names.JOB_ID]
-        if not mine[label].owns(each):
-            del mine[label]  # a later object of the name is another job's, and so is all that has the label
+        if not by_label[label].owns(workload):
+            del by_label[label]  # a later object of the name is another job's, and so is all that has the label
             continue
-        status = job_states.status_of({**each, "kind": first.kind})
-        job = mine[label].job_id
+        status = job_states.status_of({**workload, "kind": first.kind})
+        job = by_label[label].job_id
         if status.state.final:
             path = api.path(first.api_version, first.plural, metadata["name"], namespace=first.namespace)
-            _delete(api, path, job, kept)
+            _delete(api, path, job, remaining)
         else:
-            kept[job] = f"it is not over there: {status.state.value}{f' ({status.message})' if status.message else ''}"
-    gone = [native for native in mine.values() if native.job_id not in kept]
-    for path, job in (*_named(api, options, gone), *_labelled(api, options, first, mine)):
-        if job not in kept:
-            _delete(api, path, job, kept)
+            remaining[job] = (
+                f"it is not over there: {status.state.value}{f' ({status.message})' if status.message else ''}"
+            )
+    removed = [native for native in by_label.values() if native.job_id not in remaining]
+    for path, job in (*_objects_by_name(api, options, removed), *_labelled(api, options, first, by_label)):
+        if job not in remaining:
+            _delete(api, path, job, remaining)
 
 
-def _delete(api: Api, path: str, job: str, kept: dict[str, str]) -> None:
+def _delete(api: Api, path: str, job: str, remaining: dict[str, str]) -> None:
     try:
         api.call("DELETE", path, query={"propagationPolicy": "Background"})
     except NotFound:
         return
     except ApiError as error:
-        kept[job] = str(error)
+        remaining[job] = str(error)
 
 
-def _named(api: Api, options: KubernetesOptions, jobs: Sequence[Native]) -> Iterator[tuple[str, str]]:
+def _objects_by_name(api: Api, options: KubernetesOptions, jobs: Sequence[Native]) -> Iterator[tuple[str, str]]:
     """Yield (path, job id) of objects created before the job's object and under its name."""
     for native in jobs:
         if native.workload == "trainjob":
@@ -82,7 +86,7 @@ def _named(api: Api, options: KubernetesOptions, jobs: Sequence[Native]) -> Iter
 
 
 def _labelled(
-    api: Api, options: KubernetesOptions, of: Native, jobs: Mapping[str, Native]
+    api: Api, options: KubernetesOptions, native: Native, jobs: Mapping[str, Native]
 ) -> Iterator[tuple[str, str]]:
     """Yield (path, job id) of objects without an owner to be deleted with. `jobs`: by their label."""
     if not jobs:
@@ -93,11 +97,13 @@ def _labelled(
     plurals += ["pods"] if options.code_claim is not None else []
     for plural in plurals:
         try:
-            found = api.call("GET", api.path("v1", plural, namespace=of.namespace), query=query).get("items") or []
+            resources = (
+                api.call("GET", api.path("v1", plural, namespace=native.namespace), query=query).get("items") or []
+            )
         except Forbidden:
             continue  # whoever may not see them has made none
-        for each in found:
-            metadata = each["metadata"]
+        for resource in resources:
+            metadata = resource["metadata"]
             if not metadata.get("ownerReferences"):
-                path = api.path("v1", plural, metadata["name"], namespace=of.namespace)
+                path = api.path("v1", plural, metadata["name"], namespace=native.namespace)
                 yield path, jobs[metadata["labels"][names.JOB_ID]].job_id

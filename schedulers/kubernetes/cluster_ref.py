@@ -22,7 +22,7 @@ _FILE = "kubernetes/placed.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placed:
+class ClusterRef:
     """The cluster and the code of a submitted job.
 
     kubeconfig, context: None in a pod of the cluster.
@@ -39,27 +39,27 @@ class Placed:
         return replace(options, kubeconfig=self.kubeconfig, context=self.context, namespace=self.namespace)
 
 
-def placed(access: Access, snapshot: str | None) -> Placed:
-    return Placed(namespace=access.namespace, kubeconfig=access.files, context=access.context, snapshot=snapshot)
+def cluster_ref(access: Access, snapshot: str | None) -> ClusterRef:
+    return ClusterRef(namespace=access.namespace, kubeconfig=access.files, context=access.context, snapshot=snapshot)
 
 
-def read(jobs: Path, job_id: str) -> Placed | None:
+def read(jobs: Path, job_id: str) -> ClusterRef | None:
     """Return a job's cluster, or None if it was not sent or another machine submitted it. Raises StoreError."""
     path = str(jobs / job_id / _FILE)
     document = atomic_files.read_document(path)
     if document is None:
         return None
     try:
-        return convert({"namespace": "default", **document}, Placed)
+        return convert({"namespace": "default", **document}, ClusterRef)
     except ValueError as error:
         raise StoreError(f"{path} is damaged: {error}") from None
 
 
-def write(jobs: Path, job_id: str, placed: Placed) -> None:
+def write(jobs: Path, job_id: str, ref: ClusterRef) -> None:
     """Write the job's cluster to disk. Raises StoreError."""
     path = str(jobs / job_id / _FILE)
     try:
         os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
     except OSError as error:
-        raise atomic_files.refusal(error, path, "write") from error
-    atomic_files.write_document(path, placed.__dict__)
+        raise atomic_files.store_error(error, path, "write") from error
+    atomic_files.write_document(path, ref.__dict__)

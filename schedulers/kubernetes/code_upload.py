@@ -19,7 +19,7 @@ from .client.api import Api, hang_up
 from .client.errors import ApiError, Forbidden, NotFound
 from .manifests import build
 from .manifests import code_delivery as delivery
-from .manifests.build import stamped
+from .manifests.build import with_digest
 from .manifests.code_delivery import Code, Object
 from .options import KubernetesOptions, ObjectStore
 from .status import reasons
@@ -29,28 +29,30 @@ logger = logging.getLogger(__name__)
 # Pack and upload.
 
 
-def pack(spec: JobSpec, options: KubernetesOptions, home: Path, earlier: str | None) -> tuple[str | None, bytes | None]:
+def pack(
+    spec: JobSpec, options: KubernetesOptions, home: Path, previous_digest: str | None
+) -> tuple[str | None, bytes | None]:
     """Return the digest of the code directory and the packed code; (None, None) if the image has the code.
 
-    `earlier`: the digest of an earlier submit, used again while its snapshot exists. Raises SnapshotError.
+    `previous_digest`: the digest of an earlier submit, used again while its snapshot exists. Raises SnapshotError.
     """
     if options.code == "image":
         return None, None
-    kept = None if earlier is None else home / "snapshots" / f"{earlier}.tar"
-    if kept is not None and kept.exists():
-        return earlier, _read(kept)
+    snapshot_path = None if previous_digest is None else home / "snapshots" / f"{previous_digest}.tar"
+    if snapshot_path is not None and snapshot_path.exists():
+        return previous_digest, _read(snapshot_path)
     packed = snapshot.pack(Path(spec.code), home)
     return packed.digest, _read(packed.path)
 
 
 def _read(path: Path) -> bytes:
     try:
-        return delivery.packed(path.read_bytes())
+        return delivery.pack_snapshot(path.read_bytes())
     except OSError as error:
         raise SubmitError(f"{path}: {(error.strerror or str(error)).lower()}") from None
 
 
-def bring(
+def upload(
     api: Api, spec: JobSpec, options: KubernetesOptions, job_id: str, data: bytes | None
 ) -> tuple[delivery.Code, bytes | None]:
     """Upload the code. Return its location, and the data that the job's own objects must carry or None.
@@ -59,7 +61,7 @@ def bring(
     """
     if data is None:
         return delivery.Code(kind="image"), None
-    code = delivery.chosen(options, len(data), delivery.digest_of(data), api.target)
+    code = delivery.choose_delivery(options, len(data), delivery.digest_of(data), api.target)
     if code.kind == "pvc":
         put_in_claim(api, build.loader_pod(spec, options, job_id, api.target), code, data)
         return code, None
@@ -76,29 +78,29 @@ _MISSING = ("404", "NoSuchKey", "NotFound")
 
 def put_in_object_store(store: ObjectStore, code: Code, data: bytes, target: str) -> None:
     """Upload the code with our credentials, unless it is there. Raises SubmitError: nothing was created yet."""
-    where = f"target {target}: code_store {store.url}"
+    subject = f"target {target}: code_store {store.url}"
     try:
         import boto3
         from botocore.config import Config
         from botocore.exceptions import BotoCoreError, ClientError
     except ImportError:
-        raise SubmitError(f"{where}: the package boto3 is not installed: pip install 'accel-launch[s3]'") from None
+        raise SubmitError(f"{subject}: the package boto3 is not installed: pip install 'accel-launch[s3]'") from None
     parts = urlsplit(store.url)
-    key = "/".join([*(word for word in parts.path.split("/") if word), code.file])
+    key = "/".join([*(segment for segment in parts.path.split("/") if segment), code.file])
     config = Config(retries={"mode": "standard", "max_attempts": 3}, connect_timeout=10, read_timeout=60)
     try:
         # Not the package's own session, which keeps what it found of credentials for ever.
         client = boto3.Session().client("s3", endpoint_url=store.endpoint, region_name=store.region, config=config)
-        if not _there(client, parts.netloc, key, len(data)):
+        if not _is_uploaded(client, parts.netloc, key, len(data)):
             client.put_object(Bucket=parts.netloc, Key=key, Body=data, ContentType="application/gzip")
     except ClientError as error:
-        said = error.response.get("Error", {})
-        raise SubmitError(f"{where}: {said.get('Code')}: {said.get('Message') or error}") from None
+        details = error.response.get("Error", {})
+        raise SubmitError(f"{subject}: {details.get('Code')}: {details.get('Message') or error}") from None
     except (BotoCoreError, ValueError) as error:
-        raise SubmitError(f"{where}: {' '.join(str(error).split())}") from None
+        raise SubmitError(f"{subject}: {' '.join(str(error).split())}") from None
 
 
-def _there(client: Any, bucket: str, key: str, size: int) -> bool:
+def _is_uploaded(client: Any, bucket: str, key: str, size: int) -> bool:
     from botocore.exceptions import ClientError
 
     try:
@@ -165,14 +167,14 @@ def put_in_claim(api: Api, pod: Object, code: Code, data: bytes) -> None:
     name = pod["metadata"]["name"]
     check_claim(api, pod)
     try:
-        _started(api, pod)
+        _wait_until_running(api, pod)
         mount = pod["spec"]["containers"][0]["volumeMounts"][0]["mountPath"]
         python = pod["spec"]["containers"][0]["command"][0]
         argv = [python, "-c", READER, f"{mount}/{code.file}", str(len(data))]
         _send(api, name, argv, data)
     except ApiError as error:
-        why = _ended(api, pod) or str(error).removeprefix(f"{api.where}: ")
-        raise submit.refused(error, _about(api, pod) + why) from None
+        problem = _end_reason(api, pod) or str(error).removeprefix(f"{api.label}: ")
+        raise submit.create_rejected(error, _message_prefix(api, pod) + problem) from None
     finally:
         with contextlib.suppress(SchedulerError):
             submit.delete(api, pod)
@@ -184,85 +186,85 @@ def check_claim(api: Api, pod: Object) -> None:
     try:
         api.call("GET", api.path("v1", "persistentvolumeclaims", claim))
     except NotFound:
-        raise SubmitError(f"{api.where}: code_claim: there is no claim {claim} in namespace {api.namespace}") from None
+        raise SubmitError(f"{api.label}: code_claim: there is no claim {claim} in namespace {api.namespace}") from None
     except Forbidden:
         pass  # then the pod will say it
 
 
-def _started(api: Api, pod: Object) -> None:
+def _wait_until_running(api: Api, pod: Object) -> None:
     """Wait until the pod runs; an earlier submit's serves too. Recreate a pod that has ended, once."""
-    made = stamped(pod)
-    at = submit.path_of(api, pod)
+    manifest = with_digest(pod)
+    path = submit.path_of(api, pod)
     deadline = time.monotonic() + _START_S
-    remade = False
-    delay = _Delay(api, pod)
-    there = _made(api, made, deadline)
-    while (phase := (there.get("status") or {}).get("phase")) != "Running":
-        over = phase in ("Succeeded", "Failed")
-        why = _obstacle(there) if not over or remade else None
-        if why is None and time.monotonic() > deadline:
-            why = delay.told(there, f"it has not started in {_START_S:g} s")
-        if why is not None:
-            raise SubmitError(_about(api, pod) + why)
-        if over:
-            remade = True
+    recreated = False
+    delay = _StartReporter(api, pod)
+    live = _create_pod(api, manifest, deadline)
+    while (phase := (live.get("status") or {}).get("phase")) != "Running":
+        finished = phase in ("Succeeded", "Failed")
+        problem = _obstacle(live) if not finished or recreated else None
+        if problem is None and time.monotonic() > deadline:
+            problem = delay.describe(live, f"it has not started in {_START_S:g} s")
+        if problem is not None:
+            raise SubmitError(_message_prefix(api, pod) + problem)
+        if finished:
+            recreated = True
             with contextlib.suppress(NotFound):
-                api.call("DELETE", at, query={"gracePeriodSeconds": "0"})
+                api.call("DELETE", path, query={"gracePeriodSeconds": "0"})
         else:
-            delay.tell(there)
+            delay.report(live)
             time.sleep(_PAUSE_S)
         try:
-            there = api.call("GET", at) if not over else _made(api, made, deadline)
+            live = api.call("GET", path) if not finished else _create_pod(api, manifest, deadline)
         except NotFound:
-            there = _made(api, made, deadline)
+            live = _create_pod(api, manifest, deadline)
 
 
-class _Delay:
+class _StartReporter:
     """Warnings about a pod that does not start yet, one for each reason: a start may take minutes."""
 
     def __init__(self, api: Api, pod: Object) -> None:
         self._api, self._pod = api, pod
-        self._said = ""
+        self._last_report = ""
         self._next = time.monotonic() + _LOOK_S
 
-    def tell(self, there: Mapping[str, Any]) -> None:
+    def report(self, live: Mapping[str, Any]) -> None:
         if time.monotonic() < self._next:
             return
         self._next = time.monotonic() + _LOOK_S
-        said = self.told(there, "it has not started yet")
-        if said != self._said:
-            self._said = said
-            logger.warning("%s", one_line(_about(self._api, self._pod) + said))
+        message = self.describe(live, "it has not started yet")
+        if message != self._last_report:
+            self._last_report = message
+            logger.warning("%s", one_line(_message_prefix(self._api, self._pod) + message))
 
-    def told(self, there: Mapping[str, Any], what: str) -> str:
-        """Return `what` with the reason of the scheduler, the kubelet or, if they have none, their events."""
+    def describe(self, live: Mapping[str, Any], summary: str) -> str:
+        """Return `summary` with the reason of the scheduler, the kubelet or, if they have none, their events."""
         from .status import job_states, watch
         from .status import query as queries
 
         query = {"fieldSelector": f"{watch.WARNINGS},involvedObject.name={self._pod['metadata']['name']}"}
         events: list[dict[str, Any]] = []
         with contextlib.suppress(ApiError, Unreachable):
-            events += queries.listed(self._api, self._api.path("v1", "events"), query)
-        _, why = next(iter(job_states.waits(there, events)), (None, ""))
-        return f"{what}: {why}" if why else what
+            events += queries.list_objects(self._api, self._api.path("v1", "events"), query)
+        _, detail = next(iter(job_states.waiting_reason(live, events)), (None, ""))
+        return f"{summary}: {detail}" if detail else summary
 
 
-def _about(api: Api, pod: Object) -> str:
-    return f"{api.where}: the pod {pod['metadata']['name']}, which puts the code into the claim: "
+def _message_prefix(api: Api, pod: Object) -> str:
+    return f"{api.label}: the pod {pod['metadata']['name']}, which puts the code into the claim: "
 
 
-def _ended(api: Api, pod: Object) -> str | None:
+def _end_reason(api: Api, pod: Object) -> str | None:
     """Return why a pod that seemed to run no longer does, or None."""
     with contextlib.suppress(ApiError, Unreachable):
         return _obstacle(api.call("GET", submit.path_of(api, pod)))
     return None
 
 
-def _made(api: Api, made: Object, deadline: float) -> Mapping[str, Any]:
+def _create_pod(api: Api, manifest: Object, deadline: float) -> Mapping[str, Any]:
     while True:
         try:
-            return submit.create(api, made)
-        except submit.Leaving:
+            return submit.create(api, manifest)
+        except submit.BeingDeleted:
             if time.monotonic() > deadline:
                 raise
             time.sleep(_PAUSE_S)
@@ -272,13 +274,15 @@ def _obstacle(pod: Mapping[str, Any]) -> str | None:
     """Return why the pod will certainly not run, or None."""
     for container in (pod.get("status") or {}).get("containerStatuses") or []:
         state = container.get("state") or {}
-        word = str((state.get("waiting") or {}).get("reason") or "")
+        reason = str((state.get("waiting") or {}).get("reason") or "")
         # A pull that failed once may not fail the next time.
-        if word != "ErrImagePull" and reasons.WAITING.get(word, ("", ""))[1]:
-            return f"{reasons.WAITING[word][1]}: {container.get('image')}: {state['waiting'].get('message') or word}"
-        ended = state.get("terminated")
-        if ended:
-            return f"it ended: {ended.get('message') or ended.get('reason')} (exit code {ended.get('exitCode')})"
+        if reason != "ErrImagePull" and reasons.WAITING.get(reason, ("", ""))[1]:
+            return (
+                f"{reasons.WAITING[reason][1]}: {container.get('image')}: {state['waiting'].get('message') or reason}"
+            )
+        end = state.get("terminated")
+        if end:
+            return f"it ended: {end.get('message') or end.get('reason')} (exit code {end.get('exitCode')})"
     return "it ended" if (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed") else None
 
 
@@ -286,18 +290,18 @@ def _send(api: Api, pod: str, argv: list[str], data: bytes) -> None:
     client = api.connect(pod, argv, container="loader", stdin=True, binary=True)
     from websocket import WebSocketException  # there, now that there is a connection
 
-    said = _Said(client, api)
+    replies = _ExecReader(client, api)
     try:
-        word = said.line()
-        if word == b"there":
+        reply = replies.line()
+        if reply == b"there":
             return
-        if word != b"send":
-            raise SubmitError(f"{api.where}: the code cannot be put into the claim: {said.problem(word)}")
-        for at in range(0, len(data), _PIECE):
-            client.write_channel(0, data[at : at + _PIECE])
-        word = said.line()
-        if word != b"done":
-            raise SubmitError(f"{api.where}: the code cannot be put into the claim: {said.problem(word)}")
+        if reply != b"send":
+            raise SubmitError(f"{api.label}: the code cannot be put into the claim: {replies.problem(reply)}")
+        for offset in range(0, len(data), _PIECE):
+            client.write_channel(0, data[offset : offset + _PIECE])
+        reply = replies.line()
+        if reply != b"done":
+            raise SubmitError(f"{api.label}: the code cannot be put into the claim: {replies.problem(reply)}")
     except (OSError, WebSocketException) as error:
         raise api.unreachable(error) from None
     finally:
@@ -305,7 +309,7 @@ def _send(api: Api, pod: str, argv: list[str], data: bytes) -> None:
             hang_up(client)
 
 
-class _Said:
+class _ExecReader:
     """The output of the program in the pod."""
 
     def __init__(self, client: Any, api: Api) -> None:
@@ -321,22 +325,22 @@ class _Said:
             if not self._client.is_open():
                 return b""
             if time.monotonic() > deadline:
-                raise Unreachable(f"{self._api.where}: the pod that puts the code into the claim does not answer")
+                raise Unreachable(f"{self._api.label}: the pod that puts the code into the claim does not answer")
             self._client.update(timeout=1)
-            self._take()
+            self._read_channels()
         line, _, self._out = self._out.partition(b"\n")
         return line.strip()
 
-    def _take(self) -> None:
+    def _read_channels(self) -> None:
         self._out += self._client.read_channel(_STDOUT)
         self._error += self._client.read_channel(_STDERR)
 
-    def problem(self, word: bytes) -> str:
+    def problem(self, reply: bytes) -> str:
         while self._client.is_open():
-            before = time.monotonic()
+            started_at = time.monotonic()
             self._client.update(timeout=1)
-            if time.monotonic() - before >= 1:
+            if time.monotonic() - started_at >= 1:
                 break
-        self._take()
-        text = self._error or word or b"it ended without a word"
+        self._read_channels()
+        text = self._error or reply or b"it ended without a word"
         return " ".join(text.decode("utf-8", "replace").split()).removeprefix("accel: ")

@@ -35,14 +35,14 @@ def review(api: Api, spec: JobSpec, options: KubernetesOptions, job_id: str) -> 
     try:
         build.check_kind(options, api.versions(), api.target)
         build.check_restarts(spec, options, api.version, api.target)
-        made = _built(api, spec, options, job_id)
+        manifests = _built(api, spec, options, job_id)
     except Forbidden:
-        made = _built(api, spec, options, job_id)  # the answer to each object will say it
+        manifests = _built(api, spec, options, job_id)  # the answer to each object will say it
     except SpecError as error:
         return [str(error)]
     lines: list[str] = []
-    for each in made:
-        lines += _lines(api, each)
+    for manifest in manifests:
+        lines += _lines(api, manifest)
     return list(dict.fromkeys(lines))
 
 
@@ -52,69 +52,75 @@ def _built(api: Api, spec: JobSpec, options: KubernetesOptions, job_id: str) -> 
         _, data = code_upload.pack(spec, options, Path(scratch), None)
     code = delivery.Code(kind="image")
     if data is not None:
-        code = delivery.chosen(options, len(data), delivery.digest_of(data), api.target)
-    carried = data if code.kind == "configmap" else None
-    made = build.build(spec, options, job_id, code, target=api.target, data=carried)
+        code = delivery.choose_delivery(options, len(data), delivery.digest_of(data), api.target)
+    configmap_data = data if code.kind == "configmap" else None
+    manifests = build.build(spec, options, job_id, code, target=api.target, data=configmap_data)
     loaders = [build.loader_pod(spec, options, job_id, api.target)] if code.kind == "pvc" else []
-    return [build.stamped(each, spec if each is made.workload else None) for each in (*loaders, *made)]
+    return [
+        build.with_digest(manifest, spec if manifest is manifests.workload else None)
+        for manifest in (*loaders, *manifests)
+    ]
 
 
-def _lines(api: Api, made: delivery.Object) -> Iterator[str]:
-    yield from _claim_lines(api, made)
+def _lines(api: Api, manifest: delivery.Object) -> Iterator[str]:
+    yield from _claim_lines(api, manifest)
     warnings: list[str] = []
     try:
-        answer = api.call("POST", submit.list_of(api, made), body=made, query=_QUERY, warned=warnings.append)
+        reply = api.call("POST", submit.list_of(api, manifest), body=manifest, query=_QUERY, on_warning=warnings.append)
     except ApiError as error:
         if not submit.lacks_runtime(error):  # which is made first, and by a dry run not at all
             yield str(error)
     else:
         for text in warnings:
-            line = submit.warning(api, made, text)
+            line = submit.warning(api, manifest, text)
             if _NO_PODS in text:
                 yield line
             else:
                 submit.progress.warning("%s", line)
-        called = submit.called(made)
-        for place in dropped(made, answer):
-            yield f"{api.where}: {called}: {place}: the cluster does not know it, and would leave it out"
+        label = submit.object_label(manifest)
+        for field_path in dropped_fields(manifest, reply):
+            yield f"{api.label}: {label}: {field_path}: the cluster does not know it, and would leave it out"
 
 
-def _claim_lines(api: Api, made: delivery.Object) -> Iterator[str]:
+def _claim_lines(api: Api, manifest: delivery.Object) -> Iterator[str]:
     """Check the pod that uploads the code to a claim."""
-    if made["kind"] == "Pod":
+    if manifest["kind"] == "Pod":
         try:
-            code_upload.check_claim(api, made)
+            code_upload.check_claim(api, manifest)
         except SubmitError as error:
             yield str(error)
 
 
-def dropped(sent: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
-    """Return the paths that are in `sent` and not in `there`. Empty values do not count: servers omit them."""
-    return list(_dropped(sent, there, ""))
+def dropped_fields(requested: Mapping[str, Any], returned: Mapping[str, Any]) -> list[str]:
+    """Return the paths that are in `requested` and not in `returned`. Empty values do not count: servers omit them."""
+    return list(_compare(requested, returned, ""))
 
 
-def _dropped(sent: object, there: object, place: str) -> Iterator[str]:
-    if isinstance(sent, Mapping) and isinstance(there, Mapping):
-        for key, value in sent.items():
-            inner = f"{place}.{key}" if place else str(key)
-            if key in there:
-                yield from _dropped(value, there[key], inner)
+def _compare(requested: object, returned: object, field_path: str) -> Iterator[str]:
+    if isinstance(requested, Mapping) and isinstance(returned, Mapping):
+        for key, value in requested.items():
+            child_path = f"{field_path}.{key}" if field_path else str(key)
+            if key in returned:
+                yield from _compare(value, returned[key], child_path)
             elif not _is_empty(value):
-                yield inner
-    elif isinstance(sent, list) and isinstance(there, list):
-        for index, value in enumerate(sent):
-            found = _same(value, index, there)
-            if found is not None:
-                yield from _dropped(value, found, f"{place}[{index}]")
+                yield child_path
+    elif isinstance(requested, list) and isinstance(returned, list):
+        for index, value in enumerate(requested):
+            counterpart = _matching_item(value, index, returned)
+            if counterpart is not None:
+                yield from _compare(value, counterpart, f"{field_path}[{index}]")
             elif not _is_empty(value):
-                yield f"{place}[{index}]"
+                yield f"{field_path}[{index}]"
 
 
-def _same(value: object, index: int, there: Sequence[Any]) -> object:
+def _matching_item(value: object, index: int, returned: Sequence[Any]) -> object:
     """Return the item that corresponds to `value`: by name, since others may be inserted, else by index."""
     if isinstance(value, Mapping) and "name" in value:
-        return next((each for each in there if isinstance(each, Mapping) and each.get("name") == value["name"]), None)
-    return there[index] if index < len(there) else None
+        return next(
+            (element for element in returned if isinstance(element, Mapping) and element.get("name") == value["name"]),
+            None,
+        )
+    return returned[index] if index < len(returned) else None
 
 
 def _is_empty(value: object) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import SpecError, UnknownJob
 from ..job import JobSpec
-from ..target import Found, Listed
+from ..target import DiscoveredJob, JobSummary
 from . import names
 from .client.api import Api
 from .client.errors import Forbidden, NotFound
@@ -19,55 +19,55 @@ from .options import KubernetesOptions
 from .status import job_states, pod_states
 
 
-def find(api: Api, options: KubernetesOptions, job_id: str) -> Found | None:
+def find(api: Api, options: KubernetesOptions, job_id: str) -> DiscoveredJob | None:
     """Find a job in the target's namespace, the target's kind of workload first. Raises UnknownJob, request errors."""
     kinds = sorted(BUILDERS, key=lambda kind: kind != options.workload)
     for kind in kinds:
-        for each in listed(api, kind, names.selector(job_id), asked=kind == options.workload):
-            return _found(api, kind, each, job_id)
+        for workload in list_workloads(api, kind, names.selector(job_id), requested=kind == options.workload):
+            return _discovered_job(api, kind, workload, job_id)
     return None
 
 
-def listed(api: Api, kind: str, selector: str, *, asked: bool) -> list[dict[str, Any]]:
-    """Return a kind's matching workloads; none if the cluster lacks the kind or, unless `asked`, forbids it."""
+def list_workloads(api: Api, kind: str, selector: str, *, requested: bool) -> list[dict[str, Any]]:
+    """Return a kind's matching workloads; none if the cluster lacks the kind or, unless `requested`, forbids it."""
     builder = BUILDERS[kind]
-    passed = (NotFound,) if asked else (NotFound, Forbidden)
-    with contextlib.suppress(*passed):
+    ignored = (NotFound,) if requested else (NotFound, Forbidden)
+    with contextlib.suppress(*ignored):
         path = api.path(builder.API_VERSION, builder.PLURAL)
         return [item for page in api.pages(path, {"labelSelector": selector}) for item in page.get("items") or []]
     return []
 
 
-def _found(api: Api, kind: str, workload: dict[str, Any], job_id: str) -> Found:
+def _discovered_job(api: Api, kind: str, workload: dict[str, Any], job_id: str) -> DiscoveredJob:
     metadata = workload["metadata"]
     text = (metadata.get("annotations") or {}).get(names.SPEC)
     if text is None:
         raise UnknownJob(
-            f"{api.where}: {BUILDERS[kind].KIND} {metadata['name']} has the label of job {job_id}, and no annotation "
+            f"{api.label}: {BUILDERS[kind].KIND} {metadata['name']} has the label of job {job_id}, and no annotation "
             f"{names.SPEC}: accel submit did not make it"
         )
-    made_at = pod_states.moment(metadata.get("creationTimestamp"))
-    return Found.of(
+    created_at = pod_states.moment(metadata.get("creationTimestamp"))
+    return DiscoveredJob.of(
         str(Native.of(kind, metadata, job_id)), lambda: json.loads(text), target=api.target, kind=KIND, job_id=job_id,
-        whole=False, created_at=made_at,
+        whole=False, created_at=created_at,
     )  # fmt: skip
 
 
-def jobs(api: Api, options: KubernetesOptions) -> list[Listed]:
+def jobs(api: Api, options: KubernetesOptions) -> list[JobSummary]:
     """Return all jobs with accel's label in the target's namespace, of every kind of workload that we may read.
 
     The target's own kind must be readable. Raises request errors.
     """
-    found: dict[str, Listed] = {}
+    summaries: dict[str, JobSummary] = {}
     for kind in BUILDERS:
-        for workload in listed(api, kind, names.JOB_ID, asked=kind == options.workload):
-            if not _made_by_another(workload):
-                job = _listed(kind, workload)
-                found.setdefault(job.job_id, job)
-    return list(found.values())
+        for workload in list_workloads(api, kind, names.JOB_ID, requested=kind == options.workload):
+            if not _is_owned(workload):
+                job = _job_summary(kind, workload)
+                summaries.setdefault(job.job_id, job)
+    return list(summaries.values())
 
 
-def _listed(kind: str, workload: dict[str, Any]) -> Listed:
+def _job_summary(kind: str, workload: dict[str, Any]) -> JobSummary:
     """Return a job with the name and nodes of its annotation, else of its labels and the object."""
     metadata = workload["metadata"]
     job_id, name = metadata["labels"][names.JOB_ID], metadata["labels"].get(names.NAME) or metadata["name"]
@@ -75,11 +75,11 @@ def _listed(kind: str, workload: dict[str, Any]) -> Listed:
     with contextlib.suppress(KeyError, ValueError, SpecError, RecursionError):
         spec = JobSpec.from_json(json.loads(metadata["annotations"][names.SPEC]))
         name, nodes = spec.name, spec.nodes
-    native, made_at = Native.of(kind, metadata, job_id), pod_states.moment(metadata.get("creationTimestamp"))
-    return Listed(job_id=job_id, native_id=str(native), name=name, nodes=nodes, created_at=made_at or 0.0)
+    native, created_at = Native.of(kind, metadata, job_id), pod_states.moment(metadata.get("creationTimestamp"))
+    return JobSummary(job_id=job_id, native_id=str(native), name=name, nodes=nodes, created_at=created_at or 0.0)
 
 
-def _made_by_another(workload: dict[str, Any]) -> bool:
+def _is_owned(workload: dict[str, Any]) -> bool:
     """Return True for the JobSet of a TrainJob and the Job of a JobSet, which may inherit their labels."""
     kinds = {builder.KIND for builder in BUILDERS.values()}
     owners = workload["metadata"].get("ownerReferences") or []

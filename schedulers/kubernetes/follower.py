@@ -29,20 +29,20 @@ class Follower:
         self._ttl = ttl
         self._reader = Reader(api)
         self._over: set[str] = set()
-        self._waits: dict[str, int] = {}  # native id -> waits since its logs were read
+        self._waits_since_read: dict[str, int] = {}  # native id -> waits since its logs were read
 
     def statuses(self, natives: Sequence[Native]) -> tuple[dict[str, Status], dict[str, str]]:
         """Return the status of each job, and the reason for each that could not be queried.
 
         A job whose object is gone has failed: the API server is certain of it. Raises ApiError for a refused query.
         """
-        found, silent = query.statuses(self._api, natives, ttl=self._ttl)
-        over = {native for native, status in found.items() if status.state.final}
-        self._over |= over
+        statuses, unreachable = query.statuses(self._api, natives, ttl=self._ttl)
+        finished = {native for native, status in statuses.items() if status.state.final}
+        self._over |= finished
         for native in natives:
-            if str(native) in over:
+            if str(native) in finished:
                 watch.release(self._api, native)
-        return found, silent
+        return statuses, unreachable
 
     def wait(self, native: Native, timeout_s: float) -> bool | None:
         """Wait until the job may be over. Watches open when first needed and stay open between waits.
@@ -51,20 +51,20 @@ class Follower:
         """
         self._reader.followed(native)
         watcher = watch.shared(self._api, native)
-        news = watcher.wait(timeout_s)
-        waits = self._waits[str(native)] = self._waits.get(str(native), 0) + 1
-        if waits == 2 and (seen := watcher.snapshot()) is not None and _deletes_pods(seen[0] or {}):
+        changed = watcher.wait(timeout_s)
+        wait_count = self._waits_since_read[str(native)] = self._waits_since_read.get(str(native), 0) + 1
+        if wait_count == 2 and (snapshot := watcher.snapshot()) is not None and _deletes_pods(snapshot[0] or {}):
             text = "the cluster may delete its pods, with their logs, when it ends. `accel logs -f"
             logger.warning("job %s: %s %s` archives them", native.job_id, text, native.job_id)
-        return news
+        return changed
 
     def logs(self, native: Native, since: Cursor | None, directory: Path | None) -> Iterator[LogLine]:
         """Return the lines that exist now. Logs of deleted pods come from the job's `directory`, if archived there.
 
         Raises Unreachable, and an ApiError when the server refuses the query.
         """
-        self._waits[str(native)] = 0
-        return self._reader.read(native, since, directory, over=str(native) in self._over)
+        self._waits_since_read[str(native)] = 0
+        return self._reader.read(native, since, directory, finished=str(native) in self._over)
 
     def cursor_at(self, native: Native, when: float, directory: Path | None) -> Cursor:
         """Return the cursor of the logs at that time (seconds since the epoch), to the second."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..object_names import HASH, short_hash, slug
 
-OWN = "accel.dev/"
+PREFIX = "accel.dev/"
 JOB_ID = "accel.dev/job-id"
 NAME = "accel.dev/name"
 DIGEST = "accel.dev/digest"
@@ -29,8 +29,8 @@ JOB_INDEX, SLICE_HOSTS = "jobset.sigs.k8s.io/job-index", "accel.dev/slice-hosts"
 # The container that trains, in the pods of one operator or another.
 MAIN = ("pytorch", "node")
 
-_MOST_LABEL = 63
-_MOST_SUBDOMAIN = 253
+_MAX_LABEL = 63
+_MAX_SUBDOMAIN = 253
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?\Z")
 _VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?\Z")
 _QUALIFIED = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?\Z")
@@ -38,29 +38,29 @@ _QUALIFIED = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?\Z")
 
 def is_label(text: str) -> bool:
     """Return True for a DNS-1123 label."""
-    return len(text) <= _MOST_LABEL and _LABEL.match(text) is not None
+    return len(text) <= _MAX_LABEL and _LABEL.match(text) is not None
 
 
 def is_subdomain(text: str) -> bool:
     """Return True for a DNS-1123 subdomain, the form of most objects' names."""
-    return 0 < len(text) <= _MOST_SUBDOMAIN and all(is_label(part) for part in text.split("."))
+    return 0 < len(text) <= _MAX_SUBDOMAIN and all(is_label(part) for part in text.split("."))
 
 
 def is_label_value(text: str) -> bool:
-    return len(text) <= _MOST_LABEL and _VALUE.match(text) is not None
+    return len(text) <= _MAX_LABEL and _VALUE.match(text) is not None
 
 
 def is_qualified(text: str) -> bool:
     """Return True for a valid name of a label, an annotation or a resource: `name` or `prefix/name`."""
     prefix, slash, name = text.rpartition("/")
-    return len(name) <= _MOST_LABEL and _QUALIFIED.match(name) is not None and (not slash or is_subdomain(prefix))
+    return len(name) <= _MAX_LABEL and _QUALIFIED.match(name) is not None and (not slash or is_subdomain(prefix))
 
 
 def label_value(text: str) -> str:
     """Return the text as a label value: unchanged if valid, else a readable part of it and its hash."""
     if text and is_label_value(text):
         return text
-    head = slug(text)[: _MOST_LABEL - HASH - 1].rstrip("-")
+    head = slug(text)[: _MAX_LABEL - HASH - 1].rstrip("-")
     return f"{head}-{short_hash(text)}" if head else short_hash(text)
 
 
@@ -82,14 +82,17 @@ def selector_of(jobs: Iterable[str]) -> str:
 def node_of(pod: Mapping[str, Any]) -> int | None:
     """Return the pod's node index (in an elastic world its pod index), or None for a pod of another kind."""
     metadata = pod.get("metadata") or {}
-    said = {**(metadata.get("annotations") or {}), **(metadata.get("labels") or {})}
-    index = said.get(COMPLETION_INDEX)
-    kind, replica = said.get("training.kubeflow.org/replica-type"), said.get("training.kubeflow.org/replica-index")
+    attributes = {**(metadata.get("annotations") or {}), **(metadata.get("labels") or {})}
+    index = attributes.get(COMPLETION_INDEX)
+    kind, replica = (
+        attributes.get("training.kubeflow.org/replica-type"),
+        attributes.get("training.kubeflow.org/replica-index"),
+    )
     if index is not None and index.isdigit():
-        job, hosts = str(said.get(JOB_INDEX, "")), str(said.get(SLICE_HOSTS, ""))
+        job, hosts = str(attributes.get(JOB_INDEX, "")), str(attributes.get(SLICE_HOSTS, ""))
         return int(index) + (int(job) * int(hosts) if job.isdigit() and hosts.isdigit() else 0)
     if replica is None or not replica.isdigit():
         return None
     # Workers of a world that cannot grow come after the master.
-    alone = said.get(f"{OWN}elastic") == "true"
-    return int(replica) + (1 if kind == "worker" and not alone else 0)
+    is_elastic = attributes.get(f"{PREFIX}elastic") == "true"
+    return int(replica) + (1 if kind == "worker" and not is_elastic else 0)

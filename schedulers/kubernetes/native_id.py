@@ -29,9 +29,9 @@ class Native:
         """Return the native id of a job whose object has this metadata."""
         return cls(workload, str(metadata["namespace"]), str(metadata["name"]), job_id, str(metadata.get("uid") or ""))
 
-    def owns(self, there: Mapping[str, Any]) -> bool:
+    def owns(self, live: Mapping[str, Any]) -> bool:
         """Return True if the object is the job's, and not a later one of the same name."""
-        return self.uid in ("", there["metadata"].get("uid"))
+        return self.uid in ("", live["metadata"].get("uid"))
 
     @property
     def api_version(self) -> str:
@@ -53,7 +53,7 @@ class Native:
     @classmethod
     def parse(cls, text: str) -> Native:
         """Parse the output of `str`. Raises SpecError."""
-        words = text.split("/")
-        if len(words) not in (4, 5) or not all(words) or words[0] not in BUILDERS or not names.is_label(words[1]):
+        parts = text.split("/")
+        if len(parts) not in (4, 5) or not all(parts) or parts[0] not in BUILDERS or not names.is_label(parts[1]):
             raise SpecError(f"{text!r} is not the id of a job of a kubernetes target (workload/namespace/name/job/uid)")
-        return cls(*words)
+        return cls(*parts)

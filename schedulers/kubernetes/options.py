@@ -12,7 +12,7 @@ from ..errors import SpecError
 from . import names
 
 Workload = Literal["pytorchjob", "jobset", "job", "trainjob"]
-Where = Literal["auto", "configmap", "pvc", "store", "image"]
+CodeDelivery = Literal["auto", "configmap", "pvc", "store", "image"]
 Vendor = Literal["nvidia", "amd", "intel", "gaudi", "neuron", "tpu"]
 Security = Literal["restricted", "baseline", "privileged"]
 
@@ -33,7 +33,7 @@ _SOURCES = ("claim", "config_map", "secret", "host_path", "nfs", "source")
 _TOPOLOGY_FORM = re.compile(r"[1-9]\d*(x[1-9]\d*){1,2}")
 _QUANTITY = re.compile(r"\d+(\.\d+)?([eE]\d+|[numkMGTPE]|[KMGTPE]i)?\Z")
 _RESERVED_MOUNTS = ("/accel", "/accel/code", "/accel/home", "/accel/packed", "/accel-code", "/dev/shm")
-_MOST_ID = 2**31 - 1
+_MAX_ID = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +139,7 @@ class KubernetesOptions:
     cpu: bool = False
     setup: tuple[tuple[str, ...], ...] = ()
     start_timeout_s: float = 1800.0
-    code: Where = "auto"
+    code: CodeDelivery = "auto"
     code_claim: str | None = None
     code_store: ObjectStore | None = None
     code_dir: str | None = None
@@ -241,17 +241,17 @@ def _code_problems(options: KubernetesOptions) -> Iterator[str]:
 
 
 def _label_problems(options: KubernetesOptions) -> Iterator[str]:
-    for where, labels in (("labels", options.labels), ("node_selector", options.node_selector)):
+    for option, labels in (("labels", options.labels), ("node_selector", options.node_selector)):
         for key, value in labels.items():
             if not names.is_qualified(key):
-                yield f"{where}: {key!r} is not a label's name"
+                yield f"{option}: {key!r} is not a label's name"
             if not names.is_label_value(value):
-                yield f"{where}: {value!r} of {key} is not a label's value (63 letters, digits, -, _ and . at most)"
+                yield f"{option}: {value!r} of {key} is not a label's value (63 letters, digits, -, _ and . at most)"
     for key in options.annotations:
         if not names.is_qualified(key):
             yield f"annotations: {key!r} is not an annotation's name"
     for key in (*options.labels, *options.annotations):
-        if key.startswith(names.OWN) or key in (names.MANAGED_BY, names.KUEUE_QUEUE, names.KUEUE_PRIORITY):
+        if key.startswith(names.PREFIX) or key in (names.MANAGED_BY, names.KUEUE_QUEUE, names.KUEUE_PRIORITY):
             yield f"accel sets {key} itself: leave it out" + (" (queue:)" if key == names.KUEUE_QUEUE else "")
     if options.gpu_label is not None and not names.is_qualified(options.gpu_label):
         yield f"gpu_label: {options.gpu_label!r} is not a label's name"
@@ -266,8 +266,8 @@ def _label_problems(options: KubernetesOptions) -> Iterator[str]:
 def _place_problems(options: KubernetesOptions) -> Iterator[str]:
     for key, value in options.resources.items():
         if key in ("cpu", "memory") or key == gpu_resource(options):
-            said = {"cpu": "--cpus", "memory": "--memory"}.get(key, "--gpus")
-            yield f"resources: {key} is what {said} says: leave it out"
+            flag = {"cpu": "--cpus", "memory": "--memory"}.get(key, "--gpus")
+            yield f"resources: {key} is what {flag} says: leave it out"
         if not names.is_qualified(key):
             yield f"resources: {key!r} is not the name of a resource"
         if isinstance(value, bool) or not _QUANTITY.match(str(value)):
@@ -288,25 +288,25 @@ def _place_problems(options: KubernetesOptions) -> Iterator[str]:
 
 
 def _volume_problems(volume: Volume, mounts: set[str]) -> Iterator[str]:
-    where = f"volumes: {volume.mount}"
-    given = [key for key in _SOURCES if getattr(volume, key) is not None]
+    subject = f"volumes: {volume.mount}"
+    sources = [key for key in _SOURCES if getattr(volume, key) is not None]
     if not volume.mount.startswith("/") or ":" in volume.mount or _place(volume) == "/":
         yield f"volumes: mount must be a directory such as /data, not {volume.mount!r}"
     if _place(volume) in _RESERVED_MOUNTS:
         advice = " (shm_gb in the job's resources is its size)" if _place(volume) == "/dev/shm" else ""
-        yield f"{where}: accel mounts something there itself{advice}"
+        yield f"{subject}: accel mounts something there itself{advice}"
     if _place(volume) in mounts:
-        yield f"{where} is given twice"
-    if len(given) != 1:
-        yield f"{where} needs one of {', '.join(_SOURCES)}, and has {' and '.join(given) or 'none'}"
+        yield f"{subject} is given twice"
+    if len(sources) != 1:
+        yield f"{subject} needs one of {', '.join(_SOURCES)}, and has {' and '.join(sources) or 'none'}"
     for key in ("claim", "config_map", "secret"):
         value = getattr(volume, key)
         if value is not None and not names.is_subdomain(value):
-            yield f"{where}: {key}: {value!r} is not the name of an object"
+            yield f"{subject}: {key}: {value!r} is not the name of an object"
     if volume.nfs is not None and not re.fullmatch(r"[^:/]+:/.*", volume.nfs):
-        yield f"{where}: nfs must be like server:/path, not {volume.nfs!r}"
+        yield f"{subject}: nfs must be like server:/path, not {volume.nfs!r}"
     if volume.source is not None and (len(volume.source) != 1 or "name" in volume.source):
-        yield f"{where}: source must be one volume source such as {{csi: {{driver: …}}}}"
+        yield f"{subject}: source must be one volume source such as {{csi: {{driver: …}}}}"
 
 
 def _place(volume: Volume) -> str:
@@ -330,9 +330,9 @@ def _slice_problems(options: KubernetesOptions) -> Iterator[str]:
         yield f"tpu_topology needs workload: jobset or job, and it is {options.workload}"
     if options.slices > 1 and options.workload != "jobset":
         yield f"slices: {options.slices} needs workload: jobset, and it is {options.workload}"
-    for key, what in (("gpu_resource", TPU_RESOURCE), ("gpu_label", TPU_LABEL)):
+    for key, tpu_name in (("gpu_resource", TPU_RESOURCE), ("gpu_label", TPU_LABEL)):
         if getattr(options, key) is not None:
-            yield f"{key}: of a slice it is {what}: leave it out"
+            yield f"{key}: of a slice it is {tpu_name}: leave it out"
     if TPU_TOPOLOGY in options.node_selector:
         yield f"node_selector: {TPU_TOPOLOGY} is what tpu_topology says: leave it out"
 
@@ -359,7 +359,7 @@ def _security_problems(options: KubernetesOptions) -> Iterator[str]:
         yield "setup installs, and read_only_root_filesystem lets nothing be installed: drop one"
     for key in ("run_as_user", "run_as_group", "fs_group"):
         value = getattr(options, key)
-        if value is not None and not 0 <= value <= _MOST_ID:
-            yield f"{key} must be 0 to {_MOST_ID}, not {value}"
+        if value is not None and not 0 <= value <= _MAX_ID:
+            yield f"{key} must be 0 to {_MAX_ID}, not {value}"
     if options.run_as_user == 0 and options.pod_security == "restricted":
         yield "run_as_user: 0 is root, which pod_security: restricted forbids (baseline allows it)"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import SpecError
-from ..target import Checked
+from ..target import CheckReport
 from .client.api import Api
 from .client.errors import ApiError, Forbidden, NotFound
 from .manifests import build
@@ -18,7 +18,7 @@ from .options import KubernetesOptions, gpu_resource
 
 _HEADER = ["what", "found"]
 _REVIEWS = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
-_AT_ONCE = 8
+_MAX_WORKERS = 8
 _NAME = "accel-check"
 # Opening a WebSocket is a GET; Kubernetes 1.35 and later ask for create too.
 _EXEC = ("get", "create")
@@ -31,11 +31,11 @@ class _Report:
     warnings: list[str] = field(default_factory=list)
 
 
-def check(api: Api, options: KubernetesOptions, gpus: int) -> Checked:
+def check(api: Api, options: KubernetesOptions, gpus: int) -> CheckReport:
     """Check, without changes, the cluster for `gpus` GPUs per node. Raises Unreachable, SchedulerError."""
     report = _Report()
     access = api.access
-    report.rows.append(["API server", f"{access.shown}, as {access.who}"])
+    report.rows.append(["API server", f"{access.display_url}, as {access.user_label}"])
     version = api.call("GET", "/version")
     report.rows.append(["Kubernetes", str(version.get("gitVersion"))])
     _kinds(api, options, report)
@@ -44,7 +44,7 @@ def check(api: Api, options: KubernetesOptions, gpus: int) -> Checked:
     _claim(api, options, report)
     _quotas(api, options, gpus, report)
     _nodes(api, options, gpus, report)
-    return Checked(table=[_HEADER, *report.rows], failures=tuple(report.failures), warnings=tuple(report.warnings))
+    return CheckReport(table=[_HEADER, *report.rows], failures=tuple(report.failures), warnings=tuple(report.warnings))
 
 
 def _kinds(api: Api, options: KubernetesOptions, report: _Report) -> None:
@@ -58,53 +58,53 @@ def _kinds(api: Api, options: KubernetesOptions, report: _Report) -> None:
 
 def _namespace(api: Api, report: _Report) -> None:
     """Check the namespace with a dry-run create in it: few users may read namespaces themselves."""
-    found = "there"
+    state = "there"
     try:
         body = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": _NAME}}
         api.call("POST", api.path("v1", "configmaps"), body=body, query={"dryRun": "All"})
     except NotFound as error:
-        found = "not there"
+        state = "not there"
         report.failures.append(str(error))
     except Forbidden as error:
-        found = "not known" if "quota" not in str(error) else "there"
+        state = "not known" if "quota" not in str(error) else "there"
     except ApiError:
         pass  # of that name, or refused by somebody who looks at ConfigMaps: the namespace is there
-    report.rows.append([f"namespace {api.namespace}", found])
+    report.rows.append([f"namespace {api.namespace}", state])
 
 
-def needed(options: KubernetesOptions) -> dict[tuple[str, str], tuple[str, ...]]:
+def required_permissions(options: KubernetesOptions) -> dict[tuple[str, str], tuple[str, ...]]:
     """Return (API group, resource) -> the verbs needed to submit, follow and remove jobs of this target."""
     builder = BUILDERS[options.workload]
-    made = ("create", "get", "list", "patch", "delete")
-    found: dict[tuple[str, str], tuple[str, ...]] = {
+    managed_verbs = ("create", "get", "list", "patch", "delete")
+    permissions: dict[tuple[str, str], tuple[str, ...]] = {
         (_group(builder.API_VERSION), builder.PLURAL): ("create", "get", "list", "watch", "delete"),
         ("", "pods"): ("get", "list", "watch"),
         ("", "pods/log"): ("get",),
         ("", "events"): ("list",),
-        ("", "services"): made,
+        ("", "services"): managed_verbs,
     }
     if options.code in ("auto", "configmap"):
-        found["", "configmaps"] = made
+        permissions["", "configmaps"] = managed_verbs
     if options.code_claim is not None:
-        found["", "pods"] += ("create", "delete")
-        found["", "pods/exec"] = _EXEC
-        found["", "persistentvolumeclaims"] = ("get",)
+        permissions["", "pods"] += ("create", "delete")
+        permissions["", "pods/exec"] = _EXEC
+        permissions["", "persistentvolumeclaims"] = ("get",)
     if options.workload == "trainjob":
-        found[_group(API_VERSION), RUNTIME_PLURAL] = ("create", "get", "patch", "delete")
+        permissions[_group(API_VERSION), RUNTIME_PLURAL] = ("create", "get", "patch", "delete")
     if options.volcano_queue is not None and options.workload in ("job", "jobset"):
-        found[_group(POD_GROUP), "podgroups"] = ("create", "get", "patch", "delete")
-    return found
+        permissions[_group(POD_GROUP), "podgroups"] = ("create", "get", "patch", "delete")
+    return permissions
 
 
 def _optional(options: KubernetesOptions) -> dict[tuple[str, str], tuple[tuple[str, ...], str]]:
-    """Return (API group, resource) -> the verbs beyond `needed` that a feature uses, and which feature."""
+    """Return (API group, resource) -> the verbs beyond `required_permissions` that a feature uses, and the feature."""
     builder = BUILDERS[options.workload]
-    why = "Without it nobody knows why a job failed once its pods are gone"
-    found: dict[tuple[str, str], tuple[tuple[str, ...], str]]
-    found = {(_group(builder.API_VERSION), builder.PLURAL): (("patch",), why)}
-    if ("", "pods/exec") not in needed(options):
-        found["", "pods/exec"] = (_EXEC, "Only `accel shell` needs it")
-    return found
+    reason = "Without it nobody knows why a job failed once its pods are gone"
+    permissions: dict[tuple[str, str], tuple[tuple[str, ...], str]]
+    permissions = {(_group(builder.API_VERSION), builder.PLURAL): (("patch",), reason)}
+    if ("", "pods/exec") not in required_permissions(options):
+        permissions["", "pods/exec"] = (_EXEC, "Only `accel shell` needs it")
+    return permissions
 
 
 def _group(api_version: str) -> str:
@@ -112,36 +112,36 @@ def _group(api_version: str) -> str:
 
 
 def _permissions(api: Api, options: KubernetesOptions, report: _Report) -> None:
-    required, optional = needed(options), _optional(options)
-    wanted = {key: (*required.get(key, ()), *optional.get(key, ((), ""))[0]) for key in required | optional}
-    asked = [(group, resource, verb) for (group, resource), verbs in wanted.items() for verb in verbs]
+    required, optional = required_permissions(options), _optional(options)
+    verbs_by_resource = {key: (*required.get(key, ()), *optional.get(key, ((), ""))[0]) for key in required | optional}
+    permissions = [(group, resource, verb) for (group, resource), verbs in verbs_by_resource.items() for verb in verbs]
 
-    def allowed(one: tuple[str, str, str]) -> bool:
-        group, resource, verb = one
+    def allowed(permission: tuple[str, str, str]) -> bool:
+        group, resource, verb = permission
         plural, _, sub = resource.partition("/")
-        place = {"namespace": api.namespace, "group": group, "resource": plural, "verb": verb}
-        place |= {"subresource": sub} if sub else {}
-        place |= {"name": options.code_claim} if plural == "persistentvolumeclaims" and options.code_claim else {}
+        attributes = {"namespace": api.namespace, "group": group, "resource": plural, "verb": verb}
+        attributes |= {"subresource": sub} if sub else {}
+        attributes |= {"name": options.code_claim} if plural == "persistentvolumeclaims" and options.code_claim else {}
         body = {
             "apiVersion": "authorization.k8s.io/v1",
             "kind": "SelfSubjectAccessReview",
-            "spec": {"resourceAttributes": place},
+            "spec": {"resourceAttributes": attributes},
         }
         return bool((api.call("POST", _REVIEWS, body=body).get("status") or {}).get("allowed"))
 
-    with ThreadPoolExecutor(max_workers=_AT_ONCE) as pool:
-        answers = dict(zip(asked, pool.map(allowed, asked), strict=True))
-    for (group, resource), verbs in wanted.items():
-        lacking = [verb for verb in verbs if not answers[group, resource, verb]]
-        called = f"{resource}.{group}" if group else resource
-        report.rows.append([f"may use {called}", f"not {', '.join(lacking)}" if lacking else ", ".join(verbs)])
-        soft, why = optional.get((group, resource), ((), ""))
-        where = f"{called} in namespace {api.namespace}"
-        said = f"{api.where}: {api.access.who} may not {{}} {where}: no Role of it allows that"
-        if hard := [verb for verb in lacking if verb not in soft]:
-            report.failures.append(said.format(", ".join(hard)))
-        if rest := [verb for verb in lacking if verb in soft]:
-            report.warnings.append(f"{said.format(', '.join(rest))}. {why}")
+    with ThreadPoolExecutor(max_workers=_MAX_WORKERS) as pool:
+        granted = dict(zip(permissions, pool.map(allowed, permissions), strict=True))
+    for (group, resource), verbs in verbs_by_resource.items():
+        missing = [verb for verb in verbs if not granted[group, resource, verb]]
+        resource_name = f"{resource}.{group}" if group else resource
+        report.rows.append([f"may use {resource_name}", f"not {', '.join(missing)}" if missing else ", ".join(verbs)])
+        optional_verbs, reason = optional.get((group, resource), ((), ""))
+        subject = f"{resource_name} in namespace {api.namespace}"
+        message = f"{api.label}: {api.access.user_label} may not {{}} {subject}: no Role of it allows that"
+        if missing_required := [verb for verb in missing if verb not in optional_verbs]:
+            report.failures.append(message.format(", ".join(missing_required)))
+        if missing_optional := [verb for verb in missing if verb in optional_verbs]:
+            report.warnings.append(f"{message.format(', '.join(missing_optional))}. {reason}")
 
 
 def _claim(api: Api, options: KubernetesOptions, report: _Report) -> None:
@@ -150,50 +150,50 @@ def _claim(api: Api, options: KubernetesOptions, report: _Report) -> None:
     try:
         claim = api.call("GET", api.path("v1", "persistentvolumeclaims", options.code_claim))
     except NotFound:
-        report.failures.append(f"{api.where}: code_claim: there is no claim {options.code_claim} in {api.namespace}")
-        found = "not there"
+        report.failures.append(f"{api.label}: code_claim: there is no claim {options.code_claim} in {api.namespace}")
+        phase = "not there"
     except Forbidden:
         return  # said among what it may not
     else:
-        found = str((claim.get("status") or {}).get("phase") or "Pending")
+        phase = str((claim.get("status") or {}).get("phase") or "Pending")
         modes = (claim.get("spec") or {}).get("accessModes") or []
         if not {"ReadWriteMany", "ReadOnlyMany"} & set(modes):
             report.warnings.append(
-                f"{api.where}: code_claim: {options.code_claim} is {' and '.join(modes)}: pods on several nodes cannot "
+                f"{api.label}: code_claim: {options.code_claim} is {' and '.join(modes)}: pods on several nodes cannot "
                 "all have it"
             )
-    report.rows.append([f"claim {options.code_claim}", found])
+    report.rows.append([f"claim {options.code_claim}", phase])
 
 
 def _quotas(api: Api, options: KubernetesOptions, gpus: int, report: _Report) -> None:
-    for quota in _seen(api, api.path("v1", "resourcequotas")):
+    for quota in _list_if_allowed(api, api.path("v1", "resourcequotas")):
         hard, used = (dict((quota.get("status") or {}).get(key) or {}) for key in ("hard", "used"))
-        said = ", ".join(f"{key} {used.get(key, '0')} of {value}" for key, value in sorted(hard.items()))
-        report.rows.append([f"quota {quota['metadata']['name']}", said])
+        usage = ", ".join(f"{key} {used.get(key, '0')} of {value}" for key, value in sorted(hard.items()))
+        report.rows.append([f"quota {quota['metadata']['name']}", usage])
         key = f"requests.{gpu_resource(options)}"
-        left = _whole(hard.get(key)) - _whole(used.get(key)) if key in hard else None
-        if left is not None and left < gpus:
+        remaining = _int_or_zero(hard.get(key)) - _int_or_zero(used.get(key)) if key in hard else None
+        if remaining is not None and remaining < gpus:
             name = quota["metadata"]["name"]
             report.failures.append(
-                f"{api.where}: quota {name} leaves {left} {gpu_resource(options)}, and {gpus} are wanted"
+                f"{api.label}: quota {name} leaves {remaining} {gpu_resource(options)}, and {gpus} are wanted"
             )
 
 
 def _nodes(api: Api, options: KubernetesOptions, gpus: int, report: _Report) -> None:
     if not gpus:
         return
-    nodes = list(_seen(api, api.path("v1", "nodes", namespace="")))
+    nodes = list(_list_if_allowed(api, api.path("v1", "nodes", namespace="")))
     counts = [
-        _whole(((node.get("status") or {}).get("allocatable") or {}).get(gpu_resource(options))) for node in nodes
+        _int_or_zero(((node.get("status") or {}).get("allocatable") or {}).get(gpu_resource(options))) for node in nodes
     ]
     if not nodes:
         return
     report.rows.append(["nodes", f"{len(nodes)}, of which {sum(count > 0 for count in counts)} have GPUs"])
     if max(counts) < gpus:
-        report.failures.append(f"{api.where}: no node has {gpus} {gpu_resource(options)}: the most is {max(counts)}")
+        report.failures.append(f"{api.label}: no node has {gpus} {gpu_resource(options)}: the most is {max(counts)}")
 
 
-def _seen(api: Api, path: str) -> Iterator[dict[str, Any]]:
+def _list_if_allowed(api: Api, path: str) -> Iterator[dict[str, Any]]:
     """Yield the items of an informative list, or none if we may not read it."""
     try:
         yield from api.call("GET", path).get("items") or []
@@ -201,5 +201,5 @@ def _seen(api: Api, path: str) -> Iterator[dict[str, Any]]:
         return
 
 
-def _whole(quantity: object) -> int:
+def _int_or_zero(quantity: object) -> int:
     return int(str(quantity)) if str(quantity).isdigit() else 0

@@ -93,13 +93,13 @@ def run(api: Api, native: Native, options: KubernetesOptions, node: int, argv: S
     """Run the command, by default a shell, and return its exit code. Raises SubmitError, ApiError, Unreachable."""
     container = pods.container_name(options)
     pod = _pod(api, native, node, container)
-    words = list(argv) or list(_SHELL)
+    command = list(argv) or list(_SHELL)
     if terminal:
-        words = ["env", f"TERM={os.environ.get('TERM') or 'xterm'}", *words]
+        command = ["env", f"TERM={os.environ.get('TERM') or 'xterm'}", *command]
     elif sys.stdin is not None:
-        words = [options.python or "python3", "-c", FEEDER, *words]
+        command = [options.python or "python3", "-c", FEEDER, *command]
     client = api.connect(
-        pod, words, container=container, tty=terminal, stdin=sys.stdin is not None, namespace=native.namespace,
+        pod, command, container=container, tty=terminal, stdin=sys.stdin is not None, namespace=native.namespace,
         binary=True,
     )  # fmt: skip
     from websocket import WebSocketException  # there, now that there is a connection
@@ -120,20 +120,27 @@ def run(api: Api, native: Native, options: KubernetesOptions, node: int, argv: S
 def _pod(api: Api, native: Native, node: int, container: str) -> str:
     """Return the name of the node's running pod. Raises SubmitError."""
     path = api.path("v1", "pods", namespace=native.namespace)
-    listed = api.call("GET", path, query={"labelSelector": native.selector}).get("items") or []
-    mine = [pod for pod in listed if names.node_of(pod) == node and not pod["metadata"].get("deletionTimestamp")]
-    if not mine:
-        raise SubmitError(f"{api.where}: node {node} of job {native.job_id} has no pod now")
-    newest = max(mine, key=lambda pod: str(pod["metadata"].get("creationTimestamp")))
+    job_pods = api.call("GET", path, query={"labelSelector": native.selector}).get("items") or []
+    node_pods = [pod for pod in job_pods if names.node_of(pod) == node and not pod["metadata"].get("deletionTimestamp")]
+    if not node_pods:
+        raise SubmitError(f"{api.label}: node {node} of job {native.job_id} has no pod now")
+    newest = max(node_pods, key=lambda pod: str(pod["metadata"].get("creationTimestamp")))
     name, status = str(newest["metadata"]["name"]), newest.get("status") or {}
     state = next(
-        (each.get("state") or {} for each in status.get("containerStatuses") or [] if each["name"] == container), {}
+        (
+            container_status.get("state") or {}
+            for container_status in status.get("containerStatuses") or []
+            if container_status["name"] == container
+        ),
+        {},
     )
     if status.get("phase") != "Running" or "running" not in state:
-        why = next((inner.get("reason") for inner in state.values() if inner.get("reason")), None)
+        reason = next(
+            (state_detail.get("reason") for state_detail in state.values() if state_detail.get("reason")), None
+        )
         raise SubmitError(
-            f"{api.where}: node {node} of job {native.job_id} does not run: its pod {name} is "
-            f"{status.get('phase') or 'Pending'}" + (f" ({why})" if why else "")
+            f"{api.label}: node {node} of job {native.job_id} does not run: its pod {name} is "
+            f"{status.get('phase') or 'Pending'}" + (f" ({reason})" if reason else "")
         )
     return name
 
@@ -155,7 +162,7 @@ class _Session:
         """Forward the streams until the end. Return the server's exit status, empty if it sent none."""
         try:
             while self._client.is_open():
-                self._turn()
+                self._poll_once()
             self._print()
         finally:
             os.close(self._wake)
@@ -167,16 +174,16 @@ class _Session:
         with contextlib.suppress(OSError):
             os.write(self._waker, b"x")
 
-    def _turn(self) -> None:
+    def _poll_once(self) -> None:
         socket = self._client.sock.sock
-        waiting = select.poll()
-        waiting.register(socket, select.POLLIN | (select.POLLOUT if self._waiting else 0))
-        waiting.register(self._wake, select.POLLIN)
+        poller = select.poll()
+        poller.register(socket, select.POLLIN | (select.POLLOUT if self._waiting else 0))
+        poller.register(self._wake, select.POLLIN)
         if self._reading and not self._waiting:
-            waiting.register(sys.stdin.fileno(), select.POLLIN)
-        held = isinstance(socket, ssl.SSLSocket) and socket.pending()
-        ready = dict(waiting.poll(0 if held else None))
-        if held or ready.get(socket.fileno(), 0) & ~select.POLLOUT:
+            poller.register(sys.stdin.fileno(), select.POLLIN)
+        buffered = isinstance(socket, ssl.SSLSocket) and socket.pending()
+        ready = dict(poller.poll(0 if buffered else None))
+        if buffered or ready.get(socket.fileno(), 0) & ~select.POLLOUT:
             self._client.update(timeout=0)
             self._print()
         if not self._client.is_open():
@@ -186,8 +193,8 @@ class _Session:
             columns, lines = os.get_terminal_size(sys.stdout.fileno())
             self._client.write_channel(_RESIZE, json.dumps({"Width": columns, "Height": lines}))
         if self._waiting and ready.get(socket.fileno(), 0) & select.POLLOUT:
-            piece, self._waiting = self._waiting[:_PIECE], self._waiting[_PIECE:]
-            self._client.write_channel(_STDIN, piece)
+            chunk, self._waiting = self._waiting[:_PIECE], self._waiting[_PIECE:]
+            self._client.write_channel(_STDIN, chunk)
         if sys.stdin is not None and sys.stdin.fileno() in ready:
             self._read()
 
@@ -214,25 +221,25 @@ def _raw_terminal(resized: Callable[[], None]) -> Iterator[None]:
     import tty
 
     descriptor = sys.stdin.fileno()
-    before = termios.tcgetattr(descriptor)
+    attributes = termios.tcgetattr(descriptor)
     handler = signal.signal(signal.SIGWINCH, lambda *_: resized())
     try:
         tty.setraw(descriptor, termios.TCSADRAIN)  # what was typed already is for the program
         resized()
         yield
     finally:
-        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, attributes)
         signal.signal(signal.SIGWINCH, handler)
 
 
 def _code(api: Api, pod: str, status: bytes) -> int:
     if not status:
-        raise Unreachable(f"{api.where}: the connection to pod {pod} was cut off; what ran there may have been ended")
-    said: Mapping[str, Any] = json.loads(status)
-    if said.get("status") == "Success":
+        raise Unreachable(f"{api.label}: the connection to pod {pod} was cut off; what ran there may have been ended")
+    reply: Mapping[str, Any] = json.loads(status)
+    if reply.get("status") == "Success":
         return 0
-    causes = (said.get("details") or {}).get("causes") or []
+    causes = (reply.get("details") or {}).get("causes") or []
     code = next((cause.get("message") for cause in causes if cause.get("reason") == "ExitCode"), None)
     if code is None:
-        raise SubmitError(f"{api.where}: pod {pod}: it cannot be run there: {said.get('message')}")
+        raise SubmitError(f"{api.label}: pod {pod}: it cannot be run there: {reply.get('message')}")
     return int(code)

@@ -27,7 +27,7 @@ from .manifests.code_delivery import Code, Object
 from .manifests.trainjob import RUNTIME_KIND, RUNTIME_PLURAL
 from .options import KubernetesOptions
 
-_OTHERS: Mapping[str, str] = {
+_PLURAL_BY_KIND: Mapping[str, str] = {
     "ConfigMap": "configmaps",
     "Service": "services",
     "Pod": "pods",
@@ -35,14 +35,14 @@ _OTHERS: Mapping[str, str] = {
     RUNTIME_KIND: RUNTIME_PLURAL,
 }
 # What goes with the job's object as soon as it is made.
-_OWNED = ("ConfigMap", "Service")
-_PLURALS = {**{builder.KIND: builder.PLURAL for builder in BUILDERS.values()}, **_OTHERS}
+_OWNED_KINDS = ("ConfigMap", "Service")
+_PLURALS = {**{builder.KIND: builder.PLURAL for builder in BUILDERS.values()}, **_PLURAL_BY_KIND}
 _MERGE = "application/merge-patch+json"
 # What is made that a field the cluster does not know is refused, and not dropped (from Kubernetes 1.25 on).
 _STRICT = {"fieldValidation": "Strict", "fieldManager": "accel"}
 _TIMES = 5
 # What is refused for a moment only is asked for again, for so long, after pauses of about so much.
-_PASSING_S, _FIRST_S, _LAST_S = 20.0, 0.1, 1.0
+_TRANSIENT_S, _FIRST_S, _LAST_S = 20.0, 0.1, 1.0
 # Trainer looks for the runtime in a cache, which follows what was made a moment ago.
 _NO_RUNTIME_YET = "must be created before the TrainJob"
 
@@ -50,15 +50,15 @@ logger = logging.getLogger(__name__)
 progress = logging.getLogger("schedulers.progress")
 
 
-class Taken(SubmitError):
+class NameTaken(SubmitError):
     """The name belongs to an object that is not this job's."""
 
 
-class Leaving(Taken):
+class BeingDeleted(NameTaken):
     """The object is this job's and is being deleted."""
 
 
-class Refused(SubmitError):
+class CreateRejected(SubmitError):
     """The API server refused an object. `reason` is recorded with the job."""
 
     def __init__(self, message: str, reason: Reason) -> None:
@@ -74,78 +74,78 @@ def submit(
     Raises SubmitError for a refusal, after removing everything that was created; Unreachable when the outcome is
     unknown or incomplete: the same call completes it.
     """
-    made = build.build(spec, options, job_id, code, target=api.target, data=data)
-    return _all(api, made, build.stamped(made.workload, spec))
+    manifests = build.build(spec, options, job_id, code, target=api.target, data=data)
+    return _all(api, manifests, build.with_digest(manifests.workload, spec))
 
 
-def _all(api: Api, made: build.Manifests, workload: Object) -> Mapping[str, Any]:
-    done: list[Object] = []
+def _all(api: Api, manifests: build.Manifests, workload: Object) -> Mapping[str, Any]:
+    created: list[Object] = []
     new = False
     try:
-        for each in made.first:
-            create(api, build.stamped(each))
-            done.append(each)
-        there, new = _created(api, workload)
-        done.append(workload)
-        owner = _whole(there, workload)
-        for each in made.first:
-            _own(api, each, owner)
-        for each in made.then:
-            create(api, build.owned(build.stamped(each), owner))
-            done.append(each)
-    except (ApiError, Taken, ConfigError) as error:
-        refusal = refused(error) if isinstance(error, ApiError) else error
-        earlier = None if new else _earlier(api, workload)
-        if earlier is not None and _has_begun(api, earlier):
+        for manifest in manifests.first:
+            create(api, build.with_digest(manifest))
+            created.append(manifest)
+        live, new = _created(api, workload)
+        created.append(workload)
+        owner = _with_kind(live, workload)
+        for manifest in manifests.first:
+            _set_owner(api, manifest, owner)
+        for manifest in manifests.then:
+            create(api, build.with_owner(build.with_digest(manifest), owner))
+            created.append(manifest)
+    except (ApiError, NameTaken, ConfigError) as error:
+        refusal = create_rejected(error) if isinstance(error, ApiError) else error
+        existing = None if new else _earlier(api, workload)
+        if existing is not None and _has_begun(api, existing):
             logger.warning("%s; the job runs since an earlier submit, and is left as it is", one_line(str(refusal)))
-            return earlier
-        left = _remove(api, done if earlier is None else [*done, workload])
-        if left:
+            return existing
+        leftover = _remove(api, created if existing is None else [*created, workload])
+        if leftover:
             # It may run: neither failed nor gone, until somebody has the answer.
-            raise Unreachable(f"{refusal}; {left} is there and could not be removed again") from None
+            raise Unreachable(f"{refusal}; {leftover} is there and could not be removed again") from None
         raise refusal from None
     return owner
 
 
-def create(api: Api, made: Object) -> dict[str, Any]:
+def create(api: Api, manifest: Object) -> dict[str, Any]:
     """Return the object as the cluster has it; create it if needed. Raises Taken, ApiError, Unreachable."""
-    return _created(api, made)[0]
+    return _created(api, manifest)[0]
 
 
-def _created(api: Api, made: Object) -> tuple[dict[str, Any], bool]:
+def _created(api: Api, manifest: Object) -> tuple[dict[str, Any], bool]:
     """Return the object, and True if this call created it for certain."""
     for _ in range(_TIMES):
         try:
-            return _posted(api, made), True
+            return _posted(api, manifest), True
         except ApiError as error:
-            known = isinstance(error, Conflict) and error.word == "AlreadyExists"
+            already_exists = isinstance(error, Conflict) and error.reason_word == "AlreadyExists"
             try:
-                there = _there(api, made)
-            except Forbidden as blind:
-                raise blind if known else error from None
-            if there is not None:
-                return _ours(api, made, there), False
-            if not known:
+                live = _get_existing(api, manifest)
+            except Forbidden as forbidden:
+                raise forbidden if already_exists else error from None
+            if live is not None:
+                return _check_ours(api, manifest, live), False
+            if not already_exists:
                 raise
-    raise Unreachable(f"{api.where}: {called(made)} comes and goes: somebody else removes it again and again")
+    raise Unreachable(f"{api.label}: {object_label(manifest)} comes and goes: somebody else removes it again and again")
 
 
-def _posted(api: Api, made: Object) -> dict[str, Any]:
+def _posted(api: Api, manifest: Object) -> dict[str, Any]:
     """Post the object, with retries while the refusal is transient."""
-    deadline, pause = time.monotonic() + _PASSING_S, _FIRST_S
+    deadline, pause = time.monotonic() + _TRANSIENT_S, _FIRST_S
     while True:
         try:
-            return _post(api, made)
+            return _post(api, manifest)
         except ApiError as error:
-            if not _passes(error) or time.monotonic() > deadline:
+            if not _is_transient(error) or time.monotonic() > deadline:
                 raise
         time.sleep(pause * random.uniform(0.5, 1.5))
         pause = min(_LAST_S, 2 * pause)
 
 
-def _passes(error: ApiError) -> bool:
+def _is_transient(error: ApiError) -> bool:
     """Return True for a transient refusal: a conflict at a quota (kubernetes/kubernetes#67761), or no runtime yet."""
-    return (isinstance(error, Conflict) and error.word == "Conflict") or lacks_runtime(error)
+    return (isinstance(error, Conflict) and error.reason_word == "Conflict") or lacks_runtime(error)
 
 
 def lacks_runtime(error: ApiError) -> bool:
@@ -156,28 +156,28 @@ def lacks_runtime(error: ApiError) -> bool:
     return _NO_RUNTIME_YET in str(error)
 
 
-def _post(api: Api, made: Object) -> dict[str, Any]:
-    at = list_of(api, made)
+def _post(api: Api, manifest: Object) -> dict[str, Any]:
+    path = list_of(api, manifest)
 
-    def warned(text: str) -> None:
-        progress.warning("%s", warning(api, made, text))
+    def on_warning(text: str) -> None:
+        progress.warning("%s", warning(api, manifest, text))
 
     try:
-        return api.call("POST", at, body=made, query=_STRICT, warned=warned)
+        return api.call("POST", path, body=manifest, query=_STRICT, on_warning=on_warning)
     except Unreachable:
         # If the first one got through, the second is told that it is there, or refused.
-        return api.call("POST", at, body=made, query=_STRICT, warned=warned)
+        return api.call("POST", path, body=manifest, query=_STRICT, on_warning=on_warning)
 
 
-def warning(api: Api, made: Object, text: str) -> str:
+def warning(api: Api, manifest: Object, text: str) -> str:
     """Format a warning from the API server's response as one line."""
-    return one_line(f"{api.where}: {called(made)}: the API server warns: {text}")
+    return one_line(f"{api.label}: {object_label(manifest)}: the API server warns: {text}")
 
 
-def _there(api: Api, made: Object) -> dict[str, Any] | None:
+def _get_existing(api: Api, manifest: Object) -> dict[str, Any] | None:
     """Return the existing object of that name, or None."""
     try:
-        return api.call("GET", path_of(api, made))
+        return api.call("GET", path_of(api, manifest))
     except NotFound:
         return None
 
@@ -185,9 +185,9 @@ def _there(api: Api, made: Object) -> dict[str, Any] | None:
 def _earlier(api: Api, workload: Object) -> Object | None:
     """Return the job's object if an earlier submit created it, else None. Raises Unreachable."""
     try:
-        there = _there(api, workload)
-        return None if there is None else _whole(_ours(api, workload, there), workload)
-    except (ApiError, Taken):
+        live = _get_existing(api, workload)
+        return None if live is None else _with_kind(_check_ours(api, workload, live), workload)
+    except (ApiError, NameTaken):
         return None
 
 
@@ -198,73 +198,76 @@ def _has_begun(api: Api, workload: Object) -> bool:
 
     query = {"labelSelector": f"{names.JOB_ID}={workload['metadata']['labels'][names.JOB_ID]}"}
     try:
-        pods = list(queries.listed(api, api.path("v1", "pods"), query))
+        pods = list(queries.list_objects(api, api.path("v1", "pods"), query))
     except ApiError:
         return True
     return job_states.status_of(workload, pods).state is not State.QUEUED
 
 
-def _whole(there: Mapping[str, Any], made: Object) -> dict[str, Any]:
+def _with_kind(live: Mapping[str, Any], manifest: Object) -> dict[str, Any]:
     """Add API version and kind, which servers omit in lists and some in single objects."""
-    return {**there, "apiVersion": made["apiVersion"], "kind": made["kind"]}
+    return {**live, "apiVersion": manifest["apiVersion"], "kind": manifest["kind"]}
 
 
-def _ours(api: Api, made: Object, there: dict[str, Any]) -> dict[str, Any]:
-    digest = (there["metadata"].get("annotations") or {}).get(names.DIGEST)
-    if digest != made["metadata"]["annotations"][names.DIGEST]:
-        whose = "accel made it, for something else" if digest else "accel did not make it"
-        raise Taken(f"{api.where}: {called(made)} is there already, and is not this job's ({whose}); it stays as it is")
-    if there["metadata"].get("deletionTimestamp"):
-        raise Leaving(f"{api.where}: {called(made)} is being deleted, and not by this submit")
-    wanted = made["metadata"].get("ownerReferences")
-    if wanted and there["metadata"].get("ownerReferences") != wanted:
+def _check_ours(api: Api, manifest: Object, live: dict[str, Any]) -> dict[str, Any]:
+    digest = (live["metadata"].get("annotations") or {}).get(names.DIGEST)
+    if digest != manifest["metadata"]["annotations"][names.DIGEST]:
+        origin = "accel made it, for something else" if digest else "accel did not make it"
+        raise NameTaken(
+            f"{api.label}: {object_label(manifest)} is there already, and is not this job's ({origin}); "
+            "it stays as it is"
+        )
+    if live["metadata"].get("deletionTimestamp"):
+        raise BeingDeleted(f"{api.label}: {object_label(manifest)} is being deleted, and not by this submit")
+    owners = manifest["metadata"].get("ownerReferences")
+    if owners and live["metadata"].get("ownerReferences") != owners:
         # Of an earlier object of the same name: it would be removed with that one.
-        return _patch_owner(api, made, wanted)
-    return there
+        return _patch_owner(api, manifest, owners)
+    return live
 
 
-def _own(api: Api, made: Object, owner: Mapping[str, Any]) -> None:
+def _set_owner(api: Api, manifest: Object, owner: Mapping[str, Any]) -> None:
     """Make the job's object the owner of an object created before it."""
-    _patch_owner(api, made, build.owned(made, owner)["metadata"]["ownerReferences"])
+    _patch_owner(api, manifest, build.with_owner(manifest, owner)["metadata"]["ownerReferences"])
 
 
-def _patch_owner(api: Api, made: Object, owners: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _patch_owner(api: Api, manifest: Object, owners: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     body = {"metadata": {"ownerReferences": owners}}
-    return api.call("PATCH", path_of(api, made), body=body, content_type=_MERGE)
+    return api.call("PATCH", path_of(api, manifest), body=body, content_type=_MERGE)
 
 
-def delete(api: Api, made: Object) -> None:
+def delete(api: Api, manifest: Object) -> None:
     """Delete an object, which need not exist. Raises ApiError, Unreachable."""
     with contextlib.suppress(NotFound):
-        api.call("DELETE", path_of(api, made), query={"propagationPolicy": "Background"})
+        api.call("DELETE", path_of(api, manifest), query={"propagationPolicy": "Background"})
 
 
-def _remove(api: Api, made: Sequence[Object]) -> str | None:
+def _remove(api: Api, manifests: Sequence[Object]) -> str | None:
     """Delete the objects, the last first. Return the name of one that stays and has no owner, else None."""
-    left = None
-    for each in reversed(made):
+    leftover = None
+    for manifest in reversed(manifests):
         try:
-            delete(api, each)
+            delete(api, manifest)
         except SchedulerError:
-            if each["kind"] not in _OWNED:
-                left = called(each)
-    return left
+            if manifest["kind"] not in _OWNED_KINDS:
+                leftover = object_label(manifest)
+    return leftover
 
 
-def list_of(api: Api, made: Mapping[str, Any]) -> str:
+def list_of(api: Api, manifest: Mapping[str, Any]) -> str:
     """Return the collection path of the object's kind."""
-    return api.path(made["apiVersion"], _PLURALS[made["kind"]])
+    return api.path(manifest["apiVersion"], _PLURALS[manifest["kind"]])
 
 
-def path_of(api: Api, made: Mapping[str, Any]) -> str:
-    return api.path(made["apiVersion"], _PLURALS[made["kind"]], made["metadata"]["name"])
+def path_of(api: Api, manifest: Mapping[str, Any]) -> str:
+    return api.path(manifest["apiVersion"], _PLURALS[manifest["kind"]], manifest["metadata"]["name"])
 
 
-def called(made: Mapping[str, Any]) -> str:
-    return f"{made['kind']} {made['metadata']['name']}"
+def object_label(manifest: Mapping[str, Any]) -> str:
+    return f"{manifest['kind']} {manifest['metadata']['name']}"
 
 
-def refused(error: ApiError, message: str | None = None) -> Refused:
-    """Return `Refused`: NO_CAPACITY for an exceeded quota, else SETUP. `message` replaces the error's own."""
+def create_rejected(error: ApiError, message: str | None = None) -> CreateRejected:
+    """Return `CreateRejected`: NO_CAPACITY for an exceeded quota, else SETUP. `message` replaces the error's own."""
     full = isinstance(error, Forbidden) and "exceeded quota" in str(error)
-    return Refused(message or str(error), Reason.NO_CAPACITY if full else Reason.SETUP)
+    return CreateRejected(message or str(error), Reason.NO_CAPACITY if full else Reason.SETUP)

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ..errors import ConfigError, SchedulerError, SubmitError, Unreachable
 from ..job import Cursor, JobSpec, LogLine, Status
-from ..target import Checked, Found, Listed, Plan, TargetContext, parse_ids
-from . import options as meaning
+from ..target import CheckReport, DiscoveredJob, JobSummary, Plan, TargetContext, parse_ids
+from . import options as kubernetes_options
 from . import tpu_slices
 from .manifests import plan as plans
 from .options import KubernetesOptions
 
 if TYPE_CHECKING:
     from .client.api import Api
-    from .cluster_ref import Placed
+    from .cluster_ref import ClusterRef
     from .follower import Follower
     from .native_id import Native
 
@@ -40,11 +40,11 @@ class KubernetesTarget:
         self._options: KubernetesOptions = context.options
         self._jobs = context.jobs
         self._clusters: dict[tuple[str | None, ...], _Cluster] = {}
-        meaning.check(self._options, self.name)
+        kubernetes_options.check(self._options, self.name)
 
     def sized(self, spec: JobSpec) -> JobSpec:
         """Return the spec with the number of nodes that its TPU slices have."""
-        return tpu_slices.sized(spec, self._options)
+        return tpu_slices.with_slice_nodes(spec, self._options)
 
     def plan(self, spec: JobSpec, job_id: str) -> Plan:
         """Return the objects as YAML. Values known only after packing the code are left open. Raises SpecError."""
@@ -60,16 +60,16 @@ class KubernetesTarget:
         from .native_id import Native
 
         spec = JobSpec.from_json(plan.settings["spec"])
-        earlier = cluster_ref.read(self._jobs, plan.job_id)
-        api = self._cluster(earlier).api
-        self._check_kind(api, spec, sent=earlier is not None)
-        digest, data = code_upload.pack(spec, self._options, self._jobs.parent, earlier.snapshot if earlier else None)
-        placed = cluster_ref.placed(api.access, digest)
-        if placed != earlier:
-            cluster_ref.write(self._jobs, plan.job_id, placed)
-        code, carried = code_upload.bring(api, spec, self._options, plan.job_id, data)
-        made = submit.submit(api, spec, self._options, plan.job_id, code, carried)
-        return str(Native.of(self._options.workload, {"namespace": api.namespace, **made["metadata"]}, plan.job_id))
+        previous = cluster_ref.read(self._jobs, plan.job_id)
+        api = self._cluster(previous).api
+        self._check_kind(api, spec, sent=previous is not None)
+        digest, data = code_upload.pack(spec, self._options, self._jobs.parent, previous.snapshot if previous else None)
+        ref = cluster_ref.cluster_ref(api.access, digest)
+        if ref != previous:
+            cluster_ref.write(self._jobs, plan.job_id, ref)
+        code, configmap_data = code_upload.upload(api, spec, self._options, plan.job_id, data)
+        workload = submit.submit(api, spec, self._options, plan.job_id, code, configmap_data)
+        return str(Native.of(self._options.workload, {"namespace": api.namespace, **workload["metadata"]}, plan.job_id))
 
     def _check_kind(self, api: Api, spec: JobSpec, *, sent: bool) -> None:
         """Check the workload against the cluster, in the first request to it.
@@ -98,56 +98,56 @@ class KubernetesTarget:
         Raises Unreachable, with the answers so far, when a cluster cannot be queried about the others;
         ConfigError or ApiError when it is the only cluster.
         """
-        found: dict[str, Status] = {}
-        placed, silent = parse_ids(self._placed, native_ids)
+        statuses: dict[str, Status] = {}
+        placements, unreachable = parse_ids(self._native_and_cluster, native_ids)
         groups: dict[int, tuple[_Cluster, list[Native]]] = {}
-        for native, cluster in placed.values():
+        for native, cluster in placements.values():
             groups.setdefault(id(cluster), (cluster, []))[1].append(native)
         for cluster, natives in groups.values():
             try:
-                answers, why = self._follower(cluster).statuses(natives)
+                cluster_statuses, problems = self._follower(cluster).statuses(natives)
             except SchedulerError as error:
                 if len(groups) == 1:
                     raise
-                answers, why = {}, dict.fromkeys(map(str, natives), str(error))
-            found |= answers
-            silent |= why
-        if silent:
-            raise Unreachable("; ".join(dict.fromkeys(silent.values())), answers=found, silent=silent)
-        return found
+                cluster_statuses, problems = {}, dict.fromkeys(map(str, natives), str(error))
+            statuses |= cluster_statuses
+            unreachable |= problems
+        if unreachable:
+            raise Unreachable("; ".join(dict.fromkeys(unreachable.values())), answers=statuses, silent=unreachable)
+        return statuses
 
     def wait(self, native_id: str, timeout_s: float) -> bool | None:
         """Wait until the job may be over. Return None if it cannot be watched."""
-        native, cluster = self._placed(native_id)
+        native, cluster = self._native_and_cluster(native_id)
         return self._follower(cluster).wait(native, timeout_s)
 
     def logs(self, native_id: str, since: Cursor | None = None) -> Iterator[LogLine]:
-        native, cluster = self._placed(native_id)
+        native, cluster = self._native_and_cluster(native_id)
         yield from self._follower(cluster).logs(native, since, self._jobs / native.job_id)
 
     def cursor_at(self, native_id: str, when: float) -> Cursor:
-        native, cluster = self._placed(native_id)
+        native, cluster = self._native_and_cluster(native_id)
         return self._follower(cluster).cursor_at(native, when, self._jobs / native.job_id)
 
     def cancel(self, native_id: str) -> None:
         """Archive the logs and delete the job's object, which terminates its pods gracefully. Raises Unreachable."""
         from . import cancel
 
-        native, cluster = self._placed(native_id)
+        native, cluster = self._native_and_cluster(native_id)
         cancel.cancel(cluster.api, native, self._jobs / native.job_id)
 
     def cancel_rest(self, native_id: str) -> bool:
         """Delete the object of a finished job if one of its pods still runs. Raises Unreachable."""
         from . import cancel
 
-        native, cluster = self._placed(native_id)
+        native, cluster = self._native_and_cluster(native_id)
         return cancel.cancel_rest(cluster.api, native, self._jobs / native.job_id)
 
     def shell(self, native_id: str, node: int, argv: Sequence[str], *, terminal: bool) -> int:
         """Run `argv` in the pod of that node. Raises SubmitError, ApiError, Unreachable."""
         from . import shell
 
-        native, cluster = self._placed(native_id)
+        native, cluster = self._native_and_cluster(native_id)
         return shell.run(cluster.api, native, self._options, node, argv, terminal=terminal)
 
     def review(self, plan: Plan) -> list[str]:
@@ -157,19 +157,19 @@ class KubernetesTarget:
         spec = JobSpec.from_json(plan.settings["spec"])
         return dry_run.review(self._cluster(None).api, spec, self._options, plan.job_id)
 
-    def find(self, job_id: str) -> Found | None:
+    def find(self, job_id: str) -> DiscoveredJob | None:
         """Find a job that this machine submitted anywhere, or another machine to the same namespace."""
         from . import cluster_ref, find
 
         return find.find(self._cluster(cluster_ref.read(self._jobs, job_id)).api, self._options, job_id)
 
-    def listed(self) -> list[Listed]:
+    def listed(self) -> list[JobSummary]:
         """List the jobs in the target's namespace. Raises Unreachable, ApiError."""
         from . import find
 
         return find.jobs(self._cluster(None).api, self._options)
 
-    def check(self, gpus: int = 0) -> Checked:
+    def check(self, gpus: int = 0) -> CheckReport:
         """Query the API server's features and our permissions. Raises Unreachable, SchedulerError."""
         from . import preflight
 
@@ -183,7 +183,7 @@ class KubernetesTarget:
         for job_id, native_id in jobs.items():
             native = self._native(job_id, native_id)
             if native is not None:
-                cluster = self._of(native)
+                cluster = self._cluster_of(native)
                 groups.setdefault(id(cluster), (cluster, []))[1].append(native)
         lines: list[str] = []
         for cluster, natives in groups.values():
@@ -206,30 +206,30 @@ class KubernetesTarget:
 
         if native_id is not None:
             return Native.parse(native_id)
-        placed = cluster_ref.read(self._jobs, job_id)
-        if placed is None:
+        ref = cluster_ref.read(self._jobs, job_id)
+        if ref is None:
             return None
         name = read_record(job_id, str(self._jobs / job_id)).name
-        return Native(self._options.workload, placed.namespace, object_names.object_name(name, job_id), job_id)
+        return Native(self._options.workload, ref.namespace, object_names.object_name(name, job_id), job_id)
 
-    def _placed(self, native_id: str) -> tuple[Native, _Cluster]:
+    def _native_and_cluster(self, native_id: str) -> tuple[Native, _Cluster]:
         from .native_id import Native
 
         native = Native.parse(native_id)
-        return native, self._of(native)
+        return native, self._cluster_of(native)
 
-    def _of(self, native: Native) -> _Cluster:
+    def _cluster_of(self, native: Native) -> _Cluster:
         from . import cluster_ref
 
         return self._cluster(cluster_ref.read(self._jobs, native.job_id))
 
-    def _cluster(self, placed: Placed | None) -> _Cluster:
+    def _cluster(self, ref: ClusterRef | None) -> _Cluster:
         """Return the cluster that a job was sent to, or for None the one that the options select."""
         from .client.api import Api
 
-        key = () if placed is None else (placed.kubeconfig, placed.context, placed.namespace)
+        key = () if ref is None else (ref.kubeconfig, ref.context, ref.namespace)
         if key not in self._clusters:
-            options = self._options if placed is None else placed.options(self._options)
+            options = self._options if ref is None else ref.options(self._options)
             self._clusters[key] = _Cluster(Api(options, self.name))
         return self._clusters[key]
 

@@ -55,9 +55,9 @@ def from_index(env: Mapping[str, str]) -> Topology | None:
     if not env.get("ACCEL_MASTER"):
         raise SpecError(f"the pod is one of {nodes} (ACCEL_NODES), but ACCEL_MASTER is not set")
     slices = number(env, "MEGASCALE_NUM_SLICES", default=1)
-    before = number(env, "MEGASCALE_SLICE_ID") * (nodes // slices) if slices > 1 else 0
+    rank_offset = number(env, "MEGASCALE_SLICE_ID") * (nodes // slices) if slices > 1 else 0
     return Topology(
-        node_rank=before + number(env, "JOB_COMPLETION_INDEX"),
+        node_rank=rank_offset + number(env, "JOB_COMPLETION_INDEX"),
         nodes=nodes,
         master=env["ACCEL_MASTER"],
         attempt=_attempt(env),

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _EXCLUSIVE = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
 # The label's values: how many dimensions their topologies have, and the chips of a host that is a slice by itself. The
 # hosts of larger slices have four.
-_KNOWN: Mapping[str, tuple[int, tuple[int, ...]]] = {
+_MACHINES: Mapping[str, tuple[int, tuple[int, ...]]] = {
     "tpu-v4-podslice": (3, (4,)),
     "tpu-v5p-slice": (3, (4,)),
     "tpu7x": (3, (4,)),
@@ -33,16 +33,16 @@ _CHIPS = 4
 MEGASCALE = ("MEGASCALE_NUM_SLICES", "MEGASCALE_SLICE_ID", "MEGASCALE_COORDINATOR_ADDRESS")
 
 
-def sized(spec: JobSpec, options: KubernetesOptions) -> JobSpec:
+def with_slice_nodes(spec: JobSpec, options: KubernetesOptions) -> JobSpec:
     """Return the job with as many nodes as its slices have hosts, unless it sets its own number."""
     return dataclasses.replace(spec, nodes=_hosts(spec, options) * options.slices) if spec.nodes == 1 else spec
 
 
-def check(spec: JobSpec, options: KubernetesOptions, labels: Mapping[str, str], where: str) -> None:
+def check(spec: JobSpec, options: KubernetesOptions, labels: Mapping[str, str], subject: str) -> None:
     """Raise SpecError for a job that the slices cannot run. `labels`: of its nodes."""
     if options.tpu_topology is not None:
         for problem in _problems(spec, options, options.tpu_topology, labels.get(TPU_LABEL)):
-            raise SpecError(f"{where}: {problem}")
+            raise SpecError(f"{subject}: {problem}")
 
 
 def _problems(spec: JobSpec, options: KubernetesOptions, topology: str, kind: str | None) -> Iterator[str]:
@@ -50,33 +50,33 @@ def _problems(spec: JobSpec, options: KubernetesOptions, topology: str, kind: st
     if not chips:
         yield f"tpu_topology {topology} needs --gpus, the chips of one host ({TPU_RESOURCE})"
     if kind is None:
-        yield f"tpu_topology {topology} needs --accelerator, the nodes' label {TPU_LABEL} (as {next(iter(_KNOWN))})"
-    elif kind in _KNOWN:
-        dimensions, alone = _KNOWN[kind]
+        yield f"tpu_topology {topology} needs --accelerator, the nodes' label {TPU_LABEL} (as {next(iter(_MACHINES))})"
+    elif kind in _MACHINES:
+        dimensions, single_host_sizes = _MACHINES[kind]
         if topology.count("x") + 1 != dimensions:
             yield f"tpu_topology {topology}: that of a {kind} has {dimensions} dimensions"
-        possible = [*([_CHIPS] if total > _CHIPS else []), *(each for each in alone if each == total)]
-        if not possible:
+        chip_counts = [*([_CHIPS] if total > _CHIPS else []), *(size for size in single_host_sizes if size == total)]
+        if not chip_counts:
             yield f"tpu_topology {topology}: there is no such {kind}"
-        if chips not in possible:
-            known = " or ".join(map(str, possible))
-            yield f"--gpus {chips}: a host of a {kind} of {topology} has {known} chips"
+        if chips not in chip_counts:
+            choices = " or ".join(map(str, chip_counts))
+            yield f"--gpus {chips}: a host of a {kind} of {topology} has {choices} chips"
     if total % chips:
         yield f"--gpus {chips}: the {total} chips of tpu_topology {topology} are not hosts of {chips}"
     hosts = _hosts(spec, options)
     if options.slices > 1 and hosts == 1:
         yield f"slices: {options.slices}: only slices of several hosts work together, and {topology} is one host"
     if spec.nodes != hosts * options.slices:
-        what = f"{options.slices} slices of {topology} have" if options.slices > 1 else f"a slice of {topology} has"
-        yield f"--nodes {spec.nodes}: {what} {hosts * options.slices} hosts of {chips} chips; leave it out"
+        subject = f"{options.slices} slices of {topology} have" if options.slices > 1 else f"a slice of {topology} has"
+        yield f"--nodes {spec.nodes}: {subject} {hosts * options.slices} hosts of {chips} chips; leave it out"
 
 
 def warnings(options: KubernetesOptions, labels: Mapping[str, str]) -> list[str]:
     """Return a line if the job selects an unknown kind of nodes."""
     kind = labels.get(TPU_LABEL)
-    if options.tpu_topology is None or kind is None or kind in _KNOWN:
+    if options.tpu_topology is None or kind is None or kind in _MACHINES:
         return []
-    return [f"--accelerator {kind} is none of {', '.join(_KNOWN)}{nearest(kind, _KNOWN)}"]
+    return [f"--accelerator {kind} is none of {', '.join(_MACHINES)}{nearest(kind, _MACHINES)}"]
 
 
 def selector(options: KubernetesOptions) -> dict[str, str]:
@@ -97,10 +97,10 @@ def variables(options: KubernetesOptions, coordinator: str) -> list[dict[str, An
     """Return libtpu's environment variables for pods of several slices."""
     if options.slices == 1:
         return []
-    count, own, address = MEGASCALE
+    count, slice_id, address = MEGASCALE
     return [
         {"name": count, "value": str(options.slices)},
-        {"name": own, "valueFrom": {"fieldRef": {"fieldPath": f"metadata.labels['{names.JOB_INDEX}']"}}},
+        {"name": slice_id, "valueFrom": {"fieldRef": {"fieldPath": f"metadata.labels['{names.JOB_INDEX}']"}}},
         {"name": address, "value": coordinator},
     ]
 

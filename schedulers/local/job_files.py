@@ -76,8 +76,8 @@ class JobFiles:
 
     def set_supervisor(self, identity: Identity) -> None:
         """Record that this process of this machine is the job's supervisor. It must hold the lock."""
-        place = {"node": os.uname().nodename, "pid_namespace": pid_namespace()}
-        self.write("local/supervisor.json", json.dumps({"schema": SCHEMA, "process": str(identity), **place}))
+        machine = {"node": os.uname().nodename, "pid_namespace": pid_namespace()}
+        self.write("local/supervisor.json", json.dumps({"schema": SCHEMA, "process": str(identity), **machine}))
 
     def supervised(self) -> bool | None:
         """Return True while the supervisor or the launcher lives, on any machine; None before there is one.
@@ -101,19 +101,19 @@ class JobFiles:
             return False
         raise Unreachable(self._unknown("its lock is free, but this machine may not see the locks of others"))
 
-    def _unknown(self, why: str) -> str:
+    def _unknown(self, reason: str) -> str:
         """Return the message for a job that may run on another machine, with the command that ends it here."""
         node = self._decoded("local/supervisor.json", lambda document: str(document.get("node", ""))) or "another node"
         name = shlex.quote(f"{self.directory}/local/supervisor.json")
-        return f"job {self.directory.name} may still run on {node}: {why}. If that machine is gone: rm {name}"
+        return f"job {self.directory.name} may still run on {node}: {reason}. If that machine is gone: rm {name}"
 
     def progress(self) -> Status:
         """Return the live supervisor's last status, with the launcher's current attempt."""
         import time
 
-        asked_at = time.time()  # what is written while it is read is newer
+        read_at = time.time()  # what is written while it is read is newer
         status = self._decoded("local/progress.json", Status.from_json) or Status(state=State.QUEUED)
-        return dataclasses.replace(status, attempt=self.attempt(), observed_at=asked_at)
+        return dataclasses.replace(status, attempt=self.attempt(), observed_at=read_at)
 
     def exit(self) -> Status | None:
         """Return the final status, or None. An unreadable result becomes a failed status: the job has ended."""
@@ -167,7 +167,7 @@ def _on_disk_of_this_machine(path: Path) -> bool:
     """Return True for a file system that no other machine can have mounted meanwhile, by statfs(2)."""
     if sys.platform != "linux":
         return False
-    answer = ctypes.create_string_buffer(1024)  # struct statfs, of at most 120 bytes; it begins with the type
-    if ctypes.CDLL(None, use_errno=True).statfs(os.fsencode(path), answer) != 0:
+    buffer = ctypes.create_string_buffer(1024)  # struct statfs, of at most 120 bytes; it begins with the type
+    if ctypes.CDLL(None, use_errno=True).statfs(os.fsencode(path), buffer) != 0:
         return False
-    return ctypes.c_long.from_buffer(answer).value & 0xFFFFFFFF in DISKS
+    return ctypes.c_long.from_buffer(buffer).value & 0xFFFFFFFF in DISKS

@@ -23,11 +23,11 @@ from typing import Any, NoReturn
 
 from ..config import secrets
 from ..errors import SchedulerError, StoreError
-from ..hosts.supervisor.documents import Document, make_room
-from ..hosts.supervisor.slots import Slots, TooMany, lock_soon, visible, wanted
+from ..hosts.supervisor.documents import AtomicJsonFile, preallocate
+from ..hosts.supervisor.slots import NotEnoughSlots, Slots, lock_soon, required_slots, visible
 from ..job import Reason, State, Status
 from ..node.logs import BLOCK, FULL, Clock, last_line
-from ..node.redaction import hide
+from ..node.redaction import redact
 from ..processes import Identity, adopt_orphans, descendants, die_with_parent, end_all, signal_name, wake_pipe
 from ..store import atomic_files
 from ..store.store import Store
@@ -42,7 +42,7 @@ _WRITE_TRIES = 60
 
 _KILL_ALLOWANCE_S = 6.0
 _NOTE_S = 1.0
-_LONGEST_WORDS = 500
+_MAX_MESSAGE = 500
 
 
 class Supervisor:
@@ -57,8 +57,8 @@ class Supervisor:
         self._record = Store(home).record(self._settings["job_id"])
         self._slots = Slots(home, self._settings["job_id"])
         self._clock = Clock(str(files.logs))
-        self._result = Document(str(files.directory / "exit.json"), _RESULT_ROOM)
-        self._progress = Document(str(files.directory / "local/progress.json"), _NOTE_ROOM)
+        self._result = AtomicJsonFile(str(files.directory / "exit.json"), _RESULT_ROOM)
+        self._progress = AtomicJsonFile(str(files.directory / "local/progress.json"), _NOTE_ROOM)
         self._cancel_file = str(files.directory / "local/cancel")
         self._secrets: dict[str, str] = {}
         self._cancelled = False
@@ -75,15 +75,15 @@ class Supervisor:
             self._await_dependencies()
             env = self._await_slots()
             status = self._set_up(env) or self._launch(env)
-        except _NotStarted as problem:
+        except _LaunchFailed as problem:
             status = problem.status
         except (SchedulerError, OSError) as error:
             status = Status(state=State.FAILED, reason=Reason.SETUP, message=str(error))
         except Exception as error:  # a defect of ours must not lose the job
             traceback.print_exc()
-            where = self._files.logs / "supervisor.txt"
+            log_path = self._files.logs / "supervisor.txt"
             status = Status(
-                state=State.FAILED, reason=Reason.SETUP, message=f"defect in accel: {error!r} (see {where})"
+                state=State.FAILED, reason=Reason.SETUP, message=f"defect in accel: {error!r} (see {log_path})"
             )
         self._finish(status)
         return status
@@ -94,18 +94,18 @@ class Supervisor:
         Raises OSError, StoreError.
         """
         self._record.update(Status(state=State.QUEUED), native_id=self._settings["job_id"])
-        own = Identity.of(os.getpid())
-        assert own is not None  # this process lives
-        self._files.set_supervisor(own)
+        identity = Identity.of(os.getpid())
+        assert identity is not None  # this process lives
+        self._files.set_supervisor(identity)
 
-    def line_up(self) -> None:
+    def enqueue(self) -> None:
         """Enter the queue at once, in the order of the submits, unless the job waits for another one.
 
         If that fails, it is retried later.
         """
         if not self._settings["after"]:
             with contextlib.suppress(OSError):
-                self._slots.line_up()
+                self._slots.enqueue()
 
     def _on_cancel(self, *_: object) -> None:
         self._cancelled = True
@@ -120,9 +120,9 @@ class Supervisor:
     def _check_cancelled(self) -> None:
         if self._cancelled:
             status = Status(state=State.CANCELLED, reason=Reason.USER, message="cancelled before it started")
-            raise _NotStarted(status)
+            raise _LaunchFailed(status)
 
-    def _say(self, state: State, message: str = "", reason: Reason = Reason.NONE) -> None:
+    def _set_status(self, state: State, message: str = "", reason: Reason = Reason.NONE) -> None:
         status = Status(state=state, reason=reason, message=message, observed_at=time.time())
         with contextlib.suppress(OSError, StoreError):  # a full disk must not end a training run
             self._progress.write(progress_document(status))
@@ -132,7 +132,7 @@ class Supervisor:
         for job_id in self._settings["after"]:
             from ..jobs.handle import find
 
-            self._say(State.QUEUED, f"waits for job {job_id} to succeed", Reason.DEPENDENCY)
+            self._set_status(State.QUEUED, f"waits for job {job_id} to succeed", Reason.DEPENDENCY)
             # In a thread: a target of another kind may take long to answer, and a cancel does not wait for it.
             dependency = ThreadPoolExecutor(1).submit(find(job_id).wait)
             dependency.add_done_callback(lambda _: os.write(self._waker, b"\0"))
@@ -141,28 +141,28 @@ class Supervisor:
                 self._sleep(_NOTE_S)
             status = dependency.result()
             if status.state is not State.SUCCEEDED:
-                why = f"job {job_id}, which it was to run after, {status.state.value}"
-                raise _NotStarted(Status(state=State.CANCELLED, reason=Reason.DEPENDENCY, message=why))
+                message = f"job {job_id}, which it was to run after, {status.state.value}"
+                raise _LaunchFailed(Status(state=State.CANCELLED, reason=Reason.DEPENDENCY, message=message))
 
     def _await_slots(self) -> dict[str, str]:
         """Wait for the job's turn, GPUs and processors; return the environment that makes only those GPUs visible."""
         from .target import find_devices
 
-        self._slots.line_up()
+        self._slots.enqueue()
         devices = find_devices()
-        wants = wanted(self._settings, devices)
-        said = ""
+        requests = required_slots(self._settings, devices)
+        last_reason = ""
         while True:
             self._check_cancelled()
             try:
-                got, why = self._slots.attempt(wants)
-            except TooMany as error:
-                raise _NotStarted(Status(state=State.FAILED, reason=Reason.NO_CAPACITY, message=str(error))) from None
-            if not why:
-                return visible(got, devices)
-            if why != said:
-                self._say(State.QUEUED, why, Reason.NO_CAPACITY)
-            said = why
+                slot_names, reason = self._slots.attempt(requests)
+            except NotEnoughSlots as error:
+                raise _LaunchFailed(Status(state=State.FAILED, reason=Reason.NO_CAPACITY, message=str(error))) from None
+            if not reason:
+                return visible(slot_names, devices)
+            if reason != last_reason:
+                self._set_status(State.QUEUED, reason, Reason.NO_CAPACITY)
+            last_reason = reason
             self._sleep(self._slots.pause_s)
 
     def _environment(self, devices: dict[str, str]) -> dict[str, str]:
@@ -178,12 +178,12 @@ class Supervisor:
     def _directory(self) -> Path:
         """The directory that the program runs in; a snapshot is unpacked on first access."""
         code = Path(self._settings["code"])
-        packed = self._files.read("local/snapshot")
-        if packed is not None:
+        snapshot_path = self._files.read("local/snapshot")
+        if snapshot_path is not None:
             from ..store import snapshot
 
             code = self._files.directory / "code"
-            snapshot.unpack(Path(packed), code)
+            snapshot.unpack(Path(snapshot_path), code)
         return code / str(self._settings["workdir"])
 
     def _set_up(self, devices: dict[str, str]) -> Status | None:
@@ -194,25 +194,27 @@ class Supervisor:
                 command = subprocess.Popen(
                     argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=self._directory, env=env
                 )
-            ended = self._watch(command, None)
-            if ended != 0:
-                message = f"the setup command {argv[0]!r} failed with exit code {ended}"
-                return Status(state=State.FAILED, reason=Reason.SETUP, exit_code=_as_exit_code(ended), message=message)
+            returncode = self._watch(command, None)
+            if returncode != 0:
+                message = f"the setup command {argv[0]!r} failed with exit code {returncode}"
+                return Status(
+                    state=State.FAILED, reason=Reason.SETUP, exit_code=_as_exit_code(returncode), message=message
+                )
         return None
 
     def _launch(self, devices: dict[str, str]) -> Status:
         command = self._settings["command"]
         directory, env, own_pid = self._directory, self._environment(devices), os.getpid()
         for name in _REPORTS:
-            make_room(str(self._files.logs / name), _REPORT_ROOM)
-        make_room(f"{self._record.path}/events.jsonl", _NOTE_ROOM)
+            preallocate(str(self._files.logs / name), _REPORT_ROOM)
+        preallocate(f"{self._record.path}/events.jsonl", _NOTE_ROOM)
         with open(self._files.logs / "node-0.log", "ab") as log:
             launcher = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=directory, pass_fds=(self._lock,),
                 env=env | {"ACCEL_JOB_LOCK": str(self._lock)},
                 preexec_fn=lambda: die_with_parent(signal.SIGTERM, own_pid),
             )  # fmt: skip
-        self._say(State.RUNNING)
+        self._set_status(State.RUNNING)
         code = self._watch(launcher, self._settings["time_limit_s"])
         end_all(lambda: descendants(os.getpid()), grace_s=min(self._settings["grace_s"], 2.0))
         status = self._outcome(code)
@@ -234,8 +236,8 @@ class Supervisor:
                 process.terminate()
             if kill_at is not None and now >= kill_at:
                 process.kill()
-            until = kill_at if kill_at is not None else limit
-            self._sleep(_NOTE_S if until is None else max(0.01, min(_NOTE_S, until - now)))
+            next_deadline = kill_at if kill_at is not None else limit
+            self._sleep(_NOTE_S if next_deadline is None else max(0.01, min(_NOTE_S, next_deadline - now)))
             self._clock.note()
         return code
 
@@ -254,7 +256,7 @@ class Supervisor:
         if failure is not None and failure["exit_code"] == _as_exit_code(code):
             return Status(state=State.FAILED, reason=Reason(failure["reason"]), exit_code=failure["exit_code"],
                           attempt=attempt, message=_message(failure))  # fmt: skip
-        message = self._last_words() or f"accel launch ended with exit code {code}"
+        message = self._last_log_line() or f"accel launch ended with exit code {code}"
         if code < 0:  # it had no time to say anything: the last words are a rank's
             message = f"accel launch was killed by {signal_name(-code)}"
         return Status(state=State.FAILED, reason=self._refusal(), exit_code=_as_exit_code(code), attempt=attempt,
@@ -262,20 +264,20 @@ class Supervisor:
 
     def _refusal(self) -> Reason:
         """Return the reason of a failed launch that blames no rank: its ranks never started, or never met."""
-        refused = self._files.launch_event("refused")
-        if refused is not None:
-            return Reason(refused["reason"])
+        event = self._files.launch_event("refused")
+        if event is not None:
+            return Reason(event["reason"])
         return Reason.EXIT_CODE if self._files.launch_event("attempt") else Reason.SETUP
 
-    def _last_words(self) -> str:
-        return hide(last_line(str(self._files.logs / "node-0.log"), BLOCK), self._secrets)[:_LONGEST_WORDS]
+    def _last_log_line(self) -> str:
+        return redact(last_line(str(self._files.logs / "node-0.log"), BLOCK), self._secrets)[:_MAX_MESSAGE]
 
     def _finish(self, status: Status) -> None:
         status = dataclasses.replace(status, observed_at=time.time())
         self._write_result({"schema": SCHEMA, **status.to_json(), "failure": self._files.failure()})
         with contextlib.suppress(StoreError):  # the next poll records it
             self._record.update(status)
-        self._slots.step_out()
+        self._slots.dequeue()
         self._slots.release()
 
     def _write_result(self, document: dict[str, Any]) -> None:
@@ -295,16 +297,16 @@ class Supervisor:
                 os.truncate(path, path.stat().st_size)
 
 
-class _NotStarted(Exception):
+class _LaunchFailed(Exception):
     def __init__(self, status: Status) -> None:
         super().__init__(status.message)
         self.status = status
 
 
 def _message(failure: dict[str, Any]) -> str:
-    who = f"rank {failure['rank']}" if failure["rank"] is not None else "launcher"
+    subject = f"rank {failure['rank']}" if failure["rank"] is not None else "launcher"
     message = str(failure["message"])
-    text = message if message.startswith(who) else f"{who}: {message}"
+    text = message if message.startswith(subject) else f"{subject}: {message}"
     return f"{text} ({failure['cause']})" if failure["cause"] else text
 
 
@@ -315,21 +317,21 @@ def _as_exit_code(code: int) -> int:
 def main(directory: str) -> NoReturn:
     """Start a supervisor for the job in a forked process and exit; with status 1 if there cannot be one."""
     files = JobFiles(Path(directory))
-    ready, tell = os.pipe()
+    ready_fd, notify_fd = os.pipe()
     if os.fork() != 0:
-        os.close(tell)
-        os._exit(0 if os.read(ready, 1) else 1)
-    os.close(ready)
+        os.close(notify_fd)
+        os._exit(0 if os.read(ready_fd, 1) else 1)
+    os.close(ready_fd)
     (files.directory / "local").mkdir(exist_ok=True)
     try:
         lock = lock_soon(f"{files.directory}/local/supervisor.lock")
     except OSError as error:
-        where = f"{files.directory}: its file system has no locks ({error.strerror})"
-        print(f"{where}, which local jobs need. Move ACCEL_HOME", file=sys.stderr, flush=True)
+        problem = f"{files.directory}: its file system has no locks ({error.strerror})"
+        print(f"{problem}, which local jobs need. Move ACCEL_HOME", file=sys.stderr, flush=True)
         os._exit(1)
     # A submit that was repeated: the job has its supervisor, or had one.
     if lock is None or files.exit() is not None or files.supervisor() is not None:
-        os.write(tell, b"1")
+        os.write(notify_fd, b"1")
         os._exit(0)
     adopt_orphans()
     try:
@@ -338,9 +340,9 @@ def main(directory: str) -> NoReturn:
     except (SchedulerError, OSError) as error:
         print(error, file=sys.stderr, flush=True)
         os._exit(1)
-    supervisor.line_up()
-    os.write(tell, b"1")
-    os.close(tell)
+    supervisor.enqueue()
+    os.write(notify_fd, b"1")
+    os.close(notify_fd)
     supervisor.run()
     sys.stderr.flush()
     os._exit(0)

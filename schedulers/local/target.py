@@ -112,19 +112,19 @@ class LocalTarget:
         Raises Unreachable, with the other answers, for jobs whose lock proves nothing here, and for those whose files
         are damaged.
         """
-        found: dict[str, Status] = {}
-        silent: dict[str, str] = {}
+        statuses: dict[str, Status] = {}
+        unreachable: dict[str, str] = {}
         for native_id in native_ids:
             try:
                 status = self._status_of(native_id)
             except SchedulerError as error:
-                silent[native_id] = str(error)
+                unreachable[native_id] = str(error)
                 continue
             if status is not None:
-                found[native_id] = status
-        if silent:
-            raise Unreachable("; ".join(dict.fromkeys(silent.values())), answers=found, silent=silent)
-        return found
+                statuses[native_id] = status
+        if unreachable:
+            raise Unreachable("; ".join(dict.fromkeys(unreachable.values())), answers=statuses, silent=unreachable)
+        return statuses
 
     def logs(self, native_id: str, since: Cursor | None = None) -> Iterator[LogLine]:
         files = JobFiles(self._jobs / native_id)
@@ -145,7 +145,7 @@ class LocalTarget:
         """
         import signal
 
-        from ..store.atomic_files import refusal
+        from ..store.atomic_files import store_error
 
         files = JobFiles(self._jobs / native_id)
         if files.exit() is not None or not files.supervised():
@@ -155,7 +155,7 @@ class LocalTarget:
             try:
                 files.write("local/cancel", "")
             except OSError as error:
-                raise refusal(error, f"{files.directory}/local/cancel", "write") from error
+                raise store_error(error, f"{files.directory}/local/cancel", "write") from error
 
     def wait(self, native_id: str, timeout_s: float) -> bool | None:
         """Wait for the supervisor and the launcher to end, or for the result if they are not visible from here."""
@@ -164,8 +164,8 @@ class LocalTarget:
         supervisor = files.supervisor()
         if supervisor is not None:
             supervisor.wait(timeout_s)  # returns at once for one that runs elsewhere
-        while files.in_use() and (left := deadline - time.monotonic()) > 0:
-            time.sleep(min(_LOOK_S, left))
+        while files.in_use() and (remaining := deadline - time.monotonic()) > 0:
+            time.sleep(min(_LOOK_S, remaining))
         return None
 
     @staticmethod
@@ -203,17 +203,17 @@ class LocalTarget:
             # Before the result is looked for: a job that ran then, and has no result now, is at work.
             runs = files.supervised()
         except (Unreachable, StoreError):
-            if (ended := files.exit()) is not None:
-                return ended
+            if (final_status := files.exit()) is not None:
+                return final_status
             raise
-        ended = files.exit()
-        if ended is not None or runs is None:
-            return ended
+        final_status = files.exit()
+        if final_status is not None or runs is None:
+            return final_status
         if runs:
             return files.progress()
         supervisor = files.supervisor()
-        who = "its supervisor" if supervisor is None else f"its supervisor (process {supervisor.pid})"
-        message = f"{who} was killed, or the machine restarted, and it left no result"
+        subject = "its supervisor" if supervisor is None else f"its supervisor (process {supervisor.pid})"
+        message = f"{subject} was killed, or the machine restarted, and it left no result"
         return Status(
             state=State.FAILED, reason=Reason.LOST, message=message, attempt=files.attempt(), observed_at=time.time()
         )
@@ -247,28 +247,28 @@ def _check(spec: JobSpec) -> None:
 
 
 def _warnings(spec: JobSpec) -> tuple[str, ...]:
-    unkept = [name for name in ("memory_gb", "shm_gb") if getattr(spec.resources, name) is not None]
-    return tuple(f"{name} is not enforced on the local target" for name in unkept)
+    unenforced = [name for name in ("memory_gb", "shm_gb") if getattr(spec.resources, name) is not None]
+    return tuple(f"{name} is not enforced on the local target" for name in unenforced)
 
 
-def _check_machine(wanted: Resources) -> None:
+def _check_machine(resources: Resources) -> None:
     devices = find_devices()
     gpus = len(devices["ids"]) if devices["kind"] in ("cuda", "xpu") else 0
-    if wanted.gpus > gpus:
-        there = f"{gpus} GPU{'s' if gpus > 1 else ''}" if gpus else "no GPU"
-        raise SpecError(f"--gpus {wanted.gpus}: this machine has {there} (nvidia-smi lists them)")
-    if (wanted.cpus or 0) > devices["cpus"]:
-        there = f"{devices['cpus']} processor{'s' if devices['cpus'] > 1 else ''}"
-        raise SpecError(f"--cpus {wanted.cpus}: this process may use {there} (nproc counts them)")
+    if resources.gpus > gpus:
+        available = f"{gpus} GPU{'s' if gpus > 1 else ''}" if gpus else "no GPU"
+        raise SpecError(f"--gpus {resources.gpus}: this machine has {available} (nvidia-smi lists them)")
+    if (resources.cpus or 0) > devices["cpus"]:
+        available = f"{devices['cpus']} processor{'s' if devices['cpus'] > 1 else ''}"
+        raise SpecError(f"--cpus {resources.cpus}: this process may use {available} (nproc counts them)")
 
 
 def find_devices() -> dict[str, Any]:
     """Return the devices that `accel launch` would find here, from a process of its own."""
     import subprocess
 
-    answer = subprocess.run(python_module("accel.launch.devices"), stdout=subprocess.PIPE, check=True)
-    found: dict[str, Any] = json.loads(answer.stdout)
-    return found
+    completed = subprocess.run(python_module("accel.launch.devices"), stdout=subprocess.PIPE, check=True)
+    devices: dict[str, Any] = json.loads(completed.stdout)
+    return devices
 
 
 def _start_supervisor(files: JobFiles) -> None:
@@ -285,9 +285,9 @@ def _start_supervisor(files: JobFiles) -> None:
         )  # fmt: skip
     # The process forks the supervisor, waits until it stands, and ends.
     if process.wait() != 0:
-        said = last_line(str(files.logs / "supervisor.txt"), 500)
-        silent = "no space is left on its disk" if _is_full(files.directory) else "it said nothing"
-        raise SubmitError(f"the job's supervisor did not start: {said or silent}")
+        detail = last_line(str(files.logs / "supervisor.txt"), 500)
+        default_detail = "no space is left on its disk" if _is_full(files.directory) else "it said nothing"
+        raise SubmitError(f"the job's supervisor did not start: {detail or default_detail}")
 
 
 def _is_full(directory: Path) -> bool:

@@ -38,12 +38,12 @@ def main() -> None:
     try:
         request = json.loads(sys.stdin.buffer.readline())
         root = os.path.expanduser(request["root"])
-        kept = {job: why for job in request["jobs"] for why in [clear_job(root, job)] if why}
+        kept_jobs = {job: reason for job in request["jobs"] for reason in [clear_job(root, job)] if reason}
         sweep_graves(os.path.join(root, "jobs"))
-        before = time.time() - request["unused_s"]
-        clear_blobs(os.path.join(root, "blobs"), before)
-        clear_environments(root, before)
-        line: dict[str, Any] = {"kept": kept}
+        cutoff = time.time() - request["unused_s"]
+        clear_blobs(os.path.join(root, "blobs"), cutoff)
+        clear_environments(root, cutoff)
+        line: dict[str, Any] = {"kept": kept_jobs}
     except OSError as error:
         line = {"error": "{}: {}".format(error.filename or "a file", (error.strerror or str(error)).lower())}
     sys.stdout.write(json.dumps(line) + "\n")
@@ -56,7 +56,7 @@ def clear_job(root: str, job: str) -> str | None:
     directory = os.path.join(root, "jobs", job)
     if supervised(directory):
         return "its supervisor still runs"
-    end_what_is_left(directory)
+    end_remaining(directory)
     # Renamed first: what is half removed must not look like a job.
     grave = os.path.join(root, "jobs", f"{GRAVE}{job}-{os.urandom(3).hex()}")
     with contextlib.suppress(FileNotFoundError):
@@ -66,7 +66,7 @@ def clear_job(root: str, job: str) -> str | None:
     return f"{grave} cannot be removed" if os.path.lexists(grave) else None
 
 
-def end_what_is_left(directory: str) -> None:
+def end_remaining(directory: str) -> None:
     """End what still runs of a job whose supervisor was killed, or whose host has restarted."""
     state, result, program = (os.path.join(directory, name) for name in ("state.json", "exit.json", "supervisor.pyz"))
     if os.path.exists(state) and not os.path.exists(result):
@@ -100,9 +100,9 @@ def remove(path: str) -> None:
 def try_with_rights(function: Any, path: str, _: object) -> None:
     """Retry with full permissions: a job may have removed its own."""
     with contextlib.suppress(OSError):
-        for at in (os.path.dirname(path), path):
-            if not os.path.islink(at) and os.path.isdir(at):
-                os.chmod(at, stat.S_IRWXU)
+        for directory in (os.path.dirname(path), path):
+            if not os.path.islink(directory) and os.path.isdir(directory):
+                os.chmod(directory, stat.S_IRWXU)
         if function in (os.unlink, os.rmdir):
             function(path)
         else:
@@ -122,27 +122,27 @@ def sweep_graves(jobs: str) -> None:
             remove(entry.path)
 
 
-def clear_blobs(directory: str, before: float) -> None:
+def clear_blobs(directory: str, cutoff: float) -> None:
     """Delete old blobs. Jobs have copies of their own, so only the time of the last use counts."""
     for entry in entries(directory):
         with contextlib.suppress(FileNotFoundError):
-            used = entry.stat(follow_symlinks=False).st_mtime
-            part = entry.name.endswith(".part") and used < time.time() - ABANDONED_S
-            if part or (DIGEST.match(entry.name) and used < before):
+            last_used = entry.stat(follow_symlinks=False).st_mtime
+            is_partial = entry.name.endswith(".part") and last_used < time.time() - ABANDONED_S
+            if is_partial or (DIGEST.match(entry.name) and last_used < cutoff):
                 os.unlink(entry.path)
 
 
-def clear_environments(root: str, before: float) -> None:
-    used = used_environments(os.path.join(root, "jobs"))
+def clear_environments(root: str, cutoff: float) -> None:
+    last_uses = used_environments(os.path.join(root, "jobs"))
     for entry in entries(os.path.join(root, "envs")):
         if not DIGEST.match(entry.name):
             continue
-        last = max(marked(entry.path), used.get(entry.name, 0.0))
-        if last < before:
-            clear_environment(entry.path, before)
+        last_used = max(used_at(entry.path), last_uses.get(entry.name, 0.0))
+        if last_used < cutoff:
+            clear_environment(entry.path, cutoff)
 
 
-def marked(directory: str) -> float:
+def used_at(directory: str) -> float:
     """Return when the environment was last used or, if it was never complete, begun."""
     for path in (os.path.join(directory, ".whole"), directory):
         with contextlib.suppress(FileNotFoundError):
@@ -152,7 +152,7 @@ def marked(directory: str) -> float:
 
 def used_environments(jobs: str) -> dict[str, float]:
     """Return the time until which jobs here used each environment; infinity for a job that has not ended."""
-    used: dict[str, float] = {}
+    last_uses: dict[str, float] = {}
     for entry in entries(jobs):
         try:
             with open(os.path.join(entry.path, "settings.json")) as file:
@@ -161,19 +161,19 @@ def used_environments(jobs: str) -> dict[str, float]:
             continue
         digest = os.path.basename(os.path.dirname(os.path.dirname(python)))
         try:
-            until = os.stat(os.path.join(entry.path, "exit.json")).st_mtime
+            used_until = os.stat(os.path.join(entry.path, "exit.json")).st_mtime
         except FileNotFoundError:
-            until = float("inf")
-        used[digest] = max(until, used.get(digest, 0.0))
-    return used
+            used_until = float("inf")
+        last_uses[digest] = max(used_until, last_uses.get(digest, 0.0))
+    return last_uses
 
 
-def clear_environment(directory: str, before: float) -> None:
+def clear_environment(directory: str, cutoff: float) -> None:
     """Delete the environment under its lock, so that nobody creates or uses it meanwhile."""
     lock = os.open(directory + ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if marked(directory) < before:
+        if used_at(directory) < cutoff:
             remove(directory)
             for end in (".log", ".lock"):
                 with contextlib.suppress(FileNotFoundError):

@@ -31,7 +31,7 @@ STALL_S = 120  # a sender that is cut off leaves no process behind
 STALE_S = 86400
 
 
-class Refused(Exception):
+class InvalidRequest(Exception):
     """An error with one line for people."""
 
 
@@ -43,20 +43,20 @@ def main() -> None:
         root = os.path.expanduser(request["root"])
         os.makedirs(root, mode=0o700, exist_ok=True)
         done = [OPERATIONS[step["op"]](root, step) for step in request["do"]]
-    except Refused as error:
-        return answer({"error": str(error)})
+    except InvalidRequest as error:
+        return write_reply({"error": str(error)})
     except OSError as error:
-        return answer({"error": explain(error)})
-    return answer({"done": done})
+        return write_reply({"error": explain(error)})
+    return write_reply({"done": done})
 
 
-def answer(line: object) -> None:
+def write_reply(line: object) -> None:
     sys.stdout.buffer.write(json.dumps(line).encode() + b"\n")
     sys.stdout.buffer.flush()
 
 
 def on_stall(*_: object) -> None:
-    raise Refused(f"nothing came for {STALL_S} s")
+    raise InvalidRequest(f"nothing came for {STALL_S} s")
 
 
 def explain(error: OSError) -> str:
@@ -64,8 +64,8 @@ def explain(error: OSError) -> str:
 
     path = error.filename or "a file"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        where = path if isinstance(path, str) and os.path.exists(path) else os.path.dirname(str(path)) or "."
-        free = shutil.disk_usage(where).free // 1_000_000 if os.path.exists(where) else 0
+        existing_path = path if isinstance(path, str) and os.path.exists(path) else os.path.dirname(str(path)) or "."
+        free = shutil.disk_usage(existing_path).free // 1_000_000 if os.path.exists(existing_path) else 0
         return f"disk full: cannot write {path} ({free} MB free; quota?)"
     return f"{path}: {(error.strerror or str(error)).lower()}"
 
@@ -74,23 +74,23 @@ def place(root: str, path: str) -> str:
     """Return a path below the root. Raises Refused for one outside it."""
     parts = path.split("/")
     if not path or path.startswith("/") or ".." in parts or "." in parts or not all(parts):
-        raise Refused(f"{path!r} is not a path inside {root}")
+        raise InvalidRequest(f"{path!r} is not a path inside {root}")
     return os.path.join(root, *parts)
 
 
 def receive(size: int) -> Iterator[bytes]:
-    left = size
-    while left:
+    remaining = size
+    while remaining:
         signal.alarm(STALL_S)
-        data = sys.stdin.buffer.read1(min(CHUNK, left))  # type: ignore[union-attr]  # standard input has it
+        data = sys.stdin.buffer.read1(min(CHUNK, remaining))  # type: ignore[union-attr]  # standard input has it
         signal.alarm(0)
         if not data:
-            raise Refused(f"the transfer broke off, {size - left} of {size} bytes in")
-        left -= len(data)
+            raise InvalidRequest(f"the transfer broke off, {size - remaining} of {size} bytes in")
+        remaining -= len(data)
         yield data
 
 
-def write_whole(path: str, size: int, mode: int, digest: str | None = None) -> None:
+def write_atomically(path: str, size: int, mode: int, digest: str | None = None) -> None:
     """Write a file: with all of its content and on disk, or not at all."""
     parent, name = os.path.split(path)
     os.makedirs(parent, mode=0o700, exist_ok=True)
@@ -110,7 +110,7 @@ def write_whole(path: str, size: int, mode: int, digest: str | None = None) -> N
             os.fchmod(file.fileno(), mode)
             os.fsync(file.fileno())
         if hashed is not None and hashed.hexdigest() != digest:
-            raise Refused(f"{path} arrived damaged")
+            raise InvalidRequest(f"{path} arrived damaged")
         os.replace(temporary, path)
         sync_directory(parent)
     except BaseException:
@@ -142,8 +142,8 @@ def sync_directory(path: str) -> None:
 
 def put(root: str, step: Step) -> bool:
     path = place(root, step["path"])
-    room(root, step["size"], path)
-    write_whole(path, step["size"], step["mode"])
+    check_free_space(root, step["size"], path)
+    write_atomically(path, step["size"], step["mode"])
     return True
 
 
@@ -156,12 +156,12 @@ def blob(root: str, step: Step) -> bool:
     path = blob_path(root, step["digest"])
     if os.path.exists(path):
         os.utime(path)  # in use: what removes old ones can see that
-        answer({"need": False})
+        write_reply({"need": False})
         return False
     sweep(os.path.dirname(path), step.get("unused_s"))
-    room(root, step["size"], path)
-    answer({"need": True})
-    write_whole(path, step["size"], 0o600, step["digest"])
+    check_free_space(root, step["size"], path)
+    write_reply({"need": True})
+    write_atomically(path, step["size"], 0o600, step["digest"])
     return True
 
 
@@ -170,20 +170,20 @@ def sweep(directory: str, unused_s: float | None) -> None:
     if not os.path.isdir(directory):
         return
     for entry in os.scandir(directory):
-        longest = STALE_S if entry.name.endswith(".part") else unused_s
+        max_age_s = STALE_S if entry.name.endswith(".part") else unused_s
         try:
-            if longest is not None and time.time() - entry.stat().st_mtime > longest:
+            if max_age_s is not None and time.time() - entry.stat().st_mtime > max_age_s:
                 os.unlink(entry.path)
         except FileNotFoundError:  # somebody else was quicker
             continue
 
 
-def room(root: str, size: int, path: str) -> None:
+def check_free_space(root: str, size: int, path: str) -> None:
     """Raise Refused for a file that does not fit, before it is sent."""
-    found = os.statvfs(root)
-    free = found.f_bavail * found.f_frsize
+    fs_stats = os.statvfs(root)
+    free = fs_stats.f_bavail * fs_stats.f_frsize
     if free < size:
-        raise Refused(f"disk full: {path} needs {megabytes(size)}, and {megabytes(free)} are free")
+        raise InvalidRequest(f"disk full: {path} needs {megabytes(size)}, and {megabytes(free)} are free")
 
 
 def megabytes(size: int) -> str:
@@ -200,10 +200,10 @@ def unpack(root: str, step: Step) -> bool:
     if os.path.lexists(destination):
         if os.path.exists(marker) and open(marker).read() == digest:  # noqa: SIM115  # ends with the program
             return False
-        raise Refused(f"{destination} is there, and is something else")
+        raise InvalidRequest(f"{destination} is there, and is something else")
     source = blob_path(root, digest)
     check_digest(source, digest)
-    room(root, os.path.getsize(source), destination)
+    check_free_space(root, os.path.getsize(source), destination)
     temporary = os.path.join(parent, f".{name}.{os.getpid()}.{os.urandom(4).hex()}.part")
     try:
         os.makedirs(temporary, mode=0o700)
@@ -242,10 +242,10 @@ def check_digest(path: str, digest: str) -> None:
             for data in iter(lambda: file.read(CHUNK), b""):
                 hashed.update(data)
     except FileNotFoundError:
-        raise Refused(f"there is no blob {digest}") from None
+        raise InvalidRequest(f"there is no blob {digest}") from None
     if hashed.hexdigest() != digest:
         os.unlink(path)
-        raise Refused(f"{path} was damaged on this disk, and is removed: send it again")
+        raise InvalidRequest(f"{path} was damaged on this disk, and is removed: send it again")
 
 
 def extract(source: str, top: str) -> None:
@@ -253,38 +253,38 @@ def extract(source: str, top: str) -> None:
     import tarfile
 
     links = []
-    left = os.path.getsize(source)
+    remaining = os.path.getsize(source)
     with tarfile.open(source, "r:", encoding="utf-8", errors="surrogateescape") as tar:
         for member in tar:
-            whole = place(top, member.name)
-            left -= member.size
-            if member.issparse() or member.size < 0 or left < 0:  # a sparse one can be larger than the archive
-                raise Refused(f"{member.name!r} in {source} would write more than the archive holds")
+            full_path = place(top, member.name)
+            remaining -= member.size
+            if member.issparse() or member.size < 0 or remaining < 0:  # a sparse one can be larger than the archive
+                raise InvalidRequest(f"{member.name!r} in {source} would write more than the archive holds")
             if member.isdir():
-                os.makedirs(whole, mode=0o700, exist_ok=True)
-                os.chmod(whole, (member.mode & 0o777) | 0o700)
+                os.makedirs(full_path, mode=0o700, exist_ok=True)
+                os.chmod(full_path, (member.mode & 0o777) | 0o700)
             elif member.issym():
-                links.append((whole, member.linkname))
+                links.append((full_path, member.linkname))
             elif member.isreg():
-                os.makedirs(os.path.dirname(whole), mode=0o700, exist_ok=True)
+                os.makedirs(os.path.dirname(full_path), mode=0o700, exist_ok=True)
                 content = tar.extractfile(member)
-                fd = os.open(whole, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+                fd = os.open(full_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
                 with open(fd, "wb", buffering=0) as file:
                     while content is not None:
                         data = content.read(CHUNK)
                         if not data:
                             break
-                        put_all(file.fileno(), data, whole)
+                        put_all(file.fileno(), data, full_path)
                     os.fchmod(file.fileno(), member.mode & 0o777)
             else:
-                raise Refused(f"{member.name!r} in {source} is neither a file, a link nor a directory")
-    for whole, target in links:
-        os.makedirs(os.path.dirname(whole), mode=0o700, exist_ok=True)
-        os.symlink(target, whole)
-    real = os.path.realpath(top)
-    for whole, target in links:
-        if os.path.isabs(target) or not (os.path.realpath(whole) + "/").startswith(real + "/"):
-            raise Refused(f"{os.path.relpath(whole, top)!r} in {source} is a link that leads outside")
+                raise InvalidRequest(f"{member.name!r} in {source} is neither a file, a link nor a directory")
+    for full_path, target in links:
+        os.makedirs(os.path.dirname(full_path), mode=0o700, exist_ok=True)
+        os.symlink(target, full_path)
+    real_top = os.path.realpath(top)
+    for full_path, target in links:
+        if os.path.isabs(target) or not (os.path.realpath(full_path) + "/").startswith(real_top + "/"):
+            raise InvalidRequest(f"{os.path.relpath(full_path, top)!r} in {source} is a link that leads outside")
 
 
 def remove(root: str, step: Step) -> bool:

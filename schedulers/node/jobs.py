@@ -42,7 +42,7 @@ STARTED_AT_ONCE = 8
 login_umask = 0o022  # until `main` reads it
 
 
-class Refused(Exception):
+class InvalidRequest(Exception):
     """An error with one line for people."""
 
 
@@ -57,18 +57,18 @@ def main() -> None:
             watch(root, request["watch_s"])
             return
         line: dict[str, Any] = {"done": [OPERATIONS[step["op"]](root, step, contents) for step in request["do"]]}
-    except Refused as error:
+    except InvalidRequest as error:
         line = {"error": str(error)}
     except OSError as error:
-        line = {"error": in_words(error)}
-    give(line, contents)
+        line = {"error": describe_error(error)}
+    write_reply(line, contents)
 
 
-def in_words(error: OSError) -> str:
+def describe_error(error: OSError) -> str:
     return "{}: {}".format(error.filename or "a file", (error.strerror or str(error)).lower())
 
 
-def give(line: dict[str, Any], contents: list[bytes]) -> None:
+def write_reply(line: dict[str, Any], contents: list[bytes]) -> None:
     """Write the reply and, if there are results, the bytes that belong to it."""
     sys.stdout.buffer.write(json.dumps(line).encode() + b"\n")
     if "done" in line:
@@ -80,30 +80,30 @@ def give(line: dict[str, Any], contents: list[bytes]) -> None:
 def directory_of(root: str, step: Step) -> str:
     job = str(step["job"])
     if not JOB.match(job):
-        raise Refused(f"{job!r} is no job id")
+        raise InvalidRequest(f"{job!r} is no job id")
     return os.path.join(root, "jobs", job)
 
 
 def watch(root: str, seconds: float) -> None:
     import threading
 
-    wanted: dict[str, str] = {}
+    watched: dict[str, str] = {}
 
-    def hear() -> None:
+    def receive_jobs() -> None:
         for line in sys.stdin.buffer:
             job = line.decode("ascii", "replace").strip()
-            wanted[job] = directory_of(root, {"job": job})
+            watched[job] = directory_of(root, {"job": job})
         os._exit(0)
 
-    threading.Thread(target=hear, daemon=True).start()
-    began = looked = time.monotonic()
-    while time.monotonic() - began < seconds:
-        for_life = time.monotonic() - looked >= LOOK_FOR_LIFE_S
-        looked = time.monotonic() if for_life else looked
-        for job, directory in list(wanted.items()):
+    threading.Thread(target=receive_jobs, daemon=True).start()
+    started_at = refreshed_at = time.monotonic()
+    while time.monotonic() - started_at < seconds:
+        check_alive = time.monotonic() - refreshed_at >= LOOK_FOR_LIFE_S
+        refreshed_at = time.monotonic() if check_alive else refreshed_at
+        for job, directory in list(watched.items()):
             ended = os.path.exists(os.path.join(directory, "exit.json"))
-            if ended or (for_life and not alive(directory)):
-                del wanted[job]
+            if ended or (check_alive and not has_supervisor(directory)):
+                del watched[job]
                 os.write(1, job.encode() + b"\n")
         time.sleep(LOOK_S)
 
@@ -125,12 +125,12 @@ def status(root: str, step: Step, contents: list[bytes]) -> dict[str, Any]:
     The supervisor's lock is tested first: a supervisor that ends meanwhile has left its result by then.
     """
     directory = directory_of(root, step)
-    living = alive(directory)
-    if not living:
+    is_alive = has_supervisor(directory)
+    if not is_alive:
         tidy(directory)
     return {
         "known": os.path.isdir(directory),
-        "alive": living,
+        "alive": is_alive,
         "state": document(os.path.join(directory, "state.json")),
         "exit": document(os.path.join(directory, "exit.json")),
     }
@@ -160,7 +160,7 @@ def document(path: str) -> Any:
         return text[:200]
 
 
-def alive(directory: str) -> bool:
+def has_supervisor(directory: str) -> bool:
     """Return True while the job has a supervisor here, which holds its lock for that long, and no longer."""
     if not os.path.exists(os.path.join(directory, "state.json")):
         return False  # one that is just starting must find its lock free
@@ -184,9 +184,9 @@ def logs(root: str, step: Step, contents: list[bytes]) -> dict[str, Any]:
     writes to them any more.
     """
     directory, over, complete = _logs_of(root, step)
-    start = {**at(root, step, contents), **step["from"]} if "when" in step else step["from"]
-    found = []
-    left = int(step["most"])
+    start = {**positions_at(root, step, contents), **step["from"]} if "when" in step else step["from"]
+    log_entries = []
+    remaining = int(step["most"])
     for name, rank, attempt in files.log_files(directory):
         if name not in step.get("only", (name,)):
             continue
@@ -197,14 +197,14 @@ def logs(root: str, step: Step, contents: list[bytes]) -> dict[str, Any]:
         with file:
             size = os.fstat(file.fileno()).st_size
             file.seek(offset)
-            data = file.read(min(int(step["limit"]), left)) if size > offset else b""
-        left -= len(data)
+            data = file.read(min(int(step["limit"]), remaining)) if size > offset else b""
+        remaining -= len(data)
         if size > offset:
-            found.append(
+            log_entries.append(
                 {"name": name, "rank": rank, "attempt": attempt, "offset": offset, "length": len(data), "size": size}
             )
             contents.append(data)
-    return {"files": found, "complete": complete, "over": over}
+    return {"files": log_entries, "complete": complete, "over": over}
 
 
 def _logs_of(root: str, step: Step) -> tuple[str, bool, bool]:
@@ -218,13 +218,13 @@ def _logs_of(root: str, step: Step) -> tuple[str, bool, bool]:
     return (
         os.path.join(directory, "logs"),
         over,
-        over or (bool(step["over"]) if "over" in step else not alive(directory)),
+        over or (bool(step["over"]) if "over" in step else not has_supervisor(directory)),
     )
 
 
-def at(root: str, step: Step, contents: list[bytes]) -> dict[str, int]:
+def positions_at(root: str, step: Step, contents: list[bytes]) -> dict[str, int]:
     """Return each log's offset at a time: the beginning of the line that was being written."""
-    return files.stood_at(os.path.join(directory_of(root, step), "logs"), step["when"])
+    return files.positions_at(os.path.join(directory_of(root, step), "logs"), step["when"])
 
 
 def tail(root: str, step: Step, contents: list[bytes]) -> list[dict[str, Any]]:
@@ -233,19 +233,19 @@ def tail(root: str, step: Step, contents: list[bytes]) -> list[dict[str, Any]]:
     `counts` has another count for some.
     """
     directory, _, complete = _logs_of(root, step)
-    found = []
+    tails = []
     for name, rank, attempt in files.log_files(directory):
         count, start = step["counts"].get(name, step["count"]), int(step["from"].get(name, 0))
-        lines, begin = files.tail(os.path.join(directory, name + ".log"), start, count, complete)
-        found.append({"name": name, "rank": rank, "attempt": attempt, "lines": lines, "begin": begin})
-    return found
+        lines, offset = files.tail(os.path.join(directory, name + ".log"), start, count, complete)
+        tails.append({"name": name, "rank": rank, "attempt": attempt, "lines": lines, "begin": offset})
+    return tails
 
 
 def start(root: str, step: Step, contents: list[bytes]) -> dict[str, str]:
     """Start supervisors, several at a time; return a problem for each job whose supervisor could not be started."""
     import subprocess
 
-    own = os.umask(login_umask)  # what the ranks get
+    own_umask = os.umask(login_umask)  # what the ranks get
     secrets = json.dumps(step["secrets"]).encode()
     problems = {}
     jobs = list(step["nodes"].items())
@@ -257,11 +257,11 @@ def start(root: str, step: Step, contents: list[bytes]) -> dict[str, str]:
             pipe, null = subprocess.PIPE, subprocess.DEVNULL
             started.append((job, subprocess.Popen(argv, stdin=pipe, stdout=null, stderr=pipe)))
         for job, process in started:
-            said = process.communicate(secrets)[1]
+            stderr = process.communicate(secrets)[1]
             if process.returncode != 0:
-                problems[job] = said.decode("utf-8", "replace").strip() or f"status {process.returncode}"
+                problems[job] = stderr.decode("utf-8", "replace").strip() or f"status {process.returncode}"
         del jobs[:STARTED_AT_ONCE]
-    os.umask(own)
+    os.umask(own_umask)
     return problems
 
 
@@ -299,12 +299,12 @@ def clear(root: str, step: Step, contents: list[bytes]) -> list[int]:
 
     directory = directory_of(root, step)
     claims = [name.partition(".") for name in files.entries(directory + ".claims")]
-    others = [int(node) for token, _, node in claims if token == step["token"] and int(node) != int(step["node"])]
-    if not others:
+    other_nodes = [int(node) for token, _, node in claims if token == step["token"] and int(node) != int(step["node"])]
+    if not other_nodes:
         shutil.rmtree(directory + ".claims", ignore_errors=True)
         if os.path.isdir(directory):
             shutil.rmtree(directory)
-    return others
+    return other_nodes
 
 
 def cancel(root: str, step: Step, contents: list[bytes]) -> bool:
@@ -313,7 +313,7 @@ def cancel(root: str, step: Step, contents: list[bytes]) -> bool:
     if not os.path.isdir(directory):
         return False
     os.close(os.open(os.path.join(directory, "cancel"), os.O_WRONLY | os.O_CREAT, 0o600))
-    if not alive(directory):
+    if not has_supervisor(directory):
         tidy(directory)
     return os.path.exists(os.path.join(directory, "state.json"))
 
@@ -322,7 +322,7 @@ OPERATIONS = {
     "status": status,
     "find": find,
     "logs": logs,
-    "at": at,
+    "at": positions_at,
     "tail": tail,
     "port": port,
     "start": start,

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 LOG = re.compile(r"(?:rank-(?P<rank>\d+)\.a(?P<attempt>\d+)|node-\d+|setup|slurm)\.log\Z")
 ATTEMPT = re.compile(r"a(\d+)\Z")
 NOTES = "sizes.jsonl"
-MOST_NOTES = 4 << 20  # bytes; a line more than that, and old notes are thinned out to half of it
+MAX_NOTES_BYTES = 4 << 20  # bytes; a line more than that, and old notes are thinned out to half of it
 FINEST = 64  # of a note's age: how far from the next one it stays when notes are thinned out
 BLOCK = 1 << 16
 LONGEST_EVENT = 1 << 20
@@ -39,7 +39,7 @@ _ENDING = re.compile(rb"\n|\r(?!\n)")
 
 def log_files(directory: str) -> list[tuple[str, int | None, int]]:
     """Return the name without `.log`, the rank (None: the launcher's) and the attempt of each log."""
-    found = []
+    logs = []
     for path in ["", *sorted(entries(directory))]:
         match = ATTEMPT.match(path) if path else None
         if path and not match:
@@ -49,8 +49,8 @@ def log_files(directory: str) -> list[tuple[str, int | None, int]]:
             log = LOG.match(name)
             if log:
                 rank = int(log.group("rank")) if log.group("rank") else None
-                found.append((os.path.join(path, name[: -len(".log")]), rank, first + int(log.group("attempt") or 0)))
-    return found
+                logs.append((os.path.join(path, name[: -len(".log")]), rank, first + int(log.group("attempt") or 0)))
+    return logs
 
 
 def order(name: str, rank: int | None, attempt: int) -> tuple[float, int, str]:
@@ -96,8 +96,8 @@ class Clock:
     def note(self) -> None:
         """Record the sizes if one has changed. A full disk loses the note, not the job."""
         try:
-            free = os.statvfs(self._directory)
-            self.full = self.full or free.f_bavail * free.f_frsize < FULL_BYTES
+            fs_stats = os.statvfs(self._directory)
+            self.full = self.full or fs_stats.f_bavail * fs_stats.f_frsize < FULL_BYTES
             self._note()
         except OSError as error:
             self.full = self.full or error.errno in (errno.ENOSPC, errno.EDQUOT)
@@ -109,7 +109,7 @@ class Clock:
         self.sizes = sizes
         line = json.dumps({"schema": 1, "time": time.time(), "sizes": sizes}).encode() + b"\n"
         path = os.path.join(self._directory, NOTES)
-        if size_of(path) + len(line) > MOST_NOTES:
+        if size_of(path) + len(line) > MAX_NOTES_BYTES:
             _thin_out(path)
         with open(path, "ab", buffering=0) as file:
             file.write(line)
@@ -136,16 +136,16 @@ def size_of(path: str) -> int:
 def _thin_out(path: str) -> None:
     """Replace the notes by fewer, whose distance grows with their age."""
     with open(path, "rb") as file:
-        notes = [(noted[0], line) for line in file for noted in [_parse(line)] if noted is not None]
+        notes = [(note[0], line) for line in file for note in [_parse(line)] if note is not None]
     share: float = FINEST
-    kept = _spread(notes, share)
-    while len(kept) > 1 and sum(len(line) for line in kept) > MOST_NOTES // 2:
+    thinned = _spread(notes, share)
+    while len(thinned) > 1 and sum(len(line) for line in thinned) > MAX_NOTES_BYTES // 2:
         share /= 2
-        kept = _spread(notes, share) if share >= 1 else kept[::-2][::-1]
+        thinned = _spread(notes, share) if share >= 1 else thinned[::-2][::-1]
     partial = f"{path}.{os.getpid()}"
     try:
         with open(partial, "wb") as file:
-            file.writelines(kept)
+            file.writelines(thinned)
         os.replace(partial, path)
     except OSError:
         if os.path.exists(partial):
@@ -155,55 +155,55 @@ def _thin_out(path: str) -> None:
 
 def _spread(notes: list[tuple[float, bytes]], share: float) -> list[bytes]:
     """Return the newest note, and before each kept one the next that is older by 1/share of that one's age."""
-    kept: list[bytes] = []
+    selected: list[bytes] = []
     newest = newer = notes[-1][0] if notes else 0.0
-    for when, line in reversed(notes):
-        if not kept or newer - when >= (newest - newer) / share:
-            kept.append(line)
-            newer = when
-    return kept[::-1]
+    for timestamp, line in reversed(notes):
+        if not selected or newer - timestamp >= (newest - newer) / share:
+            selected.append(line)
+            newer = timestamp
+    return selected[::-1]
 
 
 def _parse(line: bytes) -> tuple[float, dict[str, int]] | None:
     """Return a note's time and sizes; None if a crash has cut it short."""
     try:
-        noted = json.loads(line)
-        return float(noted["time"]), {str(name): int(size) for name, size in noted["sizes"].items()}
+        note = json.loads(line)
+        return float(note["time"]), {str(name): int(size) for name, size in note["sizes"].items()}
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
         return None
 
 
-def stood_at(directory: str, when: float) -> dict[str, int]:
+def positions_at(directory: str, when: float) -> dict[str, int]:
     """Return each log's offset at a time: the beginning of the line that was being written.
 
     For times long ago it is a little earlier.
     """
-    found = {}
+    offsets = {}
     for path in ["", *(name for name in sorted(entries(directory)) if ATTEMPT.match(name))]:
         for name, size in _sizes_at(os.path.join(directory, path, NOTES), when).items():
-            whole = os.path.join(path, name)
+            relative_path = os.path.join(path, name)
             if LOG.match(os.path.basename(name) + ".log"):
-                found[whole] = line_start(os.path.join(directory, whole + ".log"), size)
-    return found
+                offsets[relative_path] = line_start(os.path.join(directory, relative_path + ".log"), size)
+    return offsets
 
 
 def _sizes_at(path: str, when: float) -> dict[str, int]:
-    before: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     try:
         with open(path, "rb") as file:
             for line in file:
-                noted = _parse(line)
-                if noted is not None and noted[0] > when:
+                note = _parse(line)
+                if note is not None and note[0] > when:
                     break
-                before = before if noted is None else noted[1]
+                sizes = sizes if note is None else note[1]
     except OSError:
-        return before
-    return before
+        return sizes
+    return sizes
 
 
 def line_start(path: str, offset: int) -> int:
     """Return the start of the line that holds the byte before `offset`, or `offset` if that byte ends a line."""
-    for end in _endings(path, 0, offset):
+    for end in _line_endings(path, 0, offset):
         return end
     return 0
 
@@ -216,10 +216,10 @@ def tail(path: str, start: int, count: int, complete: bool) -> tuple[int, int]:
     size = size_of(path)
     if size <= start or (complete and not count):
         return 0, max(size, start)
-    half = not complete and _read(path, size - 1, 1) == b"\r"  # of a `\r\n`, perhaps
+    partial_newline = not complete and _read(path, size - 1, 1) == b"\r"  # of a `\r\n`, perhaps
     lines, newest = 0, True
-    for end in _endings(path, start, size):
-        if half and end == size:
+    for end in _line_endings(path, start, size):
+        if partial_newline and end == size:
             continue
         if newest and complete and end < size:
             lines = 1
@@ -232,7 +232,7 @@ def tail(path: str, start: int, count: int, complete: bool) -> tuple[int, int]:
     return lines, start
 
 
-def _endings(path: str, start: int, offset: int) -> Iterator[int]:
+def _line_endings(path: str, start: int, offset: int) -> Iterator[int]:
     """Yield where the lines between two offsets of a file end, the last one first."""
     file = opened(path)
     if file is None:
@@ -242,14 +242,14 @@ def _endings(path: str, start: int, offset: int) -> Iterator[int]:
         file.seek(offset)
         following = file.read(1)
         while offset > start:
-            begin = max(start, offset - BLOCK)
-            file.seek(begin)
-            data = file.read(offset - begin)
-            ends = [found.end() for found in _ENDING.finditer(data + following) if found.end() <= len(data)]
+            block_start = max(start, offset - BLOCK)
+            file.seek(block_start)
+            data = file.read(offset - block_start)
+            ends = [match.end() for match in _ENDING.finditer(data + following) if match.end() <= len(data)]
             for end in reversed(ends):
-                yield begin + end
+                yield block_start + end
             following = data[:1]
-            offset = begin
+            offset = block_start
 
 
 def _read(path: str, offset: int, count: int) -> bytes:
@@ -262,21 +262,21 @@ def _read(path: str, offset: int, count: int) -> bytes:
         return file.read(count)
 
 
-def last_line(path: str, most: int) -> str:
-    """Return the last line that is not blank, cut to `most` characters; empty if there is none.
+def last_line(path: str, max_chars: int) -> str:
+    """Return the last line that is not blank, cut to `max_chars` characters; empty if there is none.
 
     A line that begins before the last BLOCK bytes is returned from there on.
     """
     size = size_of(path)
     start = max(0, size - BLOCK)
     lines = _read(path, start, size - start).decode("utf-8", "replace").strip().splitlines()
-    return lines[-1].strip()[:most] if lines else ""
+    return lines[-1].strip()[:max_chars] if lines else ""
 
 
 def newest_event(path: str, *names: str) -> dict[str, Any] | None:
     """Return the last event of one of these names in a file of events (JSON lines), read from its end."""
     end = size_of(path)
-    for start in itertools.chain(_endings(path, 0, end), (0,)):
+    for start in itertools.chain(_line_endings(path, 0, end), (0,)):
         line = _read(path, start, end - start) if end - start <= LONGEST_EVENT else b""
         end = start
         try:

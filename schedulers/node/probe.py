@@ -36,10 +36,10 @@ def main() -> None:
     for line in sys.stdin.buffer:
         request = json.loads(line)
         try:
-            found = ACTIONS[request["do"]](request)
+            reply = ACTIONS[request["do"]](request)
         except OSError as error:
-            found = {"error": error.strerror or str(error)}
-        sys.stdout.write(json.dumps(found) + "\n")
+            reply = {"error": error.strerror or str(error)}
+        sys.stdout.write(json.dumps(reply) + "\n")
         sys.stdout.flush()
 
 
@@ -50,7 +50,7 @@ def facts(request: Request) -> dict[str, Any]:
 
     disk, disk_free, writable = disk_of(os.path.expanduser(request["root"]))
     counted = gpus()
-    found = {
+    report = {
         "name": socket.gethostname(),
         "machine": machine(),
         "user": user(),
@@ -69,8 +69,8 @@ def facts(request: Request) -> dict[str, Any]:
         "addresses": addresses(),
         "queue": queue(os.path.expanduser(request["root"])),
     }
-    found["time"] = time.time()  # last: how old it is when it arrives is what the caller can tell best
-    return found
+    report["time"] = time.time()  # last: how old it is when it arrives is what the caller can tell best
+    return report
 
 
 def machine() -> str:
@@ -124,18 +124,18 @@ def disk_of(path: str) -> tuple[str, int, bool]:
     path = os.path.abspath(path)
     while not os.path.isdir(path):
         path = os.path.dirname(path)
-    found = os.statvfs(path)
-    return path, found.f_bavail * found.f_frsize, os.access(path, os.W_OK | os.X_OK)
+    fs_stats = os.statvfs(path)
+    return path, fs_stats.f_bavail * fs_stats.f_frsize, os.access(path, os.W_OK | os.X_OK)
 
 
 def gpus() -> dict[str, Any]:
     """Return the number of GPUs and who counted them, or what is wrong with them."""
     problem = ""
-    for how, count in (("nvml", nvml_gpus), ("nvidia-smi", smi_gpus), ("driver", driver_gpus), ("kfd", amd_gpus)):
-        found = count()
-        if isinstance(found, int):
-            return {"count": found, "how": how, "problem": "" if how != "driver" else problem}
-        problem = problem or found
+    for method, count in (("nvml", nvml_gpus), ("nvidia-smi", smi_gpus), ("driver", driver_gpus), ("kfd", amd_gpus)):
+        outcome = count()
+        if isinstance(outcome, int):
+            return {"count": outcome, "how": method, "problem": "" if method != "driver" else problem}
+        problem = problem or outcome
     return {"count": 0, "how": "", "problem": problem}
 
 
@@ -161,16 +161,18 @@ def smi_gpus() -> int | str:
     if command is None:
         return ""
     try:
-        done = subprocess.run([command, "-L"], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=20)
+        completed = subprocess.run(
+            [command, "-L"], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=20
+        )
     except (OSError, subprocess.SubprocessError) as error:
         return f"nvidia-smi does not answer ({error})"
-    if done.returncode != 0:
+    if completed.returncode != 0:
         return (
-            (done.stdout + done.stderr).strip().splitlines()[0][:200]
-            if done.stdout + done.stderr
+            (completed.stdout + completed.stderr).strip().splitlines()[0][:200]
+            if completed.stdout + completed.stderr
             else "nvidia-smi fails"
         )
-    return sum(line.startswith("GPU ") for line in done.stdout.splitlines())
+    return sum(line.startswith("GPU ") for line in completed.stdout.splitlines())
 
 
 def driver_gpus() -> int | str:
@@ -197,17 +199,17 @@ def devices(counted: dict[str, Any]) -> dict[str, Any]:
     import subprocess
 
     code = "import runpy,sys;sys.path[:]=[p for p in sys.path if p];runpy.run_module(sys.argv[1],None,'__main__')"
-    found: dict[str, Any] | None = None
+    detected: dict[str, Any] | None = None
     with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
         argv, null = [sys.executable, "-c", code, "accel.launch.devices"], subprocess.DEVNULL
-        found = json.loads(subprocess.run(argv, stdin=null, stdout=subprocess.PIPE, stderr=null, timeout=20).stdout)
-    known = found is not None and (found["kind"] != "cpu" or counted["how"] in ("", "nvml"))
-    if found is None:
+        detected = json.loads(subprocess.run(argv, stdin=null, stdout=subprocess.PIPE, stderr=null, timeout=20).stdout)
+    known = detected is not None and (detected["kind"] != "cpu" or counted["how"] in ("", "nvml"))
+    if detected is None:
         cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        found = {"kind": "cpu", "ids": ["cpu"], "cpus": cpus}
+        detected = {"kind": "cpu", "ids": ["cpu"], "cpus": cpus}
     if counted["count"] and not known:
-        found = {**found, "kind": "cuda", "ids": [str(number) for number in range(counted["count"])]}
-    return {name: found[name] for name in ("kind", "ids", "cpus")}
+        detected = {**detected, "kind": "cuda", "ids": [str(number) for number in range(counted["count"])]}
+    return {name: detected[name] for name in ("kind", "ids", "cpus")}
 
 
 def queue(root: str) -> dict[str, Any]:
@@ -243,13 +245,13 @@ def locked(path: str) -> bool:
 
 def addresses() -> list[dict[str, Any]]:
     """Return every address that another host might reach: neither the loopback's nor link-local IPv6 ones."""
-    found = []
+    entries = []
     for interface, address in ipv4() + ipv6():
         if interface != "lo":
             speed = number(f"/sys/class/net/{interface}/speed")
             virtual = os.path.isdir(f"/sys/devices/virtual/net/{interface}")
-            found.append({"interface": interface, "address": address, "speed": max(0, speed), "virtual": virtual})
-    return found
+            entries.append({"interface": interface, "address": address, "speed": max(0, speed), "virtual": virtual})
+    return entries
 
 
 def ipv4() -> list[tuple[str, str]]:
@@ -258,19 +260,19 @@ def ipv4() -> list[tuple[str, str]]:
 
     size = 40 if struct.calcsize("P") == 8 else 32
     buffer = array.array("B", bytes(size * 512))
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         try:
-            answer = fcntl.ioctl(asked, SIOCGIFCONF, struct.pack("iP", len(buffer), buffer.buffer_info()[0]))
+            reply = fcntl.ioctl(sock, SIOCGIFCONF, struct.pack("iP", len(buffer), buffer.buffer_info()[0]))
         except OSError:
             return []
-    length = struct.unpack("iP", answer)[0]
+    length = struct.unpack("iP", reply)[0]
     raw = buffer.tobytes()
     return [
         (
-            raw[at : at + 16].partition(b"\0")[0].decode(errors="replace").partition(":")[0],
-            socket.inet_ntoa(raw[at + 20 : at + 24]),
+            raw[offset : offset + 16].partition(b"\0")[0].decode(errors="replace").partition(":")[0],
+            socket.inet_ntoa(raw[offset + 20 : offset + 24]),
         )
-        for at in range(0, length, size)
+        for offset in range(0, length, size)
     ]
 
 
@@ -297,12 +299,12 @@ def listen(request: Request) -> dict[str, Any]:
     problem = "no port was asked for"
     for port in request["ports"]:
         try:
-            four = socket.create_server(("", port), family=socket.AF_INET, backlog=256)
+            ipv4_server = socket.create_server(("", port), family=socket.AF_INET, backlog=256)
         except OSError as error:
             problem = os.strerror(error.errno) if error.errno else str(error)
             continue
-        bound = four.getsockname()[1]
-        servers = [four]
+        bound = ipv4_server.getsockname()[1]
+        servers = [ipv4_server]
         with contextlib.suppress(OSError, ValueError):
             servers.append(socket.create_server(("::", bound), family=socket.AF_INET6, backlog=256))
         for server in servers:
@@ -326,33 +328,33 @@ def connect(request: Request) -> dict[str, Any]:
     seconds = request["seconds"]
     reached: list[dict[str, str | None]] = [dict.fromkeys(host["addresses"], "no answer") for host in request["to"]]
     threads = [
-        threading.Thread(target=try_one, args=(address, host, seconds, found), daemon=True)
-        for host, found in zip(request["to"], reached)  # noqa: B905  # `strict` is younger than some hosts' Python
+        threading.Thread(target=try_address, args=(address, host, seconds, attempts), daemon=True)
+        for host, attempts in zip(request["to"], reached)  # noqa: B905  # `strict` is younger than some hosts' Python
         for address in host["addresses"]
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(seconds + 5)
-    return {"reached": [dict(found) for found in reached]}
+    return {"reached": [dict(attempts) for attempts in reached]}
 
 
-def try_one(address: str, host: Request, seconds: float, found: dict[str, str | None]) -> None:
+def try_address(address: str, host: Request, seconds: float, attempts: dict[str, str | None]) -> None:
     deadline = time.monotonic() + seconds
     token = host["token"].encode()
     try:
         with socket.create_connection((address, host["port"]), timeout=seconds) as connection:
-            said = b""
-            while len(said) < len(token) and time.monotonic() < deadline:
+            received = b""
+            while len(received) < len(token) and time.monotonic() < deadline:
                 data = connection.recv(TOKEN_BYTES)
                 if not data:
                     break
-                said += data
-        found[address] = None if said == token else "another machine answers there"
+                received += data
+        attempts[address] = None if received == token else "another machine answers there"
     except socket.timeout:  # noqa: UP041  # its name until Python 3.10
-        found[address] = f"no answer within {seconds:g} s"
+        attempts[address] = f"no answer within {seconds:g} s"
     except OSError as error:
-        found[address] = (error.strerror or str(error)).lower()
+        attempts[address] = (error.strerror or str(error)).lower()
 
 
 ACTIONS = {"facts": facts, "listen": listen, "connect": connect}

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 _SHORTEST = 4  # any text may hold a shorter value
 
 
-def hide(text: str, secrets: Mapping[str, str]) -> str:
+def redact(text: str, secrets: Mapping[str, str]) -> str:
     """Return the text with the values of secrets (by name) replaced by `(secret NAME)`.
 
     Of a value with several lines, each line is replaced, whether plain or escaped as in Python, JSON, a URL or a
@@ -27,16 +27,16 @@ def hide(text: str, secrets: Mapping[str, str]) -> str:
     return re.sub(pattern, lambda match: f"(secret {names[lines[(match.lastindex or 1) - 1]]})", text)
 
 
-def _forms(sign: str) -> str:
+def _forms(char: str) -> str:
     """Return a pattern for a character as it is and as it is escaped."""
     import json
     import re
     from urllib.parse import quote
 
-    if sign.isascii() and sign.isalnum():
-        return sign
-    forms = {repr(sign)[1:-1], json.dumps(sign)[1:-1], f"\\u{ord(sign):04x}", f"\\{sign}"}
-    forms.add(quote(sign, safe="", errors="surrogateescape"))
-    forms |= {" ": {"+"}, "'": {"'\"'\"'", "'\\''"}}.get(sign, set())
-    escaped = "|".join(re.escape(form) for form in sorted(forms - {sign}, key=len, reverse=True))
-    return f"(?:{re.escape(sign)}|(?i:{escaped}))"
+    if char.isascii() and char.isalnum():
+        return char
+    forms = {repr(char)[1:-1], json.dumps(char)[1:-1], f"\\u{ord(char):04x}", f"\\{char}"}
+    forms.add(quote(char, safe="", errors="surrogateescape"))
+    forms |= {" ": {"+"}, "'": {"'\"'\"'", "'\\''"}}.get(char, set())
+    escaped = "|".join(re.escape(form) for form in sorted(forms - {char}, key=len, reverse=True))
+    return f"(?:{re.escape(char)}|(?i:{escaped}))"

@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 
 CHUNK = 1 << 18
 NONCE = 32
-GREETING_S = 10.0
+HANDSHAKE_S = 10.0
 STALL_S = 20.0
 LIFE_S = 300.0
-AT_ONCE = 8
+MAX_CONCURRENT = 8
 
 
-class Refused(Exception):
+class InvalidRequest(Exception):
     """An error with one line for people."""
 
 
@@ -65,17 +65,17 @@ class Content:
             self.failed = True
             self.changed.notify_all()
 
-    def from_on(self, offset: int) -> bytes:
+    def read_from(self, offset: int) -> bytes:
         """Wait for bytes from `offset` on and return some; none at the end, or if none arrive."""
         with self.changed:
             ready = self.changed.wait_for(lambda: self.failed or self.have > offset or self.have == self.size, STALL_S)
-            there = self.have
-        if not ready or self.failed or offset >= there:
+            available = self.have
+        if not ready or self.failed or offset >= available:
             return b""
-        return os.pread(self.file, min(CHUNK, there - offset), offset)
+        return os.pread(self.file, min(CHUNK, available - offset), offset)
 
 
-class Passing:
+class Relay:
     """The blob on this host, and its transfers to other hosts."""
 
     def __init__(self, request: dict[str, Any]) -> None:
@@ -85,7 +85,7 @@ class Passing:
         self.path = os.path.join(os.path.expanduser(request["root"]), "blobs", self.digest)
         self.content = Content(self.size)
         self.temporary = ""
-        self.moved = time.monotonic()
+        self.progress_at = time.monotonic()
         self.have = os.path.exists(self.path)
         if self.have:
             os.utime(self.path)  # in use: what removes old ones can see that
@@ -107,23 +107,23 @@ class Passing:
     def write(self, content: Content, data: Iterator[bytes]) -> None:
         parent = os.path.dirname(self.path)
         os.makedirs(parent, mode=0o700, exist_ok=True)
-        found = os.statvfs(parent)
-        if found.f_bavail * found.f_frsize < self.size:
-            raise Refused("disk full")
+        fs_stats = os.statvfs(parent)
+        if fs_stats.f_bavail * fs_stats.f_frsize < self.size:
+            raise InvalidRequest("disk full")
         self.temporary = temporary = os.path.join(parent, f".{self.digest}.{os.getpid()}.{os.urandom(4).hex()}.part")
         hashed = hashlib.sha256()
         content.file = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            for piece in data:
-                hashed.update(piece)
-                rest = memoryview(piece)
+            for chunk in data:
+                hashed.update(chunk)
+                rest = memoryview(chunk)
                 while rest:
                     rest = rest[os.write(content.file, rest) :]
-                self.moved = time.monotonic()
-                content.grow(len(piece))
+                self.progress_at = time.monotonic()
+                content.grow(len(chunk))
             os.fsync(content.file)
             if hashed.hexdigest() != self.digest:
-                raise Refused("it arrived damaged")
+                raise InvalidRequest("it arrived damaged")
             os.replace(temporary, self.path)
         except BaseException:
             with contextlib.suppress(FileNotFoundError):
@@ -131,32 +131,32 @@ class Passing:
             raise
 
     def from_input(self) -> Iterator[bytes]:
-        left = self.size
-        while left:
-            piece = sys.stdin.buffer.read1(min(CHUNK, left))  # type: ignore[union-attr]  # standard input has it
-            if not piece:
-                raise Refused("the transfer broke off")
-            left -= len(piece)
-            yield piece
+        remaining = self.size
+        while remaining:
+            chunk = sys.stdin.buffer.read1(min(CHUNK, remaining))  # type: ignore[union-attr]  # standard input has it
+            if not chunk:
+                raise InvalidRequest("the transfer broke off")
+            remaining -= len(chunk)
+            yield chunk
 
     def from_host(self, address: str, port: int) -> Iterator[bytes]:
-        with socket.create_connection((address, port), timeout=GREETING_S) as connection:
-            theirs, mine = exactly(connection, NONCE), os.urandom(NONCE)
-            connection.sendall(mine + self.proof(b"get", theirs, mine))
-            if not hmac.compare_digest(exactly(connection, NONCE), self.proof(b"give", theirs, mine)):
-                raise Refused(f"{address} is not of this job")
+        with socket.create_connection((address, port), timeout=HANDSHAKE_S) as connection:
+            peer_nonce, own_nonce = exactly(connection, NONCE), os.urandom(NONCE)
+            connection.sendall(own_nonce + self.proof(b"get", peer_nonce, own_nonce))
+            if not hmac.compare_digest(exactly(connection, NONCE), self.proof(b"give", peer_nonce, own_nonce)):
+                raise InvalidRequest(f"{address} is not of this job")
             connection.settimeout(STALL_S)
-            left = self.size
-            while left:
+            remaining = self.size
+            while remaining:
                 # Nobody says anything on the input meanwhile: what can be read there is its end.
                 readable = select.select([connection.fileno(), 0], [], [], STALL_S)[0]
                 if 0 in readable:
-                    raise Refused("nobody waits for it any more")
-                piece = connection.recv(min(CHUNK, left)) if readable else b""
-                if not piece:
-                    raise Refused(f"{address} broke off")
-                left -= len(piece)
-                yield piece
+                    raise InvalidRequest("nobody waits for it any more")
+                chunk = connection.recv(min(CHUNK, remaining)) if readable else b""
+                if not chunk:
+                    raise InvalidRequest(f"{address} broke off")
+                remaining -= len(chunk)
+                yield chunk
 
     # Passing it on.
 
@@ -172,86 +172,86 @@ class Passing:
             servers = [server]
             with contextlib.suppress(OSError, ValueError):
                 servers.append(socket.create_server(("::", bound), family=socket.AF_INET6, backlog=64))
-            for each in servers:
-                threading.Thread(target=self.serve, args=(each,), daemon=True).start()
+            for listener in servers:
+                threading.Thread(target=self.serve, args=(listener,), daemon=True).start()
             return bound
         return None
 
     def serve(self, server: socket.socket) -> None:
-        free = threading.Semaphore(AT_ONCE)
+        free = threading.Semaphore(MAX_CONCURRENT)
         while True:
             free.acquire()
             connection, _ = server.accept()
-            threading.Thread(target=self.give, args=(connection, free), daemon=True).start()
+            threading.Thread(target=self.serve_peer, args=(connection, free), daemon=True).start()
 
-    def give(self, connection: socket.socket, free: threading.Semaphore) -> None:
+    def serve_peer(self, connection: socket.socket, free: threading.Semaphore) -> None:
         try:
-            with contextlib.suppress(OSError, Refused), connection:
-                connection.settimeout(GREETING_S)
-                mine = os.urandom(NONCE)
-                connection.sendall(mine)
-                theirs = exactly(connection, NONCE)
-                if not hmac.compare_digest(exactly(connection, NONCE), self.proof(b"get", mine, theirs)):
+            with contextlib.suppress(OSError, InvalidRequest), connection:
+                connection.settimeout(HANDSHAKE_S)
+                own_nonce = os.urandom(NONCE)
+                connection.sendall(own_nonce)
+                peer_nonce = exactly(connection, NONCE)
+                if not hmac.compare_digest(exactly(connection, NONCE), self.proof(b"get", own_nonce, peer_nonce)):
                     return
-                connection.sendall(self.proof(b"give", mine, theirs))
+                connection.sendall(self.proof(b"give", own_nonce, peer_nonce))
                 connection.settimeout(STALL_S)
                 content, sent = self.content, 0
                 while True:
-                    piece = content.from_on(sent)
-                    if not piece:
+                    chunk = content.read_from(sent)
+                    if not chunk:
                         return
-                    connection.sendall(piece)
-                    sent += len(piece)
-                    self.moved = time.monotonic()
+                    connection.sendall(chunk)
+                    sent += len(chunk)
+                    self.progress_at = time.monotonic()
         finally:
             free.release()
 
-    def proof(self, what: bytes, server: bytes, client: bytes) -> bytes:
-        return hmac.new(self.token, what + self.digest.encode() + server + client, hashlib.sha256).digest()
+    def proof(self, purpose: bytes, server: bytes, client: bytes) -> bytes:
+        return hmac.new(self.token, purpose + self.digest.encode() + server + client, hashlib.sha256).digest()
 
 
 def exactly(connection: socket.socket, count: int) -> bytes:
     data = b""
     while len(data) < count:
-        piece = connection.recv(count - len(data))
-        if not piece:
-            raise Refused("the other host said too little")
-        data += piece
+        chunk = connection.recv(count - len(data))
+        if not chunk:
+            raise InvalidRequest("the other host said too little")
+        data += chunk
     return data
 
 
 def main() -> None:
     os.umask(0o077)
     request = json.loads(sys.stdin.buffer.readline())
-    passing = Passing(request)
-    answer({"have": passing.have, "port": passing.listen(request["ports"])})
-    threading.Thread(target=end_when_nothing_moves, args=(passing,), daemon=True).start()
+    relay = Relay(request)
+    write_reply({"have": relay.have, "port": relay.listen(request["ports"])})
+    threading.Thread(target=exit_when_idle, args=(relay,), daemon=True).start()
     for line in iter(sys.stdin.buffer.readline, b""):
-        passing.moved = time.monotonic()
+        relay.progress_at = time.monotonic()
         problem = None
         source = json.loads(line)["from"]
         try:
-            passing.get(source)
-        except Refused as error:
+            relay.get(source)
+        except InvalidRequest as error:
             problem = str(error)
         except OSError as error:
             problem = (error.strerror or str(error) or "no answer").lower()
         with contextlib.suppress(BrokenPipeError):
-            answer({"error": problem})
+            write_reply({"error": problem})
         if problem is not None and source is None:
             break  # what is left of the content would be taken for the next request
     os._exit(0)
 
 
-def end_when_nothing_moves(passing: Passing) -> None:
-    while time.monotonic() - passing.moved < LIFE_S:
+def exit_when_idle(relay: Relay) -> None:
+    while time.monotonic() - relay.progress_at < LIFE_S:
         time.sleep(1)
     with contextlib.suppress(FileNotFoundError):
-        os.unlink(passing.temporary)
+        os.unlink(relay.temporary)
     os._exit(1)
 
 
-def answer(line: object) -> None:
+def write_reply(line: object) -> None:
     sys.stdout.buffer.write(json.dumps(line).encode() + b"\n")
     sys.stdout.buffer.flush()
 

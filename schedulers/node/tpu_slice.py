@@ -24,24 +24,24 @@ if TYPE_CHECKING:
 METADATA = "http://169.254.169.254/computeMetadata/v1/instance/"
 LOOK_S = 2.0
 RETRY_S = 15.0
-ANSWER_S = 60.0
+REPLY_TIMEOUT_S = 60.0
 KEEP_TRIES = 4
 
 
 def main() -> None:
     number, settings = int(metadata("attributes/agent-worker-number")), json.loads(metadata("attributes/accel-slice"))
-    say(until_needless(settings))
+    log(wait_until_unneeded(settings))
     time.sleep(settings["others_s"] + number if number else 0)
     for _ in range(KEEP_TRIES):
-        if kept(settings):
+        if upload_result(settings):
             break
         time.sleep(RETRY_S)
     while True:  # until there is no machine to run this on
-        ask("DELETE", settings["url"])
+        request("DELETE", settings["url"])
         time.sleep(RETRY_S)
 
 
-def until_needless(settings: dict[str, Any]) -> str:
+def wait_until_unneeded(settings: dict[str, Any]) -> str:
     """Wait until the slice is to be deleted; return the reason. Uses no clock but this host's own."""
     last, changed, ended_at = None, time.monotonic(), None
     while True:
@@ -79,26 +79,26 @@ def directories(settings: dict[str, Any]) -> list[str]:
     return [os.path.join(root, "jobs", settings["job"]) for root in roots]
 
 
-def kept(settings: dict[str, Any]) -> bool:
+def upload_result(settings: dict[str, Any]) -> bool:
     """Upload the job's result if there is a bucket for it. Return False if that must be retried."""
     for directory in directories(settings) if settings["result"] else []:
         with contextlib.suppress(FileNotFoundError), open(os.path.join(directory, "exit.json"), "rb") as file:
-            return ask("POST", settings["result"], file.read())
+            return request("POST", settings["result"], file.read())
     return True
 
 
-def ask(method: str, url: str, data: bytes | None = None) -> bool:
+def request(method: str, url: str, data: bytes | None = None) -> bool:
     token = json.loads(metadata("service-accounts/default/token"))["access_token"]
     headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/octet-stream"}
     try:
         request = urllib.request.Request(url, method=method, headers=headers, data=data)
-        with urllib.request.urlopen(request, timeout=ANSWER_S) as reply:
-            say(f"{method} {url}: {reply.status}")
+        with urllib.request.urlopen(request, timeout=REPLY_TIMEOUT_S) as reply:
+            log(f"{method} {url}: {reply.status}")
             return True
     except urllib.error.HTTPError as error:
-        say(f"{method} {url}: {error} {error.read()[:1000]!r}")
+        log(f"{method} {url}: {error} {error.read()[:1000]!r}")
     except OSError as error:
-        say(f"{method} {url}: {error}")
+        log(f"{method} {url}: {error}")
     return False
 
 
@@ -106,15 +106,15 @@ def metadata(key: str) -> str:
     request = urllib.request.Request(METADATA + key, headers={"Metadata-Flavor": "Google"})
     while True:
         try:
-            with urllib.request.urlopen(request, timeout=ANSWER_S) as reply:
+            with urllib.request.urlopen(request, timeout=REPLY_TIMEOUT_S) as reply:
                 text: str = reply.read().decode()
                 return text
         except OSError as error:  # the network is not up yet
-            say(f"metadata {key}: {error}")
+            log(f"metadata {key}: {error}")
         time.sleep(LOOK_S)
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     print(f"accel: {text}", flush=True)
 
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 SCHEMA = 1
 MARKER = ".whole"
 TAIL = 8192
-SAID_LINES = 2
+ERROR_LINES = 2
 INSTALL = ["-m", "pip", "install", "--no-input", "--disable-pip-version-check", "--no-color"]
 
 running: list[int] = []  # the process groups that end with the asker
@@ -44,7 +44,7 @@ building = threading.Event()
 over = threading.Event()
 
 
-class Refused(Exception):
+class InvalidRequest(Exception):
     """An error with one line for people."""
 
 
@@ -54,8 +54,8 @@ def main() -> None:
     threading.Thread(target=end_with_the_asker, daemon=True).start()
     try:
         root = os.path.expanduser(request["root"])
-        line: dict[str, Any] = found(root, request["files"], request["version"], request["make"])
-    except Refused as error:
+        line: dict[str, Any] = find_environment(root, request["files"], request["version"], request["make"])
+    except InvalidRequest as error:
         line = {"error": str(error)}
     except OSError as error:
         line = {"error": "{}: {}".format(error.filename or "a file", (error.strerror or str(error)).lower())}
@@ -69,28 +69,28 @@ def end_with_the_asker() -> None:
     while os.read(0, 4096):
         pass
     over.set()
-    end_what_runs()
+    kill_children()
     if not building.is_set():  # else what is half made has to be removed first
         os._exit(1)
 
 
-def end_what_runs() -> None:
+def kill_children() -> None:
     for group in list(running):
         with contextlib.suppress(OSError):
             os.killpg(group, signal.SIGKILL)
 
 
-def found(root: str, files: dict[str, str], version: str | None, make: bool) -> dict[str, Any]:
+def find_environment(root: str, files: dict[str, str], version: str | None, make: bool) -> dict[str, Any]:
     key = [SCHEMA, version, sys.version, sys.executable, sys.prefix, sorted(files.items())]
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()
     top = os.path.join(root, "envs")
     directory = os.path.join(top, digest)
     python = os.path.join(directory, "bin", "python")
     if not make:
-        return {"python": python if whole(directory) else None, "made": False}
+        return {"python": python if is_complete(directory) else None, "made": False}
     os.makedirs(top, mode=0o700, exist_ok=True)
     lock = locked(directory + ".lock")
-    if whole(directory):
+    if is_complete(directory):
         os.utime(os.path.join(directory, MARKER))  # in use: what removes old ones can see that
         return {"python": python, "made": False}
     shutil.rmtree(directory, ignore_errors=True)
@@ -103,7 +103,7 @@ def found(root: str, files: dict[str, str], version: str | None, make: bool) -> 
     return {"python": python, "made": True}
 
 
-def whole(directory: str) -> bool:
+def is_complete(directory: str) -> bool:
     return os.path.exists(os.path.join(directory, MARKER))
 
 
@@ -125,38 +125,38 @@ def build(directory: str, python: str, files: dict[str, str], version: str | Non
     with open(log, "wb"):
         pass  # of this try only
     if version:
-        make_of_another_python(directory, version, log, lock)
+        make_from_other_python(directory, version, log, lock)
     else:
-        make_of_this_python(directory, log, lock)
+        make_from_this_python(directory, log, lock)
     if subprocess.call([python, "-m", "pip", "--version"], **quietly(directory)) != 0:
         run([python, "-m", "ensurepip", "--default-pip"], log, lock, "ensurepip")
-    own = os.path.join(directory, "requirements")
-    os.mkdir(own)
+    requirements_dir = os.path.join(directory, "requirements")
+    os.mkdir(requirements_dir)
     for name, text in files.items():
-        with open(os.path.join(own, name), "w", encoding="utf-8", errors="surrogateescape") as file:
+        with open(os.path.join(requirements_dir, name), "w", encoding="utf-8", errors="surrogateescape") as file:
             file.write(text)
-    what = f"pip install (Python {version or platform.python_version()})"
-    run([python, *INSTALL, "-r", os.path.join(own, "requirements.txt")], log, lock, what)
+    label = f"pip install (Python {version or platform.python_version()})"
+    run([python, *INSTALL, "-r", os.path.join(requirements_dir, "requirements.txt")], log, lock, label)
     os.sync()  # after a power loss a marker must not stand over empty files
     os.close(os.open(os.path.join(directory, MARKER), os.O_WRONLY | os.O_CREAT, 0o600))
 
 
-def make_of_this_python(directory: str, log: str, lock: int) -> None:
-    in_one = sys.prefix != sys.base_prefix
-    flags = [] if in_one else ["--system-site-packages"]
+def make_from_this_python(directory: str, log: str, lock: int) -> None:
+    in_venv = sys.prefix != sys.base_prefix
+    flags = [] if in_venv else ["--system-site-packages"]
     run([sys.executable, "-m", "venv", "--without-pip", *flags, directory], log, lock, "venv")
-    if in_one:
+    if in_venv:
         see_packages_of_this_one(directory)
 
 
-def make_of_another_python(directory: str, version: str, log: str, lock: int) -> None:
+def make_from_other_python(directory: str, version: str, log: str, lock: int) -> None:
     """Create it with uv and without this Python's packages, which another Python cannot use."""
     places = (os.environ.get("PATH", os.defpath), os.path.expanduser("~/.local/bin"))
     uv = shutil.which("uv", path=os.pathsep.join(places))
     if uv is None:
-        own = os.path.join(directory, "uv")
-        run([sys.executable, *INSTALL, "--target", own, "uv"], log, lock, "pip install uv")
-        uv = os.path.join(own, "bin", "uv")
+        uv_dir = os.path.join(directory, "uv")
+        run([sys.executable, *INSTALL, "--target", uv_dir, "uv"], log, lock, "pip install uv")
+        uv = os.path.join(uv_dir, "bin", "uv")
     os.environ.setdefault("UV_PYTHON_INSTALL_DIR", os.path.join(os.path.dirname(os.path.dirname(directory)), "pythons"))
     flags = ["--no-project", "--allow-existing", "--no-progress", "--color", "never"]
     run([uv, "venv", *flags, "--python", version, directory], log, lock, f"uv venv --python {version}")
@@ -164,41 +164,43 @@ def make_of_another_python(directory: str, version: str, log: str, lock: int) ->
 
 def see_packages_of_this_one(directory: str) -> None:
     """Make this virtual environment's packages visible in the new one, to which they are not the system's."""
-    where = sysconfig.get_path("purelib", "posix_prefix", {"base": directory, "platbase": directory})
+    purelib = sysconfig.get_path("purelib", "posix_prefix", {"base": directory, "platbase": directory})
     lines = [f"import site; site.addsitedir({path!r})\n" for path in site.getsitepackages()]
-    with open(os.path.join(where, "_packages_below.pth"), "w") as file:
+    with open(os.path.join(purelib, "_packages_below.pth"), "w") as file:
         file.writelines(lines)
 
 
 def quietly(directory: str) -> dict[str, Any]:
-    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME", "PIP_TARGET")}
+    inherited = {
+        name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME", "PIP_TARGET")
+    }
     null = subprocess.DEVNULL
-    env = {**kept, "PIP_USER": "0"}
+    env = {**inherited, "PIP_USER": "0"}
     return {"stdin": null, "stdout": null, "stderr": null, "cwd": directory, "env": env}
 
 
 def run(argv: list[str], log: str, lock: int, name: str) -> None:
     with open(log, "ab") as output:
-        where = {**quietly(os.path.dirname(log)), "stdout": output, "stderr": output}
-        process = subprocess.Popen(argv, pass_fds=(lock,), start_new_session=True, **where)
+        popen_options = {**quietly(os.path.dirname(log)), "stdout": output, "stderr": output}
+        process = subprocess.Popen(argv, pass_fds=(lock,), start_new_session=True, **popen_options)
         running.append(process.pid)
         if over.is_set():
-            end_what_runs()
+            kill_children()
         status = process.wait()
         running.remove(process.pid)
     if over.is_set():
-        raise Refused("nobody waits for it any more")
+        raise InvalidRequest("nobody waits for it any more")
     if status != 0:
-        raise Refused(f"{name} failed (status {status}): {said(log)} (all of it: {log})")
+        raise InvalidRequest(f"{name} failed (status {status}): {last_errors(log)} (all of it: {log})")
 
 
-def said(log: str) -> str:
+def last_errors(log: str) -> str:
     """Return the likely reason in the log: the last errors, or the last lines."""
     with open(log, "rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
         lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
     errors = [line for line in lines if line.lower().startswith(("error", "cause:"))]  # pip, uv
-    return " / ".join((errors or lines or ["it said nothing"])[-SAID_LINES:])
+    return " / ".join((errors or lines or ["it said nothing"])[-ERROR_LINES:])
 
 
 if __name__ == "__main__":

@@ -22,35 +22,35 @@ _DENIED = ("AccessDenied", "AccessDeniedException", "403")
 _BUSY = ("Throttling", "ThrottlingException", "TooManyRequestsException", "RequestLimitExceeded", "SlowDown")
 
 
-class Refused(SchedulerError):
+class AwsError(SchedulerError):
     """AWS refused a request. `code`: its error code."""
 
-    def __init__(self, message: str, code: str, said: str) -> None:
+    def __init__(self, message: str, code: str, detail: str) -> None:
         super().__init__(message)
-        self.code, self.said = code, said
+        self.code, self.message_text = code, detail
 
 
 class Aws:
     """The clients of one account and region. Thread-safe."""
 
     def __init__(self, options: SageMakerOptions, target: str) -> None:
-        self._options, self.where = options, f"target {target}"
+        self._options, self.label = options, f"target {target}"
 
     @functools.cached_property
     def _session(self) -> Any:
         try:
             import boto3
         except ImportError:
-            raise ConfigError(f"{self.where}: {_INSTALL}") from None
-        with self.asked("use the profile"):
+            raise ConfigError(f"{self.label}: {_INSTALL}") from None
+        with self.translated_errors("use the profile"):
             return boto3.Session(profile_name=self._options.profile, region_name=self._options.region)
 
     @functools.cached_property
     def region(self) -> str:
-        found = self._session.region_name
-        if not found:
-            raise ConfigError(f"{self.where}: no region: say region: in accel.yaml, or set AWS_DEFAULT_REGION")
-        return str(found)
+        region = self._session.region_name
+        if not region:
+            raise ConfigError(f"{self.label}: no region: say region: in accel.yaml, or set AWS_DEFAULT_REGION")
+        return str(region)
 
     @functools.cache  # noqa: B019 - as long as the target
     def client(self, service: str) -> Any:
@@ -59,20 +59,20 @@ class Aws:
 
         retries = {"mode": "adaptive", "max_attempts": 6}
         config = Config(retries=retries, connect_timeout=10, read_timeout=60, max_pool_connections=16)
-        with self.asked(f"use {service}"):
+        with self.translated_errors(f"use {service}"):
             return session.client(service, region_name=self.region, config=config)
 
-    def call(self, service: str, operation: str, **asked: Any) -> dict[str, Any]:
+    def call(self, service: str, operation: str, **parameters: Any) -> dict[str, Any]:
         """Call an operation and return the response. Raises Refused, Unreachable, ConfigError."""
         client = self.client(service)
-        with self.asked(f"{service}:{client.meta.method_to_api_mapping.get(operation, operation)}"):
-            return dict(getattr(client, operation)(**asked))
+        with self.translated_errors(f"{service}:{client.meta.method_to_api_mapping.get(operation, operation)}"):
+            return dict(getattr(client, operation)(**parameters))
 
-    def pages(self, service: str, operation: str, key: str, **asked: Any) -> Iterator[dict[str, Any]]:
+    def pages(self, service: str, operation: str, key: str, **parameters: Any) -> Iterator[dict[str, Any]]:
         """Yield the items under `key` from all pages of a list, fetched as they are read. Raises as `call`."""
         client = self.client(service)
-        with self.asked(f"{service}:{client.meta.method_to_api_mapping[operation]}"):
-            for page in client.get_paginator(operation).paginate(**asked):
+        with self.translated_errors(f"{service}:{client.meta.method_to_api_mapping[operation]}"):
+            for page in client.get_paginator(operation).paginate(**parameters):
                 yield from page.get(key) or ()
 
     def training_job(self, name: str) -> object:
@@ -80,59 +80,59 @@ class Aws:
         try:
             from sagemaker.core.resources import TrainingJob
         except ImportError:
-            raise ConfigError(f"{self.where}: {_INSTALL_SDK}") from None
-        with self.asked("sagemaker:DescribeTrainingJob"):
+            raise ConfigError(f"{self.label}: {_INSTALL_SDK}") from None
+        with self.translated_errors("sagemaker:DescribeTrainingJob"):
             return TrainingJob.get(training_job_name=name, session=self._session, region=self.region)
 
     @contextlib.contextmanager
-    def asked(self, what: str) -> Iterator[None]:
-        """Convert boto3's exceptions to accel's. `what`: the call, as IAM names it."""
+    def translated_errors(self, action: str) -> Iterator[None]:
+        """Convert boto3's exceptions to accel's. `action`: the call, as IAM names it."""
         from botocore import exceptions as raised
 
         try:
             yield
         except (raised.NoCredentialsError, raised.PartialCredentialsError, raised.CredentialRetrievalError) as error:
-            raise ConfigError(f"{self.where}: no credentials of AWS: {one_line(str(error))}; {_LOGIN}") from None
+            raise ConfigError(f"{self.label}: no credentials of AWS: {one_line(str(error))}; {_LOGIN}") from None
         except (raised.SSOError, raised.UnauthorizedSSOTokenError, raised.TokenRetrievalError) as error:
-            raise ConfigError(f"{self.where}: the login has expired: {one_line(str(error))}; {_LOGIN}") from None
+            raise ConfigError(f"{self.label}: the login has expired: {one_line(str(error))}; {_LOGIN}") from None
         except (raised.ProfileNotFound, raised.NoRegionError, raised.ConfigParseError) as error:
-            raise ConfigError(f"{self.where}: {one_line(str(error))}") from None
+            raise ConfigError(f"{self.label}: {one_line(str(error))}") from None
         except raised.ClientError as error:
-            raise self._refusal(error, what) from None
+            raise self._error_of(error, action) from None
         except (raised.HTTPClientError, raised.ConnectionError, raised.ResponseStreamingError) as error:
-            raise Unreachable(f"{self.where}: {what}: {one_line(str(error))}") from None
+            raise Unreachable(f"{self.label}: {action}: {one_line(str(error))}") from None
         except raised.BotoCoreError as error:
-            raise ConfigError(f"{self.where}: {what}: {one_line(str(error))}") from None
+            raise ConfigError(f"{self.label}: {action}: {one_line(str(error))}") from None
 
-    def _refusal(self, error: Any, what: str) -> SchedulerError:
-        answer = error.response.get("Error", {})
-        code, said = str(answer.get("Code") or ""), one_line(str(answer.get("Message") or error))
+    def _error_of(self, error: Any, action: str) -> SchedulerError:
+        details = error.response.get("Error", {})
+        code, message = str(details.get("Code") or ""), one_line(str(details.get("Message") or error))
         status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
         if code in _BUSY or status >= 500:
-            return Unreachable(f"{self.where}: AWS has too much to do ({code or status}): {said}")
+            return Unreachable(f"{self.label}: AWS has too much to do ({code or status}): {message}")
         if code in _STALE:
-            return ConfigError(f"{self.where}: the credentials have expired; {_LOGIN}")
+            return ConfigError(f"{self.label}: the credentials have expired; {_LOGIN}")
         if code in _UNKNOWN:
-            return ConfigError(f"{self.where}: AWS does not know these credentials ({code}); {_LOGIN}")
+            return ConfigError(f"{self.label}: AWS does not know these credentials ({code}); {_LOGIN}")
         if code in _DENIED:
-            return Refused(f"{self.where}: AWS does not allow {what}: {said}", code, said)
+            return AwsError(f"{self.label}: AWS does not allow {action}: {message}", code, message)
         if code == "ResourceLimitExceeded":
             remedy = "ask for a higher quota (Service Quotas, Amazon SageMaker), or take another instance_type"
-            return Refused(f"{self.where}: {said}: {remedy}", code, said)
+            return AwsError(f"{self.label}: {message}: {remedy}", code, message)
         if code in ("NoSuchBucket", "404", "NoSuchKey"):
-            return Refused(f"{self.where}: {what}: {said} (s3_output_path)", code, said)
-        return Refused(f"{self.where}: {what}: {said}", code, said)
+            return AwsError(f"{self.label}: {action}: {message} (s3_output_path)", code, message)
+        return AwsError(f"{self.label}: {action}: {message}", code, message)
 
-    def resolved(self) -> Account:
+    def resolve_account(self) -> Account:
         """Return the account data that the plan left open. Raises SubmitError, ConfigError, Unreachable."""
         identity = self.call("sts", "get_caller_identity")
         partition, role = str(identity["Arn"]).split(":")[1], self._options.role
         if not role.startswith("arn:"):
             try:
                 role = str(self.call("iam", "get_role", RoleName=role.rpartition("/")[2])["Role"]["Arn"])
-            except Refused as error:
-                lacks = f"there is no role {role}" if error.code == "NoSuchEntity" else str(error)
-                raise SubmitError(f"{self.where}: role: {lacks}; give the ARN of an execution role") from None
+            except AwsError as error:
+                problem = f"there is no role {role}" if error.code == "NoSuchEntity" else str(error)
+                raise SubmitError(f"{self.label}: role: {problem}; give the ARN of an execution role") from None
         return Account(account=str(identity["Account"]), region=self.region, partition=partition, role_arn=role)
 
 

@@ -27,81 +27,81 @@ from typing import Any
 _NEEDS = {"torch": (2, 6), "numpy": (1, 26), "safetensors": (0, 4)}
 _PYTHON = (3, 10)
 END = "[accel] end"  # the last line of a container's log, for who reads it
-_LAST_WORDS_S = 5.0  # of a launcher that has ended
-_MOST_FAILURE = 1024  # characters, of which AWS keeps no more
+_LOG_FLUSH_S = 5.0  # of a launcher that has ended
+_MAX_FAILURE_BYTES = 1024  # characters, of which AWS keeps no more
 _EFA = "/sys/class/infiniband"  # SageMaker's instances have no other adapters of that class
 _RDMA = ("ml.p4d", "ml.p5", "ml.p6", "ml.trn1")  # on older EFA the variable ends the program
 
 
-class Failed(Exception):
+class EntryError(Exception):
     """The job cannot continue. The message has one line."""
 
 
 def main() -> int:
     root = os.environ.get("ACCEL_SM_ROOT") or "/opt/ml"
-    brought = os.path.dirname(os.path.abspath(__file__))
-    work = "/tmp/accel"
+    channel = os.path.dirname(os.path.abspath(__file__))
+    work_dir = "/tmp/accel"
     # The first process of a container ignores SIGTERM unless it handles it.
     signal.signal(signal.SIGTERM, lambda received, _: sys.exit(128 + received))
     try:
-        with open(os.path.join(brought, "job.json"), encoding="utf-8") as file:
+        with open(os.path.join(channel, "job.json"), encoding="utf-8") as file:
             settings = json.load(file)
-        os.makedirs(work, exist_ok=True)
-        place(brought, work, settings)
-        env = environment(root, work, settings)
+        os.makedirs(work_dir, exist_ok=True)
+        place(channel, work_dir, settings)
+        env = environment(root, work_dir, settings)
         check()
-        prepare(os.path.join(work, "code", settings["workdir"]), settings, env)
-        return run(root, work, settings, env)
-    except Failed as error:
+        prepare(os.path.join(work_dir, "code", settings["workdir"]), settings, env)
+        return run(root, work_dir, settings, env)
+    except EntryError as error:
         print(f"accel: {error}", flush=True)
-        tell(root, str(error))
+        write_failure(root, str(error))
     except Exception as error:
         traceback.print_exc()
-        tell(root, f"{type(error).__name__}: {error}")
+        write_failure(root, f"{type(error).__name__}: {error}")
     return 1
 
 
-def place(brought: str, work: str, settings: dict[str, Any]) -> None:
+def place(channel: str, work_dir: str, settings: dict[str, Any]) -> None:
     """Unpack the code directory, and accel next to it."""
     for name, digest in settings["files"].items():
-        if digest_of(os.path.join(brought, name)) != digest:
-            raise Failed(f"{name} is not what was submitted: its sha256 is another")
-    code, accel = os.path.join(work, "code"), os.path.join(work, "accel")
-    for path in (code, accel, os.path.join(work, "logs")):
+        if digest_of(os.path.join(channel, name)) != digest:
+            raise EntryError(f"{name} is not what was submitted: its sha256 is another")
+    code, accel = os.path.join(work_dir, "code"), os.path.join(work_dir, "accel")
+    for path in (code, accel, os.path.join(work_dir, "logs")):
         shutil.rmtree(path, ignore_errors=True)
         os.makedirs(path)
-    with tarfile.open(os.path.join(brought, "code.tar.gz"), "r:gz", encoding="utf-8", errors="surrogateescape") as tar:
-        safely: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
-        tar.extractall(code, **safely)
-    with zipfile.ZipFile(os.path.join(brought, settings["wheel"])) as wheel:
+    with tarfile.open(os.path.join(channel, "code.tar.gz"), "r:gz", encoding="utf-8", errors="surrogateescape") as tar:
+        extract_options: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
+        tar.extractall(code, **extract_options)
+    with zipfile.ZipFile(os.path.join(channel, settings["wheel"])) as wheel:
         wheel.extractall(accel)
 
 
 def digest_of(path: str) -> str:
-    whole = hashlib.sha256()
+    digest = hashlib.sha256()
     with open(path, "rb") as file:
         for data in iter(lambda: file.read(1 << 20), b""):
-            whole.update(data)
-    return whole.hexdigest()
+            digest.update(data)
+    return digest.hexdigest()
 
 
-def environment(root: str, work: str, settings: dict[str, Any]) -> dict[str, str]:
+def environment(root: str, work_dir: str, settings: dict[str, Any]) -> dict[str, str]:
     """Return the ranks' environment: the variables of SageMaker's toolkit, and the job's own."""
     env = dict(os.environ)
-    env["PYTHONPATH"] = os.pathsep.join([os.path.join(work, "accel"), *filter(None, [env.get("PYTHONPATH")])])
+    env["PYTHONPATH"] = os.pathsep.join([os.path.join(work_dir, "accel"), *filter(None, [env.get("PYTHONPATH")])])
     env.setdefault("SM_MODEL_DIR", os.path.join(root, "model"))
     env.setdefault("SM_OUTPUT_DATA_DIR", os.path.join(root, "output", "data"))
     data = os.path.join(root, "input", "data")
     for channel in sorted(os.listdir(data)):
         env.setdefault(f"SM_CHANNEL_{channel.upper()}", os.path.join(data, channel))
-    said = resources(root)
-    interface = said.get("network_interface_name")
+    resource_config = resources(root)
+    interface = resource_config.get("network_interface_name")
     if interface in {name for _, name in socket.if_nameindex()}:
         env.setdefault("NCCL_SOCKET_IFNAME", interface)
         env.setdefault("GLOO_SOCKET_IFNAME", interface)
     if os.path.isdir(_EFA) and os.listdir(_EFA):
         env.setdefault("FI_PROVIDER", "efa")
-        if str(said.get("current_instance_type")).startswith(_RDMA):
+        if str(resource_config.get("current_instance_type")).startswith(_RDMA):
             env.setdefault("FI_EFA_USE_DEVICE_RDMA", "1")
     for path in (env["SM_MODEL_DIR"], env["SM_OUTPUT_DATA_DIR"]):
         os.makedirs(path, exist_ok=True)
@@ -115,7 +115,7 @@ def resources(root: str) -> dict[str, Any]:
         with open(os.path.join(root, "input", "config", "resourceconfig.json"), encoding="utf-8") as file:
             return dict(json.load(file))
     except (OSError, ValueError, TypeError) as error:
-        raise Failed(f"input/config/resourceconfig.json cannot be read: {error}") from None
+        raise EntryError(f"input/config/resourceconfig.json cannot be read: {error}") from None
 
 
 def secrets(references: dict[str, str], env: dict[str, str]) -> dict[str, str]:
@@ -125,62 +125,64 @@ def secrets(references: dict[str, str], env: dict[str, str]) -> dict[str, str]:
     try:
         import boto3
     except ImportError:
-        raise Failed("--secret needs the package boto3 in the image") from None
+        raise EntryError("--secret needs the package boto3 in the image") from None
     region = env.get("AWS_REGION") or env.get("AWS_DEFAULT_REGION")
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     for name, reference in references.items():
-        kind, _, where = reference.partition(":")
+        kind, _, secret_id = reference.partition(":")
         try:
             client = boto3.client(kind, region_name=region)
             if kind == "ssm":
-                found[name] = client.get_parameter(Name=where, WithDecryption=True)["Parameter"]["Value"]
+                values[name] = client.get_parameter(Name=secret_id, WithDecryption=True)["Parameter"]["Value"]
             else:
-                where, _, key = where.partition("#")
-                text = client.get_secret_value(SecretId=where)["SecretString"]
-                found[name] = str(json.loads(text)[key]) if key else text
+                secret_id, _, key = secret_id.partition("#")
+                text = client.get_secret_value(SecretId=secret_id)["SecretString"]
+                values[name] = str(json.loads(text)[key]) if key else text
         except Exception as error:  # botocore's are of many kinds; none of them holds a value
-            raise Failed(f"secret {name}: {reference}: {' '.join(str(error).split())}") from None
-    env["ACCEL_SECRETS"] = ",".join(found)
-    return found
+            raise EntryError(f"secret {name}: {reference}: {' '.join(str(error).split())}") from None
+    env["ACCEL_SECRETS"] = ",".join(values)
+    return values
 
 
 def check() -> None:
     """Raise Failed, which lists everything that is missing, if the image cannot run accel."""
     if sys.version_info[:2] < _PYTHON:
-        raise Failed(f"the image has Python {sys.version.split()[0]}, and accel needs {'.'.join(map(str, _PYTHON))}")
+        raise EntryError(
+            f"the image has Python {sys.version.split()[0]}, and accel needs {'.'.join(map(str, _PYTHON))}"
+        )
     from importlib import metadata
 
-    lacks = []
-    for name, least in _NEEDS.items():
+    problems = []
+    for name, minimum in _NEEDS.items():
         try:
             version = metadata.version(name)
         except metadata.PackageNotFoundError:
-            lacks.append(f"{name} is not there")
+            problems.append(f"{name} is not there")
             continue
-        numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
-        if numbers < least:
-            lacks.append(f"{name} is {version}, and {'.'.join(map(str, least))} is needed")
-    if lacks:
-        raise Failed(f"the image cannot run accel: {'; '.join(lacks)}")
+        release = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
+        if release < minimum:
+            problems.append(f"{name} is {version}, and {'.'.join(map(str, minimum))} is needed")
+    if problems:
+        raise EntryError(f"the image cannot run accel: {'; '.join(problems)}")
 
 
-def prepare(here: str, settings: dict[str, Any], env: dict[str, str]) -> None:
+def prepare(directory: str, settings: dict[str, Any], env: dict[str, str]) -> None:
     """Install the requirements and run the setup commands."""
     pip = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "-r", settings["requirements"]]
     for argv in [*([pip] if pip[-1] else []), *settings["setup"]]:
         try:
-            code = subprocess.call(argv, cwd=here, env=env)
+            code = subprocess.call(argv, cwd=directory, env=env)
         except OSError as error:
-            raise Failed(f"setup: {argv[0]}: {error.strerror}") from None
+            raise EntryError(f"setup: {argv[0]}: {error.strerror}") from None
         if code:
-            raise Failed(f"setup: {' '.join(argv)} ended with code {code}")
+            raise EntryError(f"setup: {' '.join(argv)} ended with code {code}")
 
 
-def run(root: str, work: str, settings: dict[str, Any], env: dict[str, str]) -> int:
+def run(root: str, work_dir: str, settings: dict[str, Any], env: dict[str, str]) -> int:
     """Run the launcher to its end, write its failure if any, and return its exit code."""
-    logs = os.path.join(work, "logs")
+    logs = os.path.join(work_dir, "logs")
     argv = [sys.executable, "-m", "accel", "launch", "--log_dir", logs, *settings["launch"]]
-    cwd = os.path.join(work, "code", settings["workdir"])
+    cwd = os.path.join(work_dir, "code", settings["workdir"])
     launcher = subprocess.Popen(argv, cwd=cwd, env=env, stderr=subprocess.PIPE)
     assert launcher.stderr is not None
     for signum in (signal.SIGTERM, signal.SIGINT):
@@ -191,10 +193,10 @@ def run(root: str, work: str, settings: dict[str, Any], env: dict[str, str]) -> 
     code = launcher.wait()
     code = code if code >= 0 else 128 - code
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the first host to end has the others ended
-    copying.join(_LAST_WORDS_S)
+    copying.join(_LOG_FLUSH_S)
     if code:
         lines = last[0].decode(errors="replace").strip().splitlines()
-        tell(root, report(logs) or (lines[-1] if lines else f"the launcher ended with code {code}"))
+        write_failure(root, report(logs) or (lines[-1] if lines else f"the launcher ended with code {code}"))
     return code
 
 
@@ -205,27 +207,27 @@ def copy(reading: int, last: list[bytes]) -> None:
         if not data:
             return
         os.write(2, data)
-        last[0] = (last[0] + data)[-_MOST_FAILURE:]
+        last[0] = (last[0] + data)[-_MAX_FAILURE_BYTES:]
 
 
 def report(logs: str) -> str | None:
     """Return the gang's failure as recorded by the launcher, the same on all hosts, or None."""
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
         with open(os.path.join(logs, "launch.jsonl"), encoding="utf-8") as file:
-            found = [json.loads(line) for line in file if '"failure"' in line]
-        told = [each["failure"] for each in found if each.get("failure")][-1]
-        who = "the launcher" if told["rank"] is None else f"rank {told['rank']}"
-        cause = f" ({told['cause']})" if told.get("cause") else ""
-        return f"{who} on node {told['node']}: {told['message'] or told['how']}{cause} [accel {told['reason']}]"
+            records = [json.loads(line) for line in file if '"failure"' in line]
+        error = [record["failure"] for record in records if record.get("failure")][-1]
+        subject = "the launcher" if error["rank"] is None else f"rank {error['rank']}"
+        cause = f" ({error['cause']})" if error.get("cause") else ""
+        return f"{subject} on node {error['node']}: {error['message'] or error['how']}{cause} [accel {error['reason']}]"
     return None
 
 
-def tell(root: str, text: str) -> None:
+def write_failure(root: str, text: str) -> None:
     path = os.path.join(root, "output", "failure")
     with contextlib.suppress(OSError):
         os.makedirs(os.path.dirname(path), exist_ok=True)
         with open(path, "w", encoding="utf-8") as file:
-            file.write(text[:_MOST_FAILURE])
+            file.write(text[:_MAX_FAILURE_BYTES])
 
 
 if __name__ == "__main__":

@@ -53,19 +53,23 @@ def is_named(image: str) -> bool:
     return image.startswith(_PREFIX)
 
 
-def address(image: str, region: str, instance_type: str, where: str) -> str:
+def address(image: str, region: str, instance_type: str, subject: str) -> str:
     """Return the address of an image: itself, or that of `pytorch:VERSION` in the region. Raises SpecError."""
     if not is_named(image):
         return image
     version = image.removeprefix(_PREFIX)
-    found = next((each for each in VERSIONS if each == version or each.rpartition(".")[0] == version), None)
-    if found is None:
-        known = ", ".join(VERSIONS)
-        raise SpecError(f"{where}: {image}: no such version is known ({known}){nearest(version, VERSIONS)}; give a URI")
+    full_version = next(
+        (candidate for candidate in VERSIONS if candidate == version or candidate.rpartition(".")[0] == version), None
+    )
+    if full_version is None:
+        choices = ", ".join(VERSIONS)
+        raise SpecError(
+            f"{subject}: {image}: no such version is known ({choices}){nearest(version, VERSIONS)}; give a URI"
+        )
     kind = "cpu" if gpus(instance_type) == 0 else "gpu"
-    suffix = next((each for start, each in _SUFFIXES.items() if region.startswith(start)), "amazonaws.com")
+    suffix = next((candidate for start, candidate in _SUFFIXES.items() if region.startswith(start)), "amazonaws.com")
     registry = f"{_REGISTRIES.get(region, _COMMON)}.dkr.ecr.{region}.{suffix}"
-    return f"{registry}/pytorch-training:{found}-{kind}-{VERSIONS[found]}"
+    return f"{registry}/pytorch-training:{full_version}-{kind}-{VERSIONS[full_version]}"
 
 
 def gpus(instance_type: str) -> int | None:

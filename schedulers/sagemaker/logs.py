@@ -14,15 +14,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..job import Cursor, LogLine
-from .aws import Aws, Refused
+from .aws import Aws, AwsError
 from .entry import END
 from .status import Native, describe
 
 GROUP = "/aws/sagemaker/TrainingJobs"
 _STREAM = re.compile(r"(?P<host>algo-(?P<number>\d+))-(?P<began>\d+)\Z")
 _RANK = re.compile(r"\[rank (\d{1,7})\] ")
-_LATE_S = 30.0  # after a job's end, for lines that are not shown yet; a container that was killed has no last line
-_AGAIN_S = 1.0
+_LATE_LINES_S = (
+    30.0  # after a job's end, for lines that are not shown yet; a container that was killed has no last line
+)
+_POLL_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,22 +38,22 @@ class Stream:
 
 def streams(aws: Aws, native: Native) -> list[Stream]:
     """Return the existing streams, by attempt and then by node."""
-    found: dict[int, list[tuple[int, str]]] = {}
-    asked = {"logGroupName": GROUP, "logStreamNamePrefix": f"{native.name}/"}
+    runs_by_node: dict[int, list[tuple[int, str]]] = {}
+    parameters = {"logGroupName": GROUP, "logStreamNamePrefix": f"{native.name}/"}
     try:
-        for each in aws.pages("logs", "describe_log_streams", "logStreams", **asked):
-            match = _STREAM.match(str(each["logStreamName"]).partition("/")[2])
+        for log_stream in aws.pages("logs", "describe_log_streams", "logStreams", **parameters):
+            match = _STREAM.match(str(log_stream["logStreamName"]).partition("/")[2])
             if match is not None:
-                found.setdefault(int(match["number"]) - 1, []).append((int(match["began"]), match[0]))
-    except Refused as error:
+                runs_by_node.setdefault(int(match["number"]) - 1, []).append((int(match["began"]), match[0]))
+    except AwsError as error:
         if error.code != "ResourceNotFoundException":  # nobody in the account has written yet
             raise
-    made = [
+    log_streams = [
         Stream(name=name, node=node, attempt=attempt)
-        for node, runs in found.items()
+        for node, runs in runs_by_node.items()
         for attempt, (_, name) in enumerate(sorted(runs))
     ]
-    return sorted(made, key=lambda stream: (stream.attempt, stream.node))
+    return sorted(log_streams, key=lambda stream: (stream.attempt, stream.node))
 
 
 def lines(aws: Aws, native: Native, since: Cursor | None, nodes: int | None) -> Iterator[LogLine]:
@@ -64,30 +66,30 @@ def lines(aws: Aws, native: Native, since: Cursor | None, nodes: int | None) -> 
     complete: set[Stream] = set()
     deadline: float | None = None
     while True:
-        found = streams(aws, native)
-        for stream in found:
+        log_streams = streams(aws, native)
+        for stream in log_streams:
             for line in _lines_of(aws, native, stream, cursor.position(stream.name)):
                 if line.rank is None and line.text == f"{END}\n":
                     complete.add(stream)
                 else:
                     cursor.advance(line)
                     yield line
-        if nodes is None or sum(stream.attempt == found[-1].attempt for stream in complete) >= nodes:
+        if nodes is None or sum(stream.attempt == log_streams[-1].attempt for stream in complete) >= nodes:
             return
         if deadline is None:
-            deadline = time.monotonic() + _left(aws, native)
+            deadline = time.monotonic() + _remaining_s(aws, native)
         if time.monotonic() >= deadline:
             return
-        time.sleep(_AGAIN_S)
+        time.sleep(_POLL_S)
 
 
-def _left(aws: Aws, native: Native) -> float:
+def _remaining_s(aws: Aws, native: Native) -> float:
     """Return the seconds in which lines of a finished job may still appear."""
-    made = describe(aws, native.name) or {}
-    if "TrainingStartTime" not in made or "TrainingEndTime" not in made:
+    job = describe(aws, native.name) or {}
+    if "TrainingStartTime" not in job or "TrainingEndTime" not in job:
         return 0.0
-    since: float = time.time() - made["TrainingEndTime"].timestamp()
-    return _LATE_S - max(0.0, since)
+    elapsed_s: float = time.time() - job["TrainingEndTime"].timestamp()
+    return _LATE_LINES_S - max(0.0, elapsed_s)
 
 
 def cursor_at(aws: Aws, native: Native, when: float) -> Cursor:
@@ -96,23 +98,23 @@ def cursor_at(aws: Aws, native: Native, when: float) -> Cursor:
 
 
 def _lines_of(aws: Aws, native: Native, stream: Stream, position: str | None) -> Iterator[LogLine]:
-    at, _, count = (position or "0.0").partition(".")
-    last, seen, skip = int(at), 0, int(count or 0)
-    asked: dict[str, Any] = {
+    timestamp, _, count = (position or "0.0").partition(".")
+    last, ordinal, skip = int(timestamp), 0, int(count or 0)
+    parameters: dict[str, Any] = {
         "logGroupName": GROUP, "logStreamName": f"{native.name}/{stream.name}", "startTime": last, "startFromHead": True
     }  # fmt: skip
     while True:
-        answer = aws.call("logs", "get_log_events", **asked)
-        for event in answer.get("events") or []:
+        reply = aws.call("logs", "get_log_events", **parameters)
+        for event in reply.get("events") or []:
             moment = int(event["timestamp"])
-            last, seen = moment, seen + 1 if moment == last else 1
-            if moment == int(at) and seen <= skip:
+            last, ordinal = moment, ordinal + 1 if moment == last else 1
+            if moment == int(timestamp) and ordinal <= skip:
                 continue
-            yield _line(stream, str(event["message"]), f"{moment}.{seen}")
-        token = answer.get("nextForwardToken")
-        if token is None or token == asked.get("nextToken"):  # a page without events is not yet the end
+            yield _line(stream, str(event["message"]), f"{moment}.{ordinal}")
+        token = reply.get("nextForwardToken")
+        if token is None or token == parameters.get("nextToken"):  # a page without events is not yet the end
             return
-        asked["nextToken"] = token
+        parameters["nextToken"] = token
 
 
 def _line(stream: Stream, text: str, position: str) -> LogLine:

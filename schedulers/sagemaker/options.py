@@ -11,7 +11,7 @@ from ..job import JobSpec
 from . import images
 
 KIND = "sagemaker"
-_MOST_GRACE_S = 120.0  # then SageMaker kills
+_MAX_GRACE_S = 120.0  # then SageMaker kills
 _PREFIXES = ("secretsmanager:", "ssm:")
 
 
@@ -85,23 +85,23 @@ def processes(spec: JobSpec, options: SageMakerOptions) -> int:
 
 
 def _problems(spec: JobSpec, options: SageMakerOptions) -> Iterator[str]:
-    wanted = spec.resources
+    resources = spec.resources
     if not (spec.image or options.image):
         newest = f"pytorch:{images.NEWEST}"
         yield f"no image: say --image, or image: in accel.yaml (a URI, or {newest})"
     if spec.after:
         yield "--after: SageMaker starts a job at once; submit this one when the others have ended"
-    for flag, value in (("--cpus", wanted.cpus), ("--memory", wanted.memory_gb), ("--shm", wanted.shm_gb)):
+    for flag, value in (("--cpus", resources.cpus), ("--memory", resources.memory_gb), ("--shm", resources.shm_gb)):
         if value is not None:
             yield f"{flag}: an instance has what its type has ({options.instance_type}); choose another instance_type"
-    if wanted.accelerator is not None:
-        yield f"--accelerator {wanted.accelerator}: the instance_type says which ({options.instance_type})"
-    if spec.grace_s > _MOST_GRACE_S:
+    if resources.accelerator is not None:
+        yield f"--accelerator {resources.accelerator}: the instance_type says which ({options.instance_type})"
+    if spec.grace_s > _MAX_GRACE_S:
         yield f"--grace {spec.grace_s:g}: SageMaker kills 120 s after SIGTERM; give 120 or less"
-    known = images.gpus(options.instance_type)
-    if wanted.gpus and known is not None and wanted.gpus != known:
-        yield f"--gpus {wanted.gpus}: an {options.instance_type} has {known}"
-    if known is None and not wanted.gpus and spec.procs_per_node is None and not options.cpu:
+    type_gpus = images.gpus(options.instance_type)
+    if resources.gpus and type_gpus is not None and resources.gpus != type_gpus:
+        yield f"--gpus {resources.gpus}: an {options.instance_type} has {type_gpus}"
+    if type_gpus is None and not resources.gpus and spec.procs_per_node is None and not options.cpu:
         yield f"how many GPUs an {options.instance_type} has is not known here: say --gpus or --procs-per-node"
     if options.enable_network_isolation:
         if options.requirements is not None:

@@ -46,7 +46,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
     "checkpoint_s3_uri": ("CheckpointConfig", "S3Uri"),
 }
 # The rest of the request -> what gave it, for messages.
-GIVEN: Mapping[tuple[str, ...], str] = {
+FIELD_SOURCES: Mapping[tuple[str, ...], str] = {
     **{path: name for name, path in FIELDS.items()},
     ("TrainingJobName",): "--name",
     ("RoleArn",): "role",
@@ -72,18 +72,18 @@ class Account:
     role_arn: str | None = None
 
 
-def planned(options: SageMakerOptions) -> Account:
+def account_from_options(options: SageMakerOptions) -> Account:
     """Return the account data that the options contain."""
     return Account(region=options.region or Account.region)
 
 
 def root(options: SageMakerOptions, account: Account) -> str:
     """Return the S3 URI below which all files of the target's jobs are."""
-    given = options.s3_output_path
-    return given.rstrip("/") if given else f"s3://sagemaker-{account.region}-{account.account}"
+    output_path = options.s3_output_path
+    return output_path.rstrip("/") if output_path else f"s3://sagemaker-{account.region}-{account.account}"
 
 
-def brought(options: SageMakerOptions, account: Account, job_id: str) -> str:
+def input_uris(options: SageMakerOptions, account: Account, job_id: str) -> str:
     """Return the S3 URI of the files that a job's containers read. Other jobs do not share them."""
     return f"{root(options, account)}/accel/jobs/{job_id}/code/"
 
@@ -93,14 +93,14 @@ def build(spec: JobSpec, options: SageMakerOptions, job_id: str, account: Accoun
     image = str(spec.image or options.image)
     if account.region != Account.region or not images.is_named(image):
         image = images.address(image, account.region, options.instance_type, f"target {target}")
-    made: dict[str, Any] = {
+    job_request: dict[str, Any] = {
         "TrainingJobName": object_name(spec.name, job_id),
         "RoleArn": account.role_arn or _role(options.role, account),
         "AlgorithmSpecification": {
             "TrainingImage": image,
             "TrainingInputMode": "File",
             "ContainerEntrypoint": [options.python, f"{DIRECTORY}/{ENTRY}"],
-            **({"MetricDefinitions": [_camel(each) for each in options.metric_definitions]}
+            **({"MetricDefinitions": [_camel(definition) for definition in options.metric_definitions]}
                if options.metric_definitions else {}),
         },
         "InputDataConfig": [_code_channel(options, account, job_id), *map(_camel, options.input_data_config)],
@@ -112,15 +112,15 @@ def build(spec: JobSpec, options: SageMakerOptions, job_id: str, account: Accoun
     for name, path in FIELDS.items():
         value = getattr(options, name)
         if value not in (None, False, ()):
-            place = made
+            section = job_request
             for key in path[:-1]:
-                place = place.setdefault(key, {})
-            place[path[-1]] = list(value) if isinstance(value, tuple) else value
+                section = section.setdefault(key, {})
+            section[path[-1]] = list(value) if isinstance(value, tuple) else value
     if options.checkpoint_s3_uri is not None:
-        made["CheckpointConfig"] = {
+        job_request["CheckpointConfig"] = {
             "S3Uri": options.checkpoint_s3_uri.replace("{id}", job_id), "LocalPath": options.checkpoint_local_path
         }  # fmt: skip
-    return dict(_merged(made, options.patch))
+    return dict(_merged(job_request, options.patch))
 
 
 def stamped(request: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -152,21 +152,21 @@ def settings(spec: JobSpec, options: SageMakerOptions, job_id: str) -> dict[str,
 
 def _launch(spec: JobSpec, options: SageMakerOptions) -> list[str]:
     count = processes(spec, options)
-    words = ["--num_processes", str(count * spec.nodes)]
+    arguments = ["--num_processes", str(count * spec.nodes)]
     if spec.nodes > 1:
-        words += ["--rdzv_conf", f"timeout={options.start_timeout_s:g}"]
-    words += ["--cpu"] if options.cpu or images.gpus(options.instance_type) == 0 else []
+        arguments += ["--rdzv_conf", f"timeout={options.start_timeout_s:g}"]
+    arguments += ["--cpu"] if options.cpu or images.gpus(options.instance_type) == 0 else []
     if spec.retry.max_restarts:
-        words += ["--max_restarts", str(spec.retry.max_restarts)]
-    words += ["--shutdown_timeout", f"{spec.grace_s:g}", "--tee", "3"]
-    words += {"script": [], "module": ["-m"], "command": ["--no_python"]}[spec.entry]
-    return [*words, "--", *spec.argv]
+        arguments += ["--max_restarts", str(spec.retry.max_restarts)]
+    arguments += ["--shutdown_timeout", f"{spec.grace_s:g}", "--tee", "3"]
+    arguments += {"script": [], "module": ["-m"], "command": ["--no_python"]}[spec.entry]
+    return [*arguments, "--", *spec.argv]
 
 
 def _code_channel(options: SageMakerOptions, account: Account, job_id: str) -> dict[str, Any]:
     source = {
         "S3DataType": "S3Prefix",
-        "S3Uri": brought(options, account, job_id),
+        "S3Uri": input_uris(options, account, job_id),
         "S3DataDistributionType": "FullyReplicated",
     }
     return {"ChannelName": CHANNEL, "DataSource": {"S3DataSource": source}, "InputMode": "File"}
@@ -180,22 +180,23 @@ def _camel(value: Any) -> Any:
     """Convert keys in snake case to boto3's: `s3_data_source` is `S3DataSource`."""
     if isinstance(value, Mapping):
         return {
-            "".join(word[:1].upper() + word[1:] for word in key.split("_")): _camel(each) for key, each in value.items()
+            "".join(word[:1].upper() + word[1:] for word in key.split("_")): _camel(element)
+            for key, element in value.items()
         }
-    return [_camel(each) for each in value] if isinstance(value, (list, tuple)) else value
+    return [_camel(element) for element in value] if isinstance(value, (list, tuple)) else value
 
 
 def _merged(value: Any, patch: Any) -> Any:
     """Apply a JSON merge patch: https://www.rfc-editor.org/rfc/rfc7396"""
     if not isinstance(patch, Mapping):
         return patch
-    made = dict(value) if isinstance(value, Mapping) else {}
-    for key, each in patch.items():
-        if each is None:
-            made.pop(key, None)
+    merged = dict(value) if isinstance(value, Mapping) else {}
+    for key, change in patch.items():
+        if change is None:
+            merged.pop(key, None)
         else:
-            made[key] = _merged(made.get(key), each)
-    return made
+            merged[key] = _merged(merged.get(key), change)
+    return merged
 
 
 # Limits of the API, from the service model that botocore brings: what AWS would refuse is said before it is asked.
@@ -215,7 +216,7 @@ def check_limits(request: Mapping[str, Any], target: str) -> None:
     if model is None:
         return
     for path, problem in _problems(model, request, ()):
-        raise SpecError(f"target {target}: {_given(path)}: {problem}")
+        raise SpecError(f"target {target}: {_origin(path)}: {problem}")
 
 
 def unknown_type(instance_type: str) -> str | None:
@@ -223,10 +224,10 @@ def unknown_type(instance_type: str) -> str | None:
     model = _model()
     if model is None:
         return None
-    listed = model.members["ResourceConfig"].members["InstanceType"].enum
-    if instance_type in listed:
+    known_types = model.members["ResourceConfig"].members["InstanceType"].enum
+    if instance_type in known_types:
         return None
-    return f"instance_type: botocore lists no {instance_type}{nearest(instance_type, listed)}"
+    return f"instance_type: botocore lists no {instance_type}{nearest(instance_type, known_types)}"
 
 
 @functools.cache
@@ -250,9 +251,9 @@ def _problems(shape: Any, value: Any, path: _Path) -> Iterator[tuple[_Path, str]
     elif kind in ("list", "map"):
         yield from _count(value, limits, path)
         items = enumerate(value) if kind == "list" else value.items()
-        for key, each in items:
-            inner = shape.member if kind == "list" else shape.value
-            yield from _problems(inner, each, (*path, str(key)))
+        for key, item in items:
+            element_shape = shape.member if kind == "list" else shape.value
+            yield from _problems(element_shape, item, (*path, str(key)))
     elif kind == "string":
         yield from _text(shape, value, path)
     elif kind in ("integer", "long"):
@@ -263,11 +264,11 @@ def _problems(shape: Any, value: Any, path: _Path) -> Iterator[tuple[_Path, str]
 
 
 def _members(shape: Any, value: Mapping[str, Any], path: _Path) -> Iterator[tuple[_Path, str]]:
-    for key, each in value.items():
+    for key, member in value.items():
         if key not in shape.members:
             yield (*path, key), f"there is no such key{nearest(key, shape.members)} (keys: {', '.join(shape.members)})"
         else:
-            yield from _problems(shape.members[key], each, (*path, key))
+            yield from _problems(shape.members[key], member, (*path, key))
     for key in shape.required_members:
         if key not in value:
             yield path, f"{key} is lacking"
@@ -297,15 +298,15 @@ def _python(pattern: str) -> str:
 
 
 def _range(limits: Mapping[str, Any]) -> str:
-    least, most = limits.get("min"), limits.get("max")
-    if least and most is not None:
-        return f"{least} to {most}"
-    return f"{most} or less" if most is not None else f"{least} or more"
+    lower, upper = limits.get("min"), limits.get("max")
+    if lower and upper is not None:
+        return f"{lower} to {upper}"
+    return f"{upper} or less" if upper is not None else f"{lower} or more"
 
 
-def _given(path: _Path) -> str:
+def _origin(path: _Path) -> str:
     """Return the flag or option that set the value, and the place in it."""
     for length in range(len(path), 0, -1):
-        if path[:length] in GIVEN:
-            return ": ".join([GIVEN[path[:length]], *path[length:]])
+        if path[:length] in FIELD_SOURCES:
+            return ": ".join([FIELD_SOURCES[path[:length]], *path[length:]])
     return "patch: " + ".".join(path)

@@ -16,7 +16,7 @@ from typing import Any
 from ..errors import NotReady, SchedulerError, SubmitError
 from ..store import atomic_files
 from . import request
-from .aws import Aws, Refused, split
+from .aws import Aws, AwsError, split
 from .options import SageMakerOptions
 from .status import Native, describe
 
@@ -24,11 +24,11 @@ from .status import Native, describe
 
 _PART = 16 << 20
 _THREADS = 4
-_KEPT = "accel/content"
+_CONTENT_PREFIX = "accel/content"
 _ORPHAN_S = 7 * 86_400.0
 
 
-def packed(tar: Path) -> Path:
+def pack_snapshot(tar: Path) -> Path:
     """Compress a snapshot next to itself, to the same bytes for the same snapshot. Raises StoreError."""
     path = tar.with_name(f"{tar.name}.gz")
     if path.exists():
@@ -43,59 +43,59 @@ def packed(tar: Path) -> Path:
             shutil.copyfileobj(source, file, 1 << 20)
         os.replace(partial, path)
     except OSError as error:
-        raise atomic_files.refusal(error, str(path), "write") from error
+        raise atomic_files.store_error(error, str(path), "write") from error
     return path
 
 
-def put_content(aws: Aws, root: str, path: Path, digest: str, told: Callable[[int, int], None]) -> str:
+def put_content(aws: Aws, root: str, path: Path, digest: str, on_progress: Callable[[int, int], None]) -> str:
     """Upload the file under its digest, and return its key. Resumes an interrupted upload.
 
-    `told` is called with the number of bytes uploaded so far and the total.
+    `on_progress` is called with the number of bytes uploaded so far and the total.
     """
     bucket, prefix = split(root)
-    key = "/".join(filter(None, (prefix, _KEPT, digest)))
+    key = "/".join(filter(None, (prefix, _CONTENT_PREFIX, digest)))
     size = path.stat().st_size
-    if _there(aws, bucket, key, size):
+    if _is_uploaded(aws, bucket, key, size):
         return key
     if size <= _PART:
         aws.call("s3", "put_object", Bucket=bucket, Key=key, Body=path.read_bytes())
         return key
-    _put_parts(aws, bucket, key, path, size, told)
+    _put_parts(aws, bucket, key, path, size, on_progress)
     return key
 
 
-def _there(aws: Aws, bucket: str, key: str, size: int) -> bool:
+def _is_uploaded(aws: Aws, bucket: str, key: str, size: int) -> bool:
     try:
         return bool(aws.call("s3", "head_object", Bucket=bucket, Key=key)["ContentLength"] == size)
-    except Refused as error:
+    except AwsError as error:
         # Who may write and not list is told 403 of what is not there: the PUT says whether that was all.
         if error.code in ("404", "403", "NoSuchKey"):
             return False
         raise
 
 
-def _put_parts(aws: Aws, bucket: str, key: str, path: Path, size: int, told: Callable[[int, int], None]) -> None:
-    upload, etags = _begun(aws, bucket, key, size)
-    where = {"Bucket": bucket, "Key": key, "UploadId": upload}
+def _put_parts(aws: Aws, bucket: str, key: str, path: Path, size: int, on_progress: Callable[[int, int], None]) -> None:
+    upload, etags = _resumable_upload(aws, bucket, key, size)
+    parameters = {"Bucket": bucket, "Key": key, "UploadId": upload}
     count = -(-size // _PART)
-    sent = [min(_PART, size - (number - 1) * _PART) for number in etags]
-    told(sum(sent), size)
+    sizes = [min(_PART, size - (number - 1) * _PART) for number in etags]
+    on_progress(sum(sizes), size)
 
     def put(number: int) -> None:
         with open(path, "rb") as file:
             file.seek((number - 1) * _PART)
             data = file.read(_PART)
-        etags[number] = aws.call("s3", "upload_part", **where, PartNumber=number, Body=data)["ETag"]
-        sent.append(len(data))
-        told(sum(sent), size)
+        etags[number] = aws.call("s3", "upload_part", **parameters, PartNumber=number, Body=data)["ETag"]
+        sizes.append(len(data))
+        on_progress(sum(sizes), size)
 
     with ThreadPoolExecutor(max_workers=_THREADS, thread_name_prefix="upload") as pool:
         list(pool.map(put, [number for number in range(1, count + 1) if number not in etags]))
     parts = [{"PartNumber": number, "ETag": etags[number]} for number in sorted(etags)]
-    aws.call("s3", "complete_multipart_upload", **where, MultipartUpload={"Parts": parts})
+    aws.call("s3", "complete_multipart_upload", **parameters, MultipartUpload={"Parts": parts})
 
 
-def _begun(aws: Aws, bucket: str, key: str, size: int) -> tuple[str, dict[int, str]]:
+def _resumable_upload(aws: Aws, bucket: str, key: str, size: int) -> tuple[str, dict[int, str]]:
     """Return an interrupted upload of this content and its parts, or a new upload."""
     for upload in aws.pages("s3", "list_multipart_uploads", "Uploads", Bucket=bucket, Prefix=key):
         if upload["Key"] == key:
@@ -104,20 +104,20 @@ def _begun(aws: Aws, bucket: str, key: str, size: int) -> tuple[str, dict[int, s
 
 
 def _parts(aws: Aws, bucket: str, key: str, upload: str, size: int) -> dict[int, str]:
-    found: dict[int, str] = {}
+    etags: dict[int, str] = {}
     for part in aws.pages("s3", "list_parts", "Parts", Bucket=bucket, Key=key, UploadId=upload):
         number = int(part["PartNumber"])
         if part["Size"] == min(_PART, size - (number - 1) * _PART):
-            found[number] = str(part["ETag"])
-    return found
+            etags[number] = str(part["ETag"])
+    return etags
 
 
-def copy(aws: Aws, root: str, key: str, to: str) -> None:
+def copy(aws: Aws, root: str, key: str, destination: str) -> None:
     """Copy an object within the bucket, without downloading it."""
     bucket, _ = split(root)
     client: Any = aws.client("s3")
-    with aws.asked("s3:CopyObject"):
-        client.copy({"Bucket": bucket, "Key": key}, *split(to))
+    with aws.translated_errors("s3:CopyObject"):
+        client.copy({"Bucket": bucket, "Key": key}, *split(destination))
 
 
 def put(aws: Aws, uri: str, data: bytes) -> None:
@@ -125,16 +125,16 @@ def put(aws: Aws, uri: str, data: bytes) -> None:
     aws.call("s3", "put_object", Bucket=bucket, Key=key, Body=data)
 
 
-def check_bucket(aws: Aws, root: str, given: bool) -> None:
+def check_bucket(aws: Aws, root: str, explicit: bool) -> None:
     """Raise SubmitError if the bucket does not exist."""
     bucket, _ = split(root)
     try:
         aws.call("s3", "head_bucket", Bucket=bucket)
-    except Refused as error:
+    except AwsError as error:
         if error.code in ("404", "NoSuchBucket"):
-            make = f"aws s3 mb s3://{bucket}"
-            why = "s3_output_path" if given else "the account's default one for SageMaker"
-            raise SubmitError(f"{aws.where}: there is no bucket {bucket} ({why}); make it: {make}") from None
+            command = f"aws s3 mb s3://{bucket}"
+            origin = "s3_output_path" if explicit else "the account's default one for SageMaker"
+            raise SubmitError(f"{aws.label}: there is no bucket {bucket} ({origin}); make it: {command}") from None
         raise SubmitError(str(error)) from None
 
 
@@ -144,21 +144,21 @@ def remove(aws: Aws, options: SageMakerOptions, job_ids: Sequence[str]) -> list[
     Returns a line for each job whose files could not be deleted.
     """
     lines: list[str] = []
-    account = aws.resolved()
+    account = aws.resolve_account()
     bucket, prefix = split(request.root(options, account))
     for job_id in job_ids:
-        _, mine = split(request.brought(options, account, job_id))
+        _, job_prefix = split(request.input_uris(options, account, job_id))
         try:
-            for each in aws.pages("s3", "list_objects_v2", "Contents", Bucket=bucket, Prefix=mine):
-                aws.call("s3", "delete_object", Bucket=bucket, Key=each["Key"])
+            for entry in aws.pages("s3", "list_objects_v2", "Contents", Bucket=bucket, Prefix=job_prefix):
+                aws.call("s3", "delete_object", Bucket=bucket, Key=entry["Key"])
         except SchedulerError as error:
             lines.append(f"job {job_id}: {error}")
-    kept = "/".join(filter(None, (prefix, _KEPT)))
-    with contextlib.suppress(Refused):
-        for each in aws.pages("s3", "list_multipart_uploads", "Uploads", Bucket=bucket, Prefix=kept):
-            if time.time() - each["Initiated"].timestamp() > _ORPHAN_S:
-                asked = {"Bucket": bucket, "Key": each["Key"], "UploadId": each["UploadId"]}
-                aws.call("s3", "abort_multipart_upload", **asked)
+    upload_prefix = "/".join(filter(None, (prefix, _CONTENT_PREFIX)))
+    with contextlib.suppress(AwsError):
+        for entry in aws.pages("s3", "list_multipart_uploads", "Uploads", Bucket=bucket, Prefix=upload_prefix):
+            if time.time() - entry["Initiated"].timestamp() > _ORPHAN_S:
+                parameters = {"Bucket": bucket, "Key": entry["Key"], "UploadId": entry["UploadId"]}
+                aws.call("s3", "abort_multipart_upload", **parameters)
     return lines
 
 
@@ -175,41 +175,41 @@ def fetch_artefacts(aws: Aws, native: Native, directory: Path) -> list[str]:
     """
     if os.path.lexists(directory):
         raise NotReady(f"{directory} is there already: name another one (--output), or remove it")
-    made = describe(aws, native.name)
-    if made is None:
+    job = describe(aws, native.name)
+    if job is None:
         raise NotReady(f"job {native.job_id}: AWS has no such training job")
-    if made["TrainingJobStatus"] not in _FINAL:
-        raise NotReady(f"job {native.job_id} still runs ({made['SecondaryStatus']}): its artefacts come at its end")
+    if job["TrainingJobStatus"] not in _FINAL:
+        raise NotReady(f"job {native.job_id} still runs ({job['SecondaryStatus']}): its artefacts come at its end")
     partial = directory.with_name(f".{directory.name}.{os.getpid()}")
-    found = []
+    names = []
     try:
         for name in _ARTEFACTS:
-            if _one(aws, _uri(made, name), partial, name):
-                found.append(name)
-        if not found:
+            if _fetch_one(aws, _uri(job, name), partial, name):
+                names.append(name)
+        if not names:
             raise NotReady(f"job {native.job_id} left nothing in SM_MODEL_DIR and SM_OUTPUT_DATA_DIR")
         os.rename(partial, directory)
     except OSError as error:
         raise SchedulerError(f"cannot write {directory}: {error.strerror or error}") from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return found
+    return names
 
 
-def _uri(made: Mapping[str, Any], name: str) -> str:
+def _uri(job: Mapping[str, Any], name: str) -> str:
     """Return the URI of an artefact's archive, or if it is not compressed, the key prefix of its files."""
-    root = str(made["OutputDataConfig"]["S3OutputPath"]).rstrip("/")
-    plain = made["OutputDataConfig"].get("CompressionType") == "NONE"
-    return f"{root}/{made['TrainingJobName']}/output/{name}{'/' if plain else '.tar.gz'}"
+    root = str(job["OutputDataConfig"]["S3OutputPath"]).rstrip("/")
+    uncompressed = job["OutputDataConfig"].get("CompressionType") == "NONE"
+    return f"{root}/{job['TrainingJobName']}/output/{name}{'/' if uncompressed else '.tar.gz'}"
 
 
-def _one(aws: Aws, uri: str, partial: Path, name: str) -> bool:
+def _fetch_one(aws: Aws, uri: str, partial: Path, name: str) -> bool:
     if uri.endswith("/"):
         return _files(aws, uri, partial / name)
     bucket, key = split(uri)
     try:
         head = aws.call("s3", "head_object", Bucket=bucket, Key=key)
-    except Refused as error:
+    except AwsError as error:
         if error.code in ("404", "NoSuchKey"):
             return False
         raise
@@ -227,23 +227,23 @@ def _one(aws: Aws, uri: str, partial: Path, name: str) -> bool:
 
 def _files(aws: Aws, uri: str, directory: Path) -> bool:
     bucket, prefix = split(uri)
-    found = False
-    for each in aws.pages("s3", "list_objects_v2", "Contents", Bucket=bucket, Prefix=prefix):
-        key = str(each["Key"])
-        inside = os.path.normpath(key[len(prefix) :])
-        if inside.startswith(("..", "/")) or key.endswith("/"):
+    has_files = False
+    for s3_object in aws.pages("s3", "list_objects_v2", "Contents", Bucket=bucket, Prefix=prefix):
+        key = str(s3_object["Key"])
+        relative_path = os.path.normpath(key[len(prefix) :])
+        if relative_path.startswith(("..", "/")) or key.endswith("/"):
             continue
-        path = directory / inside
+        path = directory / relative_path
         os.makedirs(path.parent, exist_ok=True)
-        _download(aws, bucket, key, path, int(each["Size"]))
-        found = True
-    return found
+        _download(aws, bucket, key, path, int(s3_object["Size"]))
+        has_files = True
+    return has_files
 
 
 def _download(aws: Aws, bucket: str, key: str, path: Path, size: int) -> None:
     """Download a file. boto3 verifies the checksum if S3 has one. Raises SchedulerError for a wrong length."""
     client = aws.client("s3")
-    with aws.asked("s3:GetObject"):
+    with aws.translated_errors("s3:GetObject"):
         client.download_file(bucket, key, str(path))
     if path.stat().st_size != size:
         raise SchedulerError(f"s3://{bucket}/{key} came with {path.stat().st_size} bytes, and has {size}")

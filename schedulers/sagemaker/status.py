@@ -13,7 +13,7 @@ from typing import Any
 from ..errors import SpecError, Unreachable
 from ..job import Reason, State, Status
 from ..printable import one_line
-from .aws import Aws, Refused
+from .aws import Aws, AwsError
 
 # The id: `REGION/TRAINING JOB/JOB/CREATED`, the last in seconds since the epoch.
 
@@ -31,10 +31,10 @@ class Native:
     @classmethod
     def parse(cls, text: str) -> Native:
         """Parse the output of `str`. Raises SpecError."""
-        words = text.split("/")
-        if len(words) != 4 or not all(words) or not words[3].isdecimal():
+        parts = text.split("/")
+        if len(parts) != 4 or not all(parts) or not parts[3].isdecimal():
             raise SpecError(f"{text!r} is not the id of a job of a sagemaker target (region/name/job/created)")
-        return cls(region=words[0], name=words[1], job_id=words[2], created_at=int(words[3]))
+        return cls(region=parts[0], name=parts[1], job_id=parts[2], created_at=int(parts[3]))
 
 
 # States.
@@ -58,7 +58,7 @@ _STOPPED: Mapping[str, tuple[State, Reason, str]] = {
     "MaxWaitTimeExceeded": (State.FAILED, Reason.NO_CAPACITY, "max_wait_time_in_seconds passed"),
     "MaxPendingTimeExceeded": (State.FAILED, Reason.NO_CAPACITY, "max_pending_time_in_seconds passed"),
 }
-_AGAIN = ("Interrupted", "Restarting")
+_RESTARTED_STATES = ("Interrupted", "Restarting")
 _CODE = re.compile(r",? *exit code: (\d+)\s*\Z", re.IGNORECASE)
 _OURS = re.compile(r" \[accel (\w+)\]")
 _KINDS: Mapping[str, Reason] = {
@@ -68,47 +68,51 @@ _KINDS: Mapping[str, Reason] = {
 }
 
 
-def of(made: Mapping[str, Any]) -> Status:
+def status_of(job: Mapping[str, Any]) -> Status:
     """Return the status of a job from its DescribeTrainingJob response."""
-    status, second = str(made.get("TrainingJobStatus")), str(made.get("SecondaryStatus") or "")
-    passed = [str(each.get("Status")) for each in made.get("SecondaryStatusTransitions") or []]
-    attempt = sum(each in _AGAIN for each in passed)
-    native = f"{status}: {second}" if second and second != status else status
-    said: dict[str, Any] = {"attempt": attempt, "native_state": native, "details": _details(made)}
+    status, secondary = str(job.get("TrainingJobStatus")), str(job.get("SecondaryStatus") or "")
+    past_statuses = [str(entry.get("Status")) for entry in job.get("SecondaryStatusTransitions") or []]
+    attempt = sum(entry in _RESTARTED_STATES for entry in past_statuses)
+    native = f"{status}: {secondary}" if secondary and secondary != status else status
+    common: dict[str, Any] = {"attempt": attempt, "native_state": native, "details": _details(job)}
     if status == "Completed":
-        return Status(state=State.SUCCEEDED, exit_code=0, **said)
+        return Status(state=State.SUCCEEDED, exit_code=0, **common)
     if status == "Failed":
-        return _failed(str(made.get("FailureReason") or ""), said)
+        return _failed(str(job.get("FailureReason") or ""), common)
     if status == "Stopped":
-        state, reason, message = _STOPPED.get(second, (State.CANCELLED, Reason.USER, ""))
-        return Status(state=state, reason=reason, message=message, **said)
-    state, reason, message = _GOING.get(second, (State.QUEUED, Reason.NONE, second))
-    last = (made.get("SecondaryStatusTransitions") or [{}])[-1].get("StatusMessage") or ""
+        state, reason, message = _STOPPED.get(secondary, (State.CANCELLED, Reason.USER, ""))
+        return Status(state=state, reason=reason, message=message, **common)
+    state, reason, message = _GOING.get(secondary, (State.QUEUED, Reason.NONE, secondary))
+    last = (job.get("SecondaryStatusTransitions") or [{}])[-1].get("StatusMessage") or ""
     if state is State.QUEUED and last and reason is Reason.NONE:
         message = one_line(str(last))
-    return Status(state=state, reason=reason, message=message, **said)
+    return Status(state=state, reason=reason, message=message, **common)
 
 
-def _details(made: Mapping[str, Any]) -> dict[str, Any]:
-    trained, billed = made.get("TrainingTimeInSeconds"), made.get("BillableTimeInSeconds")
-    saving = 1 - billed / trained if made.get("EnableManagedSpotTraining") and trained and billed is not None else None
+def _details(job: Mapping[str, Any]) -> dict[str, Any]:
+    training_s, billable_s = job.get("TrainingTimeInSeconds"), job.get("BillableTimeInSeconds")
+    saving = (
+        1 - billable_s / training_s
+        if job.get("EnableManagedSpotTraining") and training_s and billable_s is not None
+        else None
+    )
     return {
-        "secondary_status": made.get("SecondaryStatus"), "billable_seconds": billed, "training_seconds": trained,
+        "secondary_status": job.get("SecondaryStatus"), "billable_seconds": billable_s, "training_seconds": training_s,
         "spot_saving_percent": None if saving is None else round(100 * saving),
     }  # fmt: skip
 
 
-def _failed(text: str, said: Mapping[str, Any]) -> Status:
+def _failed(text: str, common: Mapping[str, Any]) -> Status:
     kind, _, rest = text.partition(": ")
     code = _CODE.search(text)
     reason = _KINDS.get(kind, Reason.EXIT_CODE)
     rest = _CODE.sub("", rest if kind in (*_KINDS, "AlgorithmError") else text)
-    ours = _OURS.search(rest)
-    if ours is not None and ours[1] in {each.value for each in Reason}:
-        reason = Reason(ours[1])
+    match = _OURS.search(rest)
+    if match is not None and match[1] in {known_reason.value for known_reason in Reason}:
+        reason = Reason(match[1])
     message = one_line(_OURS.sub("", rest)).strip(" ,") or one_line(text)
     exit_code = int(code[1]) if code else None
-    return Status(state=State.FAILED, reason=reason, exit_code=exit_code, message=message, **said)
+    return Status(state=State.FAILED, reason=reason, exit_code=exit_code, message=message, **common)
 
 
 class Poller:
@@ -116,50 +120,55 @@ class Poller:
 
     def __init__(self, aws: Aws) -> None:
         self._aws = aws
-        self._seen: dict[str, tuple[object, Status]] = {}
+        self._descriptions: dict[str, tuple[object, Status]] = {}
         self._lock = threading.Lock()
 
     def statuses(self, natives: Sequence[Native]) -> dict[str, Status]:
         """Return the status of each job; LOST if AWS does not know it. Raises Unreachable, Refused."""
         if len(natives) == 1:
             return {str(natives[0]): self._described(natives[0])}
-        wanted = {native.name: native for native in natives}
-        found: dict[str, Status] = {}
-        for summary in self._listed(min(native.created_at for native in natives), set(wanted)):
-            native = wanted.pop(str(summary["TrainingJobName"]))
-            changed = summary.get("LastModifiedTime")
+        pending = {native.name: native for native in natives}
+        statuses: dict[str, Status] = {}
+        for summary in self._list_entries(min(native.created_at for native in natives), set(pending)):
+            native = pending.pop(str(summary["TrainingJobName"]))
+            modified_at = summary.get("LastModifiedTime")
             with self._lock:
-                known = self._seen.get(native.name)
-            if known is None or changed is None or known[0] != changed:
-                known = changed, self._described(native)
+                cached = self._descriptions.get(native.name)
+            if cached is None or modified_at is None or cached[0] != modified_at:
+                cached = modified_at, self._described(native)
                 with self._lock:
-                    self._seen[native.name] = known
-            found[str(native)] = known[1]
-        return found | {str(native): self._described(native) for native in wanted.values()}
+                    self._descriptions[native.name] = cached
+            statuses[str(native)] = cached[1]
+        return statuses | {str(native): self._described(native) for native in pending.values()}
 
-    def _listed(self, since: int, wanted: set[str]) -> list[dict[str, Any]]:
+    def _list_entries(self, since: int, names: set[str]) -> list[dict[str, Any]]:
         """Return the list entries of these jobs, oldest first, from no more pages than needed."""
-        after = datetime.datetime.fromtimestamp(since - 1, datetime.timezone.utc)
-        asked = {"CreationTimeAfter": after, "SortBy": "CreationTime", "SortOrder": "Ascending", "MaxResults": _PAGE}
-        entries = self._aws.pages("sagemaker", "list_training_jobs", "TrainingJobSummaries", **asked)
-        return list(itertools.islice((each for each in entries if each["TrainingJobName"] in wanted), len(wanted)))
+        created_after = datetime.datetime.fromtimestamp(since - 1, datetime.timezone.utc)
+        parameters = {
+            "CreationTimeAfter": created_after,
+            "SortBy": "CreationTime",
+            "SortOrder": "Ascending",
+            "MaxResults": _PAGE,
+        }
+        entries = self._aws.pages("sagemaker", "list_training_jobs", "TrainingJobSummaries", **parameters)
+        return list(itertools.islice((entry for entry in entries if entry["TrainingJobName"] in names), len(names)))
 
     def _described(self, native: Native) -> Status:
         if native.region != self._aws.region:
-            here = f"{self._aws.where}: job {native.job_id} is in {native.region}"
-            raise Unreachable(f"{here}, and the target in {self._aws.region}")
-        made = describe(self._aws, native.name)
-        if made is None:
+            problem = f"{self._aws.label}: job {native.job_id} is in {native.region}"
+            raise Unreachable(f"{problem}, and the target in {self._aws.region}")
+        job = describe(self._aws, native.name)
+        if job is None:
             return Status(state=State.FAILED, reason=Reason.LOST, native_state="", message="AWS has no such job")
-        return of(made)
+        return status_of(job)
 
 
 def describe(aws: Aws, name: str) -> dict[str, Any] | None:
     """Return the training job, or None."""
     try:
         return aws.call("sagemaker", "describe_training_job", TrainingJobName=name)
-    except Refused as error:
-        if error.code == "ValidationException" and "not found" in error.said:
+    except AwsError as error:
+        if error.code == "ValidationException" and "not found" in error.message_text:
             return None
         raise
 
@@ -168,7 +177,7 @@ def stop(aws: Aws, native: Native) -> None:
     """Stop the job: SIGTERM, 120 s, SIGKILL. Do nothing if it is over."""
     try:
         aws.call("sagemaker", "stop_training_job", TrainingJobName=native.name)
-    except Refused:
-        made = describe(aws, native.name)
-        if made is not None and made["TrainingJobStatus"] == "InProgress":
+    except AwsError:
+        job = describe(aws, native.name)
+        if job is not None and job["TrainingJobStatus"] == "InProgress":
             raise

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..errors import ConfigError, SchedulerError, SpecError, StoreError, Unreachable
 from ..job import Cursor, JobSpec, LogLine, Status
-from ..target import Found, Listed, Plan, TargetContext, parse_ids
-from . import options as meaning
+from ..target import DiscoveredJob, JobSummary, Plan, TargetContext, parse_ids
+from . import options as sagemaker_options
 from . import request
 from .options import KIND, SageMakerOptions
 from .status import Native, Poller, describe, stop
@@ -59,10 +59,10 @@ class SageMakerTarget:
     def plan(self, spec: JobSpec, job_id: str) -> Plan:
         """Return the request and the containers' settings, without what only AWS knows. Raises SpecError."""
         options = self._options
-        meaning.check(spec, options, self.name)
-        account = request.planned(options)
-        made = request.build(spec, options, job_id, account, self.name)
-        request.check_limits(made, self.name)
+        sagemaker_options.check(spec, options, self.name)
+        account = request.account_from_options(options)
+        job_request = request.build(spec, options, job_id, account, self.name)
+        request.check_limits(job_request, self.name)
         settings = request.settings(spec, options, job_id)
         unknown = request.unknown_type(options.instance_type)
         return Plan(
@@ -70,15 +70,15 @@ class SageMakerTarget:
             kind=KIND,
             job_id=job_id,
             files={
-                "sagemaker/request.json": json.dumps(made, indent=2) + "\n",
+                "sagemaker/request.json": json.dumps(job_request, indent=2) + "\n",
                 "sagemaker/job.json": json.dumps(settings, indent=2) + "\n",
             },
             actions=(
-                ("send", spec.code, "to", request.brought(options, account, job_id)),
-                ("sagemaker:CreateTrainingJob", made["TrainingJobName"]),
+                ("send", spec.code, "to", request.input_uris(options, account, job_id)),
+                ("sagemaker:CreateTrainingJob", job_request["TrainingJobName"]),
             ),
             settings={"spec": spec.to_json()},
-            warnings=(*meaning.warnings(spec, options), *([unknown] if unknown else [])),
+            warnings=(*sagemaker_options.warnings(spec, options), *([unknown] if unknown else [])),
         )
 
     def submit(self, plan: Plan) -> str:
@@ -92,11 +92,11 @@ class SageMakerTarget:
         return str(submit(self._aws, spec, self._options, plan.job_id, self._jobs.parent))
 
     def poll(self, native_ids: Sequence[str]) -> Mapping[str, Status]:
-        natives, silent = parse_ids(Native.parse, native_ids)
-        found = self._poller.statuses(list(natives.values())) if natives else {}
-        if silent:
-            raise Unreachable("; ".join(dict.fromkeys(silent.values())), answers=found, silent=silent)
-        return found
+        natives, unreachable = parse_ids(Native.parse, native_ids)
+        statuses = self._poller.statuses(list(natives.values())) if natives else {}
+        if unreachable:
+            raise Unreachable("; ".join(dict.fromkeys(unreachable.values())), answers=statuses, silent=unreachable)
+        return statuses
 
     def logs(self, native_id: str, since: Cursor | None = None) -> Iterator[LogLine]:
         from ..store.record import read_record
@@ -135,17 +135,25 @@ class SageMakerTarget:
             raise SpecError(f"job {native.job_id} was submitted without enable_remote_debug: true, which a shell needs")
         program = shutil.which(_PLUGIN)
         if program is None:
-            raise ConfigError(f"{self._aws.where}: {_PLUGIN} not found; install it: {_PLUGIN_PAGE}")
-        asked = {"Target": f"sagemaker-training-job:{native.name}_algo-{node + 1}"}
-        session = self._aws.call("ssm", "start_session", **asked)
-        held = json.dumps({key: session[key] for key in ("SessionId", "TokenValue", "StreamUrl")})
+            raise ConfigError(f"{self._aws.label}: {_PLUGIN} not found; install it: {_PLUGIN_PAGE}")
+        parameters = {"Target": f"sagemaker-training-job:{native.name}_algo-{node + 1}"}
+        session = self._aws.call("ssm", "start_session", **parameters)
+        session_json = json.dumps({key: session[key] for key in ("SessionId", "TokenValue", "StreamUrl")})
         url = self._aws.client("ssm").meta.endpoint_url
-        words = [program, _SESSION, native.region, "StartSession", self._options.profile or "", json.dumps(asked), url]
-        before = signal.signal(signal.SIGINT, lambda *_: None)  # it is the shell's
+        command = [
+            program,
+            _SESSION,
+            native.region,
+            "StartSession",
+            self._options.profile or "",
+            json.dumps(parameters),
+            url,
+        ]
+        previous_handler = signal.signal(signal.SIGINT, lambda *_: None)  # it is the shell's
         try:
-            return subprocess.call(words, env={**os.environ, _SESSION: held})
+            return subprocess.call(command, env={**os.environ, _SESSION: session_json})
         finally:
-            signal.signal(signal.SIGINT, before)
+            signal.signal(signal.SIGINT, previous_handler)
 
     def native(self, native_id: str) -> object:
         """Return the SageMaker SDK's `TrainingJob`. Raises ConfigError, Unreachable."""
@@ -157,26 +165,26 @@ class SageMakerTarget:
 
         spec = JobSpec.from_json(plan.settings["spec"])
         try:
-            account = self._aws.resolved()
-            made = request.build(spec, self._options, plan.job_id, account, self.name)
-            request.check_limits(made, self.name)
+            account = self._aws.resolve_account()
+            job_request = request.build(spec, self._options, plan.job_id, account, self.name)
+            request.check_limits(job_request, self.name)
             root = request.root(self._options, account)
-            s3.check_bucket(self._aws, root, given=self._options.s3_output_path is not None)
+            s3.check_bucket(self._aws, root, explicit=self._options.s3_output_path is not None)
         except Unreachable:
             raise
         except SchedulerError as error:
             return [str(error)]
         return []
 
-    def find(self, job_id: str) -> Found | None:
+    def find(self, job_id: str) -> DiscoveredJob | None:
         from .submit import find
 
         return find(self._aws, job_id)
 
-    def listed(self) -> list[Listed]:
-        from .submit import listed
+    def listed(self) -> list[JobSummary]:
+        from .submit import list_jobs
 
-        return listed(self._aws)
+        return list_jobs(self._aws)
 
     def clear(self, jobs: Mapping[str, str | None]) -> list[str]:
         """Delete the files that these jobs' containers read. Artefacts stay, and AWS keeps the jobs."""

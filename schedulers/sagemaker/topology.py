@@ -25,18 +25,20 @@ def from_container(env: Mapping[str, str]) -> Topology | None:
 
     https://docs.aws.amazon.com/sagemaker/latest/dg/your-algorithms-training-algo-running-container.html
     """
-    found = _from_toolkit(env) or _from_file(env)
-    if found is None:
+    host_info = _from_toolkit(env) or _from_file(env)
+    if host_info is None:
         return None
-    where, own, listed = found
-    if not (isinstance(listed, list) and listed and all(isinstance(host, str) and host for host in listed)):
-        raise SpecError(f"{where}: the hosts must be a list of names, not {listed!r}")
-    hosts = sorted(set(listed), key=_numbered)
-    if own not in hosts:
-        raise SpecError(f"{where}: this host, {own!r}, is not one of {', '.join(hosts)}")
+    subject, current_host, raw_hosts = host_info
+    if not (isinstance(raw_hosts, list) and raw_hosts and all(isinstance(host, str) and host for host in raw_hosts)):
+        raise SpecError(f"{subject}: the hosts must be a list of names, not {raw_hosts!r}")
+    hosts = sorted(set(raw_hosts), key=_numbered)
+    if current_host not in hosts:
+        raise SpecError(f"{subject}: this host, {current_host!r}, is not one of {', '.join(hosts)}")
     if len(hosts) == 1:
         return Topology(node_rank=0, nodes=1, master="127.0.0.1")
-    return Topology(node_rank=hosts.index(own), nodes=len(hosts), master=hosts[0], names=tuple(hosts), source=_SOURCE)
+    return Topology(
+        node_rank=hosts.index(current_host), nodes=len(hosts), master=hosts[0], names=tuple(hosts), source=_SOURCE
+    )
 
 
 def _from_toolkit(env: Mapping[str, str]) -> tuple[str, Any, Any] | None:
@@ -52,14 +54,14 @@ def _from_file(env: Mapping[str, str]) -> tuple[str, Any, Any] | None:
     path = os.path.join(env.get("ACCEL_SM_ROOT") or _ROOT, _FILE)
     try:
         with open(path, encoding="utf-8") as file:
-            held = json.load(file)
+            config = json.load(file)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
         raise SpecError(f"{path} cannot be read: {error}") from None
-    if not isinstance(held, dict):
-        raise SpecError(f"{path} must hold names and values, not {held!r}")
-    return path, held.get("current_host"), held.get("hosts")
+    if not isinstance(config, dict):
+        raise SpecError(f"{path} must hold names and values, not {config!r}")
+    return path, config.get("current_host"), config.get("hosts")
 
 
 def _numbered(name: str) -> list[tuple[int, str]]:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 Step = Mapping[str, Any]
 
-_ANSWER_S = 90.0
+_REPLY_TIMEOUT_S = 90.0
 _SUBMIT_S = 300.0
 # Whatever the home directory holds, `schedulers` is the installed package.
 _SUBMIT = "import sys; sys.path[:] = [p for p in sys.path if p]; from schedulers.slurm.submitting import main; main()"
@@ -35,7 +35,7 @@ class Cluster(Protocol):
     def place(self) -> tuple[str, str]:
         """Return the absolute directory that holds `jobs/`, and the nodes' interpreter. Raises Unreachable."""
 
-    def ask(self, steps: Sequence[Step]) -> tuple[list[Any], bytes]:
+    def query(self, steps: Sequence[Step]) -> tuple[list[Any], bytes]:
         """Return the result of each step (`login/job_ops.py`) and log bytes. Raises Unreachable, SchedulerError."""
 
     def unpack(self, archive: Path, job_id: str) -> None:
@@ -44,16 +44,16 @@ class Cluster(Protocol):
     def submit(self, request: Mapping[str, Any]) -> str:
         """Submit and return Slurm's job number. Raises SubmitError, Unreachable."""
 
-    def lacking(self) -> str | None:
+    def missing_package(self) -> str | None:
         """Return one line if the interpreter that submits lacks a package."""
 
-    def read(self, job_id: str, since: Cursor | None, *, over: bool) -> Iterator[LogLine]:
-        """Yield the job's lines from the cursor on. `over`: nobody writes any more."""
+    def read(self, job_id: str, since: Cursor | None, *, finished: bool) -> Iterator[LogLine]:
+        """Yield the job's lines from the cursor on. `finished`: nobody writes any more."""
 
     def cursor_at(self, job_id: str, when: float) -> Cursor:
         """Return the position of its logs at that time."""
 
-    def tail_at(self, job_id: str, since: Cursor, count: int, *, over: bool) -> Cursor:
+    def tail_at(self, job_id: str, since: Cursor, count: int, *, finished: bool) -> Cursor:
         """Return the position at which the last `count` lines of each rank begin."""
 
     def wait(self, native: Native, timeout_s: float) -> bool:
@@ -63,7 +63,7 @@ class Cluster(Protocol):
         """Close connections."""
 
 
-class Here:
+class LocalCluster:
     """A cluster whose login node is this machine. Job directories are those of the store."""
 
     def __init__(self, jobs: Path, options: SlurmOptions) -> None:
@@ -76,18 +76,18 @@ class Here:
 
         return os.path.dirname(self._jobs), os.path.expanduser(self._python or sys.executable)
 
-    def ask(self, steps: Sequence[Step]) -> tuple[list[Any], bytes]:
+    def query(self, steps: Sequence[Step]) -> tuple[list[Any], bytes]:
         from .login import job_ops, slurm_commands
 
         contents: list[bytes] = []
         root = os.path.dirname(self._jobs)
         try:
-            done = [job_ops.OPERATIONS[step["op"]](root, dict(step), contents) for step in steps]
+            replies = [job_ops.OPERATIONS[step["op"]](root, dict(step), contents) for step in steps]
         except slurm_commands.Unanswered as error:
             raise Unreachable(str(error)) from None
         except job_ops.REFUSALS as error:
             raise SchedulerError(str(error)) from None
-        return done, b"".join(contents)
+        return replies, b"".join(contents)
 
     def unpack(self, archive: Path, job_id: str) -> None:
         from ..store import snapshot
@@ -99,17 +99,17 @@ class Here:
 
         return submit.submit(request)
 
-    def lacking(self) -> str | None:
+    def missing_package(self) -> str | None:
         try:
             import submitit  # noqa: F401
         except ImportError as error:
             return f"submitit is missing ({error.name} cannot be imported): pip install 'accel-launch[slurm]'"
         return None
 
-    def read(self, job_id: str, since: Cursor | None, *, over: bool) -> Iterator[LogLine]:
+    def read(self, job_id: str, since: Cursor | None, *, finished: bool) -> Iterator[LogLine]:
         from ..store import log_lines
 
-        complete = over or self._has_result(job_id)
+        complete = finished or self._has_result(job_id)
         yield from log_lines.read(Path(self._jobs) / job_id / "logs", since, complete=complete)
 
     def cursor_at(self, job_id: str, when: float) -> Cursor:
@@ -117,10 +117,10 @@ class Here:
 
         return log_lines.cursor_at(Path(self._jobs) / job_id / "logs", when)
 
-    def tail_at(self, job_id: str, since: Cursor, count: int, *, over: bool) -> Cursor:
+    def tail_at(self, job_id: str, since: Cursor, count: int, *, finished: bool) -> Cursor:
         from ..store import log_lines
 
-        complete = over or self._has_result(job_id)
+        complete = finished or self._has_result(job_id)
         return log_lines.tail_at(Path(self._jobs) / job_id / "logs", since, count, complete=complete)
 
     def _has_result(self, job_id: str) -> bool:
@@ -130,37 +130,37 @@ class Here:
     def wait(self, native: Native, timeout_s: float) -> bool:
         from .login import job_ops
 
-        wanted = {native.job_id: native.to_json()}
-        looks = job_ops.ends(os.path.dirname(self._jobs), wanted, {"clusters": self._clusters})
+        jobs = {native.job_id: native.to_json()}
+        polls = job_ops.ends(os.path.dirname(self._jobs), jobs, {"clusters": self._clusters})
         deadline = time.monotonic() + timeout_s
-        while not next(looks):
-            left = deadline - time.monotonic()
-            if left <= 0:
+        while not next(polls):
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
                 return False
-            time.sleep(min(job_ops.LOOK_S, left))
+            time.sleep(min(job_ops.LOOK_S, remaining))
         return True
 
     def close(self) -> None:
         return
 
 
-class Login:
+class RemoteCluster:
     """A cluster whose login node is another machine, with job directories below `root` there."""
 
     def __init__(self, options: SlurmOptions, name: str) -> None:
         self._options = options
         self._host = login_host(options, name)
-        self._made: Pool | None = None
-        self._placed: tuple[str, str] | None = None
+        self._environment_ready: Pool | None = None
+        self._program_placed: tuple[str, str] | None = None
         self._watch: Watch | None = None
 
     @property
     def remote(self) -> Remote:
-        if self._made is None:
+        if self._environment_ready is None:
             from ..hosts.transport import Pool
 
-            self._made = Pool(config=self._options.ssh_config)
-        return self._made.on(self._host)
+            self._environment_ready = Pool(config=self._options.ssh_config)
+        return self._environment_ready.remote(self._host)
 
     @property
     def root(self) -> str:
@@ -177,32 +177,32 @@ class Login:
         return f"./{python[2:]}" if python.startswith("~/") else python
 
     def place(self) -> tuple[str, str]:
-        if self._placed is None:
-            about = self.ask([{"op": "about"}])[0][0]
+        if self._program_placed is None:
+            directories = self.query([{"op": "about"}])[0][0]
             python = self._options.python or "python3"
             if python.startswith("~/"):
-                python = about["home"] + python[1:]
-            self._placed = (about["root"], python)
-        return self._placed
+                python = directories["home"] + python[1:]
+            self._program_placed = (directories["root"], python)
+        return self._program_placed
 
-    def ask(self, steps: Sequence[Step]) -> tuple[list[Any], bytes]:
+    def query(self, steps: Sequence[Step]) -> tuple[list[Any], bytes]:
         from ..hosts import replies
         from ..hosts.errors import RemoteTimeout
 
-        argv, said_first = self._program({"root": self.root, "do": list(steps)})
+        argv, stdin = self._program({"root": self.root, "do": list(steps)})
         try:
-            said = self.remote.run(argv, stdin=said_first, timeout_s=_ANSWER_S)
+            completed = self.remote.run(argv, stdin=stdin, timeout_s=_REPLY_TIMEOUT_S)
         except RemoteTimeout as error:
             raise Unreachable(str(error)) from None
-        line, _, data = said.stdout.partition(b"\n")
-        return replies.decode_done(line, steps, replies.SLURM, self._host.name, said.stderr), data
+        line, _, data = completed.stdout.partition(b"\n")
+        return replies.decode_done(line, steps, replies.SLURM, self._host.name, completed.stderr), data
 
     @contextlib.contextmanager
     def _conversation(self, seconds: float) -> Iterator[Session]:
         """Open a session with the program that reports ended jobs, for at most `seconds`."""
-        argv, said_first = self._program({"root": self.root, "watch_s": seconds, "clusters": self.clusters})
+        argv, stdin = self._program({"root": self.root, "watch_s": seconds, "clusters": self.clusters})
         with self.remote.open(argv) as session:
-            session.write(said_first)
+            session.write(stdin)
             yield session
 
     def _program(self, request: Mapping[str, Any]) -> tuple[list[str], bytes]:
@@ -224,7 +224,7 @@ class Login:
         from ..hosts.errors import RemoteError, RemoteTimeout
 
         try:
-            said = self.remote.run(
+            completed = self.remote.run(
                 [self.python, "-c", _SUBMIT],
                 stdin=json.dumps(request).encode() + b"\n",
                 timeout_s=_SUBMIT_S,
@@ -234,39 +234,43 @@ class Login:
             raise Unreachable(str(error)) from None
         except RemoteError as error:
             raise SubmitError(str(error)) from None
-        if said.status in (126, 127) or b"ImportError" in said.stderr or b"ModuleNotFoundError" in said.stderr:
-            raise SubmitError(self._mend(said.stderr))
-        *_, line = said.stdout.splitlines() or [b""]
+        if (
+            completed.status in (126, 127)
+            or b"ImportError" in completed.stderr
+            or b"ModuleNotFoundError" in completed.stderr
+        ):
+            raise SubmitError(self._install_hint(completed.stderr))
+        *_, line = completed.stdout.splitlines() or [b""]
         try:
-            return replies.decode(line, replies.SlurmSubmitted, self._host.name, said.stderr)["slurm"]
+            return replies.decode(line, replies.SlurmSubmitted, self._host.name, completed.stderr)["slurm"]
         except RemoteError as error:
             raise SubmitError(str(error)) from None
 
-    def lacking(self) -> str | None:
+    def missing_package(self) -> str | None:
         code = "import sys; sys.path[:] = [p for p in sys.path if p]; import schedulers.slurm.submitting, submitit"
-        said = self.remote.run([self.python, "-c", code], timeout_s=_ANSWER_S, check=False)
-        return self._mend(said.stderr) if said.status != 0 else None
+        completed = self.remote.run([self.python, "-c", code], timeout_s=_REPLY_TIMEOUT_S, check=False)
+        return self._install_hint(completed.stderr) if completed.status != 0 else None
 
-    def _mend(self, stderr: bytes) -> str:
+    def _install_hint(self, stderr: bytes) -> str:
         from ..hosts.errors import one_line
 
         python = self._options.python or "python3"
-        mend = f"{python} -m pip install 'accel-launch[slurm]' there, or say another python: in the target"
-        return f"{self._host.name}: {one_line(stderr)}: {mend}"
+        remedy = f"{python} -m pip install 'accel-launch[slurm]' there, or say another python: in the target"
+        return f"{self._host.name}: {one_line(stderr)}: {remedy}"
 
-    def read(self, job_id: str, since: Cursor | None, *, over: bool) -> Iterator[LogLine]:
+    def read(self, job_id: str, since: Cursor | None, *, finished: bool) -> Iterator[LogLine]:
         from .logs import read
 
-        yield from read(self.ask, job_id, since, over=over)
+        yield from read(self.query, job_id, since, finished=finished)
 
     def cursor_at(self, job_id: str, when: float) -> Cursor:
-        stood: dict[str, int] = self.ask([{"op": "at", "job": job_id, "when": when}])[0][0]
-        return Cursor({name: str(offset) for name, offset in stood.items()})
+        offsets: dict[str, int] = self.query([{"op": "at", "job": job_id, "when": when}])[0][0]
+        return Cursor({name: str(offset) for name, offset in offsets.items()})
 
-    def tail_at(self, job_id: str, since: Cursor, count: int, *, over: bool) -> Cursor:
+    def tail_at(self, job_id: str, since: Cursor, count: int, *, finished: bool) -> Cursor:
         from .logs import tail_at
 
-        return tail_at(self.ask, job_id, since, count, over=over)
+        return tail_at(self.query, job_id, since, count, finished=finished)
 
     def wait(self, native: Native, timeout_s: float) -> bool:
         if self._watch is None:
@@ -276,10 +280,10 @@ class Login:
         return self._watch.wait(native, timeout_s)
 
     def close(self) -> None:
-        made, self._made = self._made, None
+        pool, self._environment_ready = self._environment_ready, None
         self._watch = None
-        if made is not None:
-            made.close()
+        if pool is not None:
+            pool.close()
 
 
 def login_host(options: SlurmOptions, name: str) -> Host:

@@ -6,20 +6,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import UnknownJob
-from ..target import Found
+from ..target import DiscoveredJob
 from .cluster import Cluster
 from .native_id import Native
 
 
-def find(cluster: Cluster, target: str, job_id: str, sweep: Mapping[str, Any]) -> Found | None:
+def find(cluster: Cluster, target: str, job_id: str, sweep: Mapping[str, Any]) -> DiscoveredJob | None:
     """Find a job. Raises UnknownJob if it was sent there and Slurm never had it, and what `ask` raises.
 
     sweep: for a job of a sweep, the id of its `first` job and this job's index (`at`).
     """
-    answer = cluster.ask([{"op": "find", "job": job_id, **sweep}])[0][0]
-    if answer is None:
+    reply = cluster.query([{"op": "find", "job": job_id, **sweep}])[0][0]
+    if reply is None:
         return None
-    if answer["slurm"] is None:
+    if reply["slurm"] is None:
         raise UnknownJob(f"job {job_id} is being submitted to target {target} this moment, or Slurm never had it")
-    native_id = str(Native(answer["slurm"], job_id))
-    return Found.of(native_id, lambda: answer["spec"], target=target, kind="slurm", job_id=job_id)
+    native_id = str(Native(reply["slurm"], job_id))
+    return DiscoveredJob.of(native_id, lambda: reply["spec"], target=target, kind="slurm", job_id=job_id)

@@ -11,46 +11,46 @@ from ..node.logs import order
 from ..store import log_lines
 
 # `Login.ask`: steps -> the answer to each, and what follows them.
-Ask: TypeAlias = "Callable[[list[dict[str, Any]]], tuple[list[Any], bytes]]"
+Query: TypeAlias = "Callable[[list[dict[str, Any]]], tuple[list[Any], bytes]]"
 
 # Bytes of one log, and of all, that are read at once. A log gives a line or a piece of one for each MOST_BYTES.
-_LIMIT, _MOST = 4 << 20, 16 << 20
+_LIMIT, _MAX_BYTES = 4 << 20, 16 << 20
 
 
-def read(ask: Ask, job_id: str, since: Cursor | None, *, over: bool) -> Iterator[LogLine]:
+def read(query: Query, job_id: str, since: Cursor | None, *, finished: bool) -> Iterator[LogLine]:
     """Yield the lines that exist now. Their sources are named as in the job's own log directory."""
     positions = log_lines.offsets(since)
-    step: dict[str, Any] = {"op": "logs", "job": job_id, "limit": _LIMIT, "most": _MOST, "over": over}
-    more = True
-    while more:
-        (done,), data = ask([{**step, "from": positions}])
-        files = sorted(_contents(done["files"], data), key=lambda pair: _order(pair[0]))
+    step: dict[str, Any] = {"op": "logs", "job": job_id, "limit": _LIMIT, "most": _MAX_BYTES, "over": finished}
+    truncated = True
+    while truncated:
+        (reply,), data = query([{**step, "from": positions}])
+        files = sorted(_contents(reply["files"], data), key=lambda pair: _order(pair[0]))
         step["only"] = []
         for file, content in files:
-            ends = file["offset"] + file["length"] >= file["size"]
-            for line in _lines(file, content, complete=done["complete"] and ends):
+            at_end = file["offset"] + file["length"] >= file["size"]
+            for line in _lines(file, content, complete=reply["complete"] and at_end):
                 positions[file["name"]] = int(line.position)
                 yield line
-            if not ends:
+            if not at_end:
                 step["only"].append(file["name"])
-        more = bool(step["only"])
+        truncated = bool(step["only"])
 
 
-def tail_at(ask: Ask, job_id: str, since: Cursor, count: int, *, over: bool) -> Cursor:
+def tail_at(query: Query, job_id: str, since: Cursor, count: int, *, finished: bool) -> Cursor:
     """Return the position at which the last `count` lines of each rank begin."""
-    step = {"op": "tail", "job": job_id, "from": log_lines.offsets(since), "count": count, "over": over}
+    step = {"op": "tail", "job": job_id, "from": log_lines.offsets(since), "count": count, "over": finished}
 
-    def ends(counts: Mapping[str, int]) -> list[dict[str, Any]]:
-        return list(ask([{**step, "counts": counts}])[0][0])
+    def log_ends(counts: Mapping[str, int]) -> list[dict[str, Any]]:
+        return list(query([{**step, "counts": counts}])[0][0])
 
-    return since.moved(log_lines.last_lines(ends, count))
+    return since.moved(log_lines.last_lines(log_ends, count))
 
 
 def _contents(files: list[Mapping[str, Any]], data: bytes) -> Iterator[tuple[Mapping[str, Any], bytes]]:
-    at = 0
+    offset = 0
     for file in files:
-        yield file, data[at : at + file["length"]]
-        at += file["length"]
+        yield file, data[offset : offset + file["length"]]
+        offset += file["length"]
 
 
 def _order(file: Mapping[str, Any]) -> tuple[float, int, str]:

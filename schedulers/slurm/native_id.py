@@ -24,7 +24,7 @@ class Native:
     @classmethod
     def parse(cls, text: str) -> Native:
         """Parse the output of `str`. Raises SpecError."""
-        found = _TEXT.match(text)
-        if found is None:
+        match = _TEXT.match(text)
+        if match is None:
             raise SpecError(f"{text!r} is not the id of a job of a slurm target (number/job)")
-        return cls(found["slurm"], found["job"])
+        return cls(match["slurm"], match["job"])

@@ -20,15 +20,18 @@ def for_gloo(peer: str) -> str | None:
     if any(not _is_loopback(address) for address in _addresses(socket.gethostname())):
         return None
     routes = {address: interface for interface, address in probe.ipv4() + probe.ipv6() if interface != "lo"}
-    return next((routes[own] for address in _addresses(peer) if (own := _own_towards(address)) in routes), None)
+    return next(
+        (routes[local_address] for address in _addresses(peer) if (local_address := _own_towards(address)) in routes),
+        None,
+    )
 
 
 def _addresses(name: str) -> list[str]:
     try:
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_DGRAM)
+        infos = socket.getaddrinfo(name, None, type=socket.SOCK_DGRAM)
     except OSError:
         return []
-    return [str(address[0]) for *_, address in found]
+    return [str(address[0]) for *_, address in infos]
 
 
 def _is_loopback(address: str) -> bool:
@@ -38,9 +41,9 @@ def _is_loopback(address: str) -> bool:
 def _own_towards(address: str) -> str | None:
     """Return this machine's source address for packets to that address. Sends none."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as asked:
-        asked.connect((address, 9))
-        return str(asked.getsockname()[0]).removeprefix("::ffff:")
+    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as sock:
+        sock.connect((address, 9))
+        return str(sock.getsockname()[0]).removeprefix("::ffff:")
     return None
 
 

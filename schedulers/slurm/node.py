@@ -23,7 +23,7 @@ from types import FrameType
 from typing import Any
 
 from ..node import logs
-from ..node.redaction import hide
+from ..node.redaction import redact
 from ..processes import adopt_orphans, descendants, die_with_parent, end_all, wake_pipe
 from . import network
 from .batch import shared_files
@@ -35,7 +35,7 @@ _ENTRY = {"script": [], "module": ["-m"], "command": ["--no_python"]}
 _GLANCE_S = 1.0
 _KILL_ALLOWANCE_S = 6.0
 _LEFTOVER_GRACE_S = 2.0
-_LONGEST_WORDS = 500
+_MAX_MESSAGE = 500
 _WRITE_S = 20.0
 # submitit's own variables would make the program take itself for a task of submitit's; ours say where this node is.
 _NOT_FOR_RANKS = ("SUBMITIT_", "ACCEL_")
@@ -44,9 +44,9 @@ _NOT_FOR_RANKS = ("SUBMITIT_", "ACCEL_")
 class Ended(Exception):
     """The node's part ended before, or without, its ranks. `refused`: a reason as in `accel launch`."""
 
-    def __init__(self, code: int, words: str, refused: str | None = None) -> None:
-        super().__init__(words)
-        self.code, self.words, self.refused = code, words, refused
+    def __init__(self, code: int, message: str, reason: str | None = None) -> None:
+        super().__init__(message)
+        self.code, self.message, self.refused = code, message, reason
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class NodeMain:
 
 class Node:
     def __init__(self, directory: str) -> None:
-        self._told: str | None = None
+        self._terminated: str | None = None
         self._warnings: list[int] = []
         self._woken, waker = wake_pipe()
         signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
@@ -84,8 +84,8 @@ class Node:
         self._marks = os.path.join(self._own, "nodes", f"a{self._attempt}")
         self._logs = os.path.join(directory, "logs")
         # Nodes do not write to one file together: over NFS they would write over each other.
-        alone = os.path.join(self._marks, f"{self._rank}.jsonl")
-        self._events = os.path.join(self._logs, "launch.jsonl") if self._rank == 0 else alone
+        rank_events = os.path.join(self._marks, f"{self._rank}.jsonl")
+        self._events = os.path.join(self._logs, "launch.jsonl") if self._rank == 0 else rank_events
         self._read_from = _size(self._events)
         self._next_glance = 0.0
 
@@ -93,18 +93,18 @@ class Node:
         try:
             self._mark("begun")
             if self._fenced():
-                self._told = "fence"
+                self._terminated = "fence"
                 raise Ended(1, "a later start of the job has begun")
             self._set_up()
             code = self._watch(self._start(self._command(), None), None)
-            words, refused = self._last_words(), None
-        except Ended as ended:
-            code, words, refused = ended.code, ended.words, ended.refused
+            message, reason = self._last_log_line(), None
+        except Ended as end:
+            code, message, reason = end.code, end.message, end.refused
         except OSError as error:
-            code, words, refused = 1, f"{error.filename or 'a file'}: {error.strerror or error}", "setup"
-        grace_s = 0.0 if self._told == "fence" else _LEFTOVER_GRACE_S
+            code, message, reason = 1, f"{error.filename or 'a file'}: {error.strerror or error}", "setup"
+        grace_s = 0.0 if self._terminated == "fence" else _LEFTOVER_GRACE_S
         end_all(lambda: descendants(os.getpid()), grace_s=grace_s)
-        self._report(code, words, refused)
+        self._report(code, message, reason)
         return code
 
     # What is run.
@@ -115,8 +115,8 @@ class Node:
                 code = self._watch(self._start(argv, "setup.log"), 0.0)
             except OSError as error:
                 raise Ended(127, f"the setup command {argv[0]!r} cannot be run: {error.strerror}", "setup") from None
-            if self._told:
-                raise Ended(128 + signal.SIGTERM, f"was told to end by {self._told} during its setup")
+            if self._terminated:
+                raise Ended(128 + signal.SIGTERM, f"was told to end by {self._terminated} during its setup")
             if code:
                 raise Ended(code, f"the setup command {argv[0]!r} failed with exit code {code}", "setup")
         if self._settings["setup"]:
@@ -131,30 +131,30 @@ class Node:
             names = os.listdir(self._marks)
             if sum(name.endswith(".ready") for name in names) >= nodes or any(name.endswith(".json") for name in names):
                 return
-            if self._asked_to_end():
-                raise Ended(128 + signal.SIGTERM, f"was told to end by {self._told} while others did their setup")
+            if self._end_requested():
+                raise Ended(128 + signal.SIGTERM, f"was told to end by {self._terminated} while others did their setup")
             select.select([self._woken], [], [], pause_s)
             self._drain()
 
     def _command(self) -> list[str]:
         settings = self._settings
-        left = max(0, int(settings["max_restarts"]) - self._attempt)
+        remaining = max(0, int(settings["max_restarts"]) - self._attempt)
         flags = {
             "log_dir": self._logs,
-            "max_restarts": left,
+            "max_restarts": remaining,
             "shutdown_timeout": f"{settings['grace_s']:g}",
             "rdzv_conf": f"timeout={settings['start_timeout_s']:g}",
         }
         if settings["procs_per_node"] is not None:
             flags["num_processes"] = int(settings["procs_per_node"]) * int(settings["nodes"])
-        words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-        words += [*settings["launch"], *_ENTRY[settings["entry"]], "--", *settings["argv"]]
-        return [settings["python"], "-c", _ACCEL, "launch", *words]
+        arguments = [argument for name, value in flags.items() for argument in (f"--{name}", str(value))]
+        arguments += [*settings["launch"], *_ENTRY[settings["entry"]], "--", *settings["argv"]]
+        return [settings["python"], "-c", _ACCEL, "launch", *arguments]
 
     def _environment(self) -> dict[str, str]:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(_NOT_FOR_RANKS)}
-        own = {name: os.environ[f"ACCEL_{name}"] for name in ("MASTER", "PORT", "ATTEMPT", "NODE_NAMES", "JOB_ID")}
-        own |= {
+        values = {name: os.environ[f"ACCEL_{name}"] for name in ("MASTER", "PORT", "ATTEMPT", "NODE_NAMES", "JOB_ID")}
+        values |= {
             "NODE_RANK": str(self._rank),
             "NODES": str(self._settings["nodes"]),
             "JOB_DIR": self._directory,
@@ -163,9 +163,9 @@ class Node:
             "REQUEUED": "1",
         }
         if self._secrets:
-            own["SECRETS"] = ",".join(self._secrets)
-        named = {f"ACCEL_{name}": own[name] for name in own}
-        return {**self._over_interface, **inherited, **self._settings["env"], **self._secrets, **named}
+            values["SECRETS"] = ",".join(self._secrets)
+        variables = {f"ACCEL_{name}": values[name] for name in values}
+        return {**self._over_interface, **inherited, **self._settings["env"], **self._secrets, **variables}
 
     @functools.cached_property
     def _secrets(self) -> dict[str, str]:
@@ -190,18 +190,18 @@ class Node:
         if int(self._settings["nodes"]) == 1:
             return {}
         names = os.environ["ACCEL_NODE_NAMES"].split(",")
-        found = network.for_gloo(names[1] if self._rank == 0 else os.environ["ACCEL_MASTER"])
-        return {} if found is None else {"GLOO_SOCKET_IFNAME": found}
+        gloo_interface = network.for_gloo(names[1] if self._rank == 0 else os.environ["ACCEL_MASTER"])
+        return {} if gloo_interface is None else {"GLOO_SOCKET_IFNAME": gloo_interface}
 
     def _start(self, argv: list[str], log: str | None) -> subprocess.Popen[bytes]:
         """Start a child, which gets SIGTERM when this process is killed and shares its output unless `log` is set."""
-        own = os.getpid()
+        parent_pid = os.getpid()
         workdir = os.path.join(self._directory, self._settings["workdir"])
         if not os.path.isdir(workdir):
             raise Ended(1, f"there is no directory {workdir} (snapshot: true in the target runs a copy)", "setup")
 
         def enter() -> None:
-            die_with_parent(signal.SIGTERM, own)
+            die_with_parent(signal.SIGTERM, parent_pid)
             for signum in (signal.SIGUSR1, signal.SIGUSR2):
                 signal.signal(signum, signal.SIG_IGN)
 
@@ -217,16 +217,16 @@ class Node:
     def _watch(self, process: subprocess.Popen[bytes], grace_s: float | None) -> int:
         """Wait for the process and forward signals to it. Kill it after its grace period, or at once if fenced."""
         allowed_s = self._settings["grace_s"] + _KILL_ALLOWANCE_S if grace_s is None else grace_s
-        passed_on = False
+        forwarded = False
         kill_at = float("inf")
         while (code := process.poll()) is None:
-            if self._asked_to_end() and kill_at == float("inf"):
+            if self._end_requested() and kill_at == float("inf"):
                 kill_at = time.monotonic() + allowed_s
-            if self._told == "fence":
+            if self._terminated == "fence":
                 end_all(lambda: descendants(os.getpid()) if process.poll() is None else (), grace_s=0)
                 return 128 + signal.SIGKILL
-            if self._told and not passed_on:
-                passed_on = True
+            if self._terminated and not forwarded:
+                forwarded = True
                 process.terminate()
             while self._warnings and grace_s is None:
                 process.send_signal(self._warnings.pop(0))
@@ -238,23 +238,23 @@ class Node:
             self._drain()
         return code if code >= 0 else 128 - code
 
-    def _asked_to_end(self) -> bool:
+    def _end_requested(self) -> bool:
         """Return True if the node must end. Checks files now and then; signals are recorded as they arrive."""
         now = time.monotonic()
         if now >= self._next_glance:
             self._next_glance = now + _GLANCE_S
             if self._fenced():
-                self._told = "fence"
-            elif self._told is None and shared_files.exists(os.path.join(self._own, "cancel")):
-                self._told = "cancel"
-        return self._told is not None
+                self._terminated = "fence"
+            elif self._terminated is None and shared_files.exists(os.path.join(self._own, "cancel")):
+                self._terminated = "cancel"
+        return self._terminated is not None
 
     def _fenced(self) -> bool:
         return shared_files.fenced(os.path.join(self._own, "attempt"), self._attempt)
 
     def _on_end(self, signum: int, _: FrameType | None) -> None:
-        if self._told is None:
-            self._told = signal.Signals(signum).name
+        if self._terminated is None:
+            self._terminated = signal.Signals(signum).name
 
     def _drain(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -262,24 +262,25 @@ class Node:
 
     # What it leaves behind.
 
-    def _mark(self, what: str) -> None:
-        os.close(os.open(os.path.join(self._marks, f"{self._rank}.{what}"), os.O_WRONLY | os.O_CREAT, 0o600))
+    def _mark(self, suffix: str) -> None:
+        os.close(os.open(os.path.join(self._marks, f"{self._rank}.{suffix}"), os.O_WRONLY | os.O_CREAT, 0o600))
 
-    def _report(self, code: int, words: str, refused: str | None) -> None:
+    def _report(self, code: int, message: str, reason: str | None) -> None:
         failure, started = None, False
         for event in shared_files.lines(self._events, self._read_from):
             if event.get("event") == "failure" and event["failure"]["attempt"] >= self._attempt:
                 failure = event["failure"]
             elif event.get("event") == "attempt":
-                failure, refused, started = None, None, True
+                failure, reason, started = None, None, True
             elif event.get("event") == "refused":
-                refused = event["reason"]
-        if code and not started and not self._told:
-            refused = refused or "setup"  # `accel launch` would have none of it
+                reason = event["reason"]
+        if code and not started and not self._terminated:
+            reason = reason or "setup"  # `accel launch` would have none of it
         report = {
             "schema": shared_files.SCHEMA, "node": self._rank, "name": os.environ.get("SLURMD_NODENAME", ""),
             "host": socket.gethostname(), "attempt": self._attempt, "code": code, "failure": failure,
-            "refused": refused, "words": words, "preempted": code == REQUEUE, "told": self._told, "at": time.time(),
+            "refused": reason, "words": message, "preempted": code == REQUEUE,
+            "told": self._terminated, "at": time.time(),
         }  # fmt: skip
         path, spare = os.path.join(self._marks, f"{self._rank}.json"), os.path.join(self._own, "spare")
         deadline = time.monotonic() + _WRITE_S
@@ -292,11 +293,11 @@ class Node:
                     raise SystemExit(code or 1) from None
                 time.sleep(1)
 
-    def _last_words(self) -> str:
+    def _last_log_line(self) -> str:
         """Return the last line that `accel launch` wrote in this attempt."""
         path = os.path.join(self._logs, f"node-{self._rank}.log")
-        words = hide(logs.last_line(path, logs.BLOCK), self._secrets)
-        return words.removeprefix("accel launch: ")[:_LONGEST_WORDS]
+        line = redact(logs.last_line(path, logs.BLOCK), self._secrets)
+        return line.removeprefix("accel launch: ")[:_MAX_MESSAGE]
 
 
 def _text(path: str) -> str:

@@ -17,39 +17,39 @@ def expand(text: str) -> list[str]:
     Numbers keep the width of the first of their range. Several brackets in one name vary as digits do, the last
     one fastest. Raises SpecError for an invalid list.
     """
-    names = [name for word in _words(text) for name in _names(word, text)]
+    names = [name for token in _split_commas(text) for name in _names(token, text)]
     if len(names) > _LIMIT:
         raise SpecError(f"node list {text[:60]!r}… stands for {len(names)} nodes")
     return names
 
 
-def _words(text: str) -> list[str]:
+def _split_commas(text: str) -> list[str]:
     """Split the text at the commas outside brackets."""
-    words, depth, begin = [], 0, 0
-    for at, letter in enumerate(text):
-        depth += (letter == "[") - (letter == "]")
+    tokens, depth, start = [], 0, 0
+    for index, char in enumerate(text):
+        depth += (char == "[") - (char == "]")
         if depth not in (0, 1):
-            raise _refusal(text, "its brackets do not match")
-        if letter == "," and not depth:
-            words.append(text[begin:at])
-            begin = at + 1
-    words.append(text[begin:])
+            raise _parse_error(text, "its brackets do not match")
+        if char == "," and not depth:
+            tokens.append(text[start:index])
+            start = index + 1
+    tokens.append(text[start:])
     if depth:
-        raise _refusal(text, "its brackets do not match")
-    if not all(words):
-        raise _refusal(text, "a name is missing")
-    return words
+        raise _parse_error(text, "its brackets do not match")
+    if not all(tokens):
+        raise _parse_error(text, "a name is missing")
+    return tokens
 
 
-def _names(word: str, text: str) -> list[str]:
-    parts = _PART.findall(word)
-    if "".join(parts) != word:
-        raise _refusal(text, f"{word!r} is no name")
+def _names(token: str, text: str) -> list[str]:
+    parts = _PART.findall(token)
+    if "".join(parts) != token:
+        raise _parse_error(text, f"{token!r} is no name")
     names = [""]
     for part in parts:
         values = _values(part, text) if part.startswith("[") else [part]
         if len(names) * len(values) > _LIMIT:
-            raise _refusal(text, "it stands for too many nodes")
+            raise _parse_error(text, "it stands for too many nodes")
         names = [name + value for name in names for value in values]
     return names
 
@@ -57,15 +57,15 @@ def _names(word: str, text: str) -> list[str]:
 def _values(bracket: str, text: str) -> list[str]:
     values: list[str] = []
     for item in bracket[1:-1].split(","):
-        found = _RANGE.match(item)
-        if found is None:
-            raise _refusal(text, f"{item!r} is no range of numbers")
-        first, last = found["first"], found["last"] or found["first"]
+        match = _RANGE.match(item)
+        if match is None:
+            raise _parse_error(text, f"{item!r} is no range of numbers")
+        first, last = match["first"], match["last"] or match["first"]
         if int(last) < int(first) or int(last) - int(first) > _LIMIT:
-            raise _refusal(text, f"{item!r} is no range of numbers")
+            raise _parse_error(text, f"{item!r} is no range of numbers")
         values += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
     return values
 
 
-def _refusal(text: str, why: str) -> SpecError:
-    return SpecError(f"not a list of Slurm's nodes: {text[:80]!r}: {why}")
+def _parse_error(text: str, problem: str) -> SpecError:
+    return SpecError(f"not a list of Slurm's nodes: {text[:80]!r}: {problem}")

@@ -103,42 +103,42 @@ class SlurmOptions:
 
 def check(options: SlurmOptions, name: str) -> None:
     """Raise SpecError, which names the key, if an option is invalid."""
-    where = f"target {name}"
-    sbatch.check(options.sbatch, f"{where}: sbatch")
-    _check_said_once(options, where)
+    subject = f"target {name}"
+    sbatch.check(options.sbatch, f"{subject}: sbatch")
+    _check_duplicates(options, subject)
     for key in DIRECTIVES:
         value = getattr(options, key)
-        words = value if isinstance(value, tuple) else (str(value),)
-        if value is not None and not all(word and word.isprintable() for word in words):
-            raise SpecError(f"{where}: {key} must be one printable line, not {value!r}")
+        texts = value if isinstance(value, tuple) else (str(value),)
+        if value is not None and not all(text and text.isprintable() for text in texts):
+            raise SpecError(f"{subject}: {key} must be one printable line, not {value!r}")
     if options.gres is not None and not _GRES.match(options.gres):
-        raise SpecError(f"{where}: gres must be like gpu:a100:4,nvme:1, not {options.gres!r}")
+        raise SpecError(f"{subject}: gres must be like gpu:a100:4,nvme:1, not {options.gres!r}")
     if not 0 < options.start_timeout_s < float("inf"):
-        raise SpecError(f"{where}: start_timeout_s must be more than 0, not {options.start_timeout_s:g}")
+        raise SpecError(f"{subject}: start_timeout_s must be more than 0, not {options.start_timeout_s:g}")
     if options.array_throttle is not None and options.array_throttle < 1:
-        raise SpecError(f"{where}: array_throttle must be 1 or more, not {options.array_throttle}")
+        raise SpecError(f"{subject}: array_throttle must be 1 or more, not {options.array_throttle}")
     if options.slurm_version is not None and not _VERSION.match(options.slurm_version):
-        raise SpecError(f"{where}: slurm_version must be like '23.11', in quotes, not {options.slurm_version!r}")
+        raise SpecError(f"{subject}: slurm_version must be like '23.11', in quotes, not {options.slurm_version!r}")
     if any("\n" in line or "\0" in line for line in (*options.modules, *options.prologue)):
-        raise SpecError(f"{where}: modules and prologue are lists of lines, and one of them holds a line break")
+        raise SpecError(f"{subject}: modules and prologue are lists of lines, and one of them holds a line break")
     if any(not argv or not argv[0] for argv in options.setup):
-        raise SpecError(f"{where}: setup: a command has no program")
-    _check_login(options, where)
+        raise SpecError(f"{subject}: setup: a command has no program")
+    _check_login(options, subject)
 
 
-def _check_said_once(options: SlurmOptions, where: str) -> None:
-    given = {word.replace("_", "-"): word for word in options.sbatch}
+def _check_duplicates(options: SlurmOptions, subject: str) -> None:
+    spellings = {option.replace("_", "-"): option for option in options.sbatch}
     for key, directive in DIRECTIVES.items():
-        if directive in given and getattr(options, key) not in (None, False):
-            raise SpecError(f"{where}: {key} and sbatch: {given[directive]} say the same thing: keep one")
+        if directive in spellings and getattr(options, key) not in (None, False):
+            raise SpecError(f"{subject}: {key} and sbatch: {spellings[directive]} say the same thing: keep one")
 
 
-def _check_login(options: SlurmOptions, where: str) -> None:
+def _check_login(options: SlurmOptions, subject: str) -> None:
     if options.login is None:
         for key in ("user", "port", "ssh_config"):
             if getattr(options, key) is not None:
-                raise SpecError(f"{where}: {key} belongs to login, which is not given")
+                raise SpecError(f"{subject}: {key} belongs to login, which is not given")
     if options.port is not None and not 0 < options.port <= _LAST_PORT:
-        raise SpecError(f"{where}: port must be 1 to {_LAST_PORT}, not {options.port}")
+        raise SpecError(f"{subject}: port must be 1 to {_LAST_PORT}, not {options.port}")
     if not (options.root == "~" or options.root.startswith(("~/", "/"))):
-        raise SpecError(f"{where}: root must begin with / or ~/, not {options.root!r}")
+        raise SpecError(f"{subject}: root must begin with / or ~/, not {options.root!r}")

@@ -79,34 +79,34 @@ OPTIONS: Mapping[str, Value] = {
 }
 
 
-def since(name: str) -> str:
+def introduced_in(name: str) -> str:
     """Return the version of Slurm that introduced the option; 20.11 means that or an earlier one."""
     return _LATER[name][0] if name in _LATER else "20.11"
 
 
-def check(options: Mapping[str, str | int | float | bool], where: str) -> None:
+def check(options: Mapping[str, str | int | float | bool], subject: str) -> None:
     """Raise SpecError for an unknown option, one that accel sets itself, or a wrong value."""
-    for given, value in options.items():
-        name = given.replace("_", "-")
+    for key, value in options.items():
+        name = key.replace("_", "-")
         kind = OPTIONS.get(name)
         if kind is None:
-            raise SpecError(f"{where}: sbatch has no option {given!r}{nearest(name, OPTIONS)}")
+            raise SpecError(f"{subject}: sbatch has no option {key!r}{nearest(name, OPTIONS)}")
         if name in _OURS:
-            raise SpecError(f"{where}: accel says {name!r} to sbatch itself; what you can say is {_OURS[name]}")
+            raise SpecError(f"{subject}: accel says {name!r} to sbatch itself; what you can say is {_OURS[name]}")
         if kind == "value" and isinstance(value, bool):
-            raise SpecError(f"{where}: {given} needs a value")
+            raise SpecError(f"{subject}: {key} needs a value")
         if kind == "switch" and not isinstance(value, bool):
-            raise SpecError(f"{where}: {given} is true or false, not {value!r}")
+            raise SpecError(f"{subject}: {key} is true or false, not {value!r}")
         if "\n" in str(value) or "\0" in str(value):
-            raise SpecError(f"{where}: {given} must be one line, not {value!r}")
+            raise SpecError(f"{subject}: {key} must be one line, not {value!r}")
 
 
-def too_new(options: Mapping[str, object], version: str) -> list[str]:
+def unsupported_options(options: Mapping[str, object], version: str) -> list[str]:
     """Return a line for each option that this version of Slurm does not have yet."""
     return [
-        f"sbatch --{name} came with Slurm {since(name)}, and the target says {version}"
-        for name in (given.replace("_", "-") for given in options)
-        if name in _LATER and _number(since(name)) > _number(version)
+        f"sbatch --{name} came with Slurm {introduced_in(name)}, and the target says {version}"
+        for name in (key.replace("_", "-") for key in options)
+        if name in _LATER and _number(introduced_in(name)) > _number(version)
     ]
 
 

@@ -16,58 +16,58 @@ SCHEMA = 1
 COMMENT = "accel:"
 _BATCH = "slurm/batch.py"
 _PICKLES = "slurm/pickles"
-_MOST_WARNING_S = 65535
+_MAX_WARNING_S = 65535
 # Options of sbatch that ask for GPUs, beside --gres.
 _GPU_OPTIONS = ("gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket")
 
 
 def check(spec: JobSpec, options: SlurmOptions, name: str) -> None:
     """Raise SpecError for a job that this target cannot run."""
-    where = f"target {name}"
+    subject = f"target {name}"
     if spec.image is not None and options.container is None:
-        raise SpecError(f"{where}: --image needs container: pyxis, apptainer or singularity")
+        raise SpecError(f"{subject}: --image needs container: pyxis, apptainer or singularity")
     if options.cpu and spec.resources.gpus:
-        raise SpecError(f"{where} trains on the CPU (cpu: true), and the job asks for GPUs: drop one")
-    if spec.grace_s > _MOST_WARNING_S:
-        raise SpecError(f"--grace {spec.grace_s:g}: Slurm warns {_MOST_WARNING_S} seconds ahead at most")
-    in_gres = _gpus_in(options.gres)
-    if spec.resources.gpus and in_gres not in (None, spec.resources.gpus):
+        raise SpecError(f"{subject} trains on the CPU (cpu: true), and the job asks for GPUs: drop one")
+    if spec.grace_s > _MAX_WARNING_S:
+        raise SpecError(f"--grace {spec.grace_s:g}: Slurm warns {_MAX_WARNING_S} seconds ahead at most")
+    gres_gpus = _gpus_in(options.gres)
+    if spec.resources.gpus and gres_gpus not in (None, spec.resources.gpus):
         raise SpecError(
-            f"{where}: gres asks for {in_gres} GPUs on each node, and --gpus for {spec.resources.gpus}: keep one"
+            f"{subject}: gres asks for {gres_gpus} GPUs on each node, and --gpus for {spec.resources.gpus}: keep one"
         )
-    _check_gpu_type(spec.resources.accelerator, "--accelerator", options, where)
-    _check_gpu_type(options.gpu_type, "gpu_type:", options, where)
-    by_sbatch = _gpu_options(options)
-    if by_sbatch and (spec.resources.gpus or in_gres is not None):
-        ours = "gres" if in_gres is not None else "--gpus"
-        raise SpecError(f"{where}: sbatch: {by_sbatch[0]} and {ours} both ask for GPUs: keep one")
+    _check_gpu_type(spec.resources.accelerator, "--accelerator", options, subject)
+    _check_gpu_type(options.gpu_type, "gpu_type:", options, subject)
+    gpu_options = _gpu_options(options)
+    if gpu_options and (spec.resources.gpus or gres_gpus is not None):
+        other_option = "gres" if gres_gpus is not None else "--gpus"
+        raise SpecError(f"{subject}: sbatch: {gpu_options[0]} and {other_option} both ask for GPUs: keep one")
     secrets.check(spec.secrets, "a slurm target")
 
 
-def _check_gpu_type(kind: str | None, said: str, options: SlurmOptions, where: str) -> None:
+def _check_gpu_type(kind: str | None, option: str, options: SlurmOptions, subject: str) -> None:
     """Raise SpecError if `gres` requests the job's GPUs without their type."""
-    count, words = _gpus_in(options.gres), (options.gres or "").split(",")
-    if kind is not None and count is not None and not any(word.startswith(f"gpu:{kind}") for word in words):
+    count, entries = _gpus_in(options.gres), (options.gres or "").split(",")
+    if kind is not None and count is not None and not any(entry.startswith(f"gpu:{kind}") for entry in entries):
         raise SpecError(
-            f"{where}: {said} {kind}, and gres: {options.gres} asks for the GPUs: say gres: gpu:{kind}:{count}"
+            f"{subject}: {option} {kind}, and gres: {options.gres} asks for the GPUs: say gres: gpu:{kind}:{count}"
         )
 
 
 def warnings(spec: JobSpec, options: SlurmOptions) -> tuple[str, ...]:
     """Return warnings about settings that have no effect or another one than expected."""
-    found = []
-    given = {name.replace("_", "-") for name, value in options.sbatch.items() if value is not False}
-    if spec.resources.cpus is None and not options.exclusive and not given & {"cpus-per-gpu", "exclusive"}:
-        found.append("--cpus is not given: Slurm may give each node's ranks one core between them")
+    messages = []
+    option_names = {name.replace("_", "-") for name, value in options.sbatch.items() if value is not False}
+    if spec.resources.cpus is None and not options.exclusive and not option_names & {"cpus-per-gpu", "exclusive"}:
+        messages.append("--cpus is not given: Slurm may give each node's ranks one core between them")
     if spec.time_limit_s is not None and spec.time_limit_s % 60:
-        found.append(f"Slurm counts time limits in minutes: {spec.time_limit_s:g} s become {_minutes(spec)} min")
+        messages.append(f"Slurm counts time limits in minutes: {spec.time_limit_s:g} s become {_minutes(spec)} min")
     if spec.resources.shm_gb is not None:
-        found.append("shm_gb is not enforced on a slurm target")
+        messages.append("shm_gb is not enforced on a slurm target")
     if options.slurm_version is not None:
-        from .sbatch_options import too_new
+        from .sbatch_options import unsupported_options
 
-        found += too_new(options.sbatch, options.slurm_version)
-    return tuple(found)
+        messages += unsupported_options(options.sbatch, options.slurm_version)
+    return tuple(messages)
 
 
 def render(
@@ -92,12 +92,12 @@ def render(
         lines += ["", *(f"module load {shlex.quote(module)} || exit" for module in options.modules)]
     if options.prologue:
         lines += ["", *options.prologue]
-    where = shlex.quote(directory)
+    quoted_directory = shlex.quote(directory)
     if tasks is not None:
         # Each task of the array is a job with a directory of its own; the list is in the first one's.
-        lines += ["", f"exec {shlex.quote(python)} -I {where}/{_BATCH} --array {where}"]
+        lines += ["", f"exec {shlex.quote(python)} -I {quoted_directory}/{_BATCH} --array {quoted_directory}"]
     else:
-        lines += ["", f"exec {shlex.quote(python)} -I {where}/{_BATCH} {where}"]
+        lines += ["", f"exec {shlex.quote(python)} -I {quoted_directory}/{_BATCH} {quoted_directory}"]
     return "\n".join(lines) + "\n"
 
 
@@ -150,7 +150,7 @@ def srun(spec: JobSpec, options: SlurmOptions, directory: str, *, code: str | No
     22.05 (https://github.com/SchedMD/slurm, release notes), nor the environment at sites that submit with
     `--export=NONE`.
     """
-    words = [
+    argv = [
         "srun",
         f"--nodes={spec.nodes}",
         f"--ntasks={spec.nodes}",
@@ -162,26 +162,26 @@ def srun(spec: JobSpec, options: SlurmOptions, directory: str, *, code: str | No
         f"--output={_pattern(directory)}/logs/node-%n.log",
     ]
     if spec.resources.cpus is not None:
-        words.append(f"--cpus-per-task={spec.resources.cpus}")
+        argv.append(f"--cpus-per-task={spec.resources.cpus}")
     if spec.image is not None and options.container == "pyxis":
-        words += [
+        argv += [
             f"--container-image={pyxis_image(spec.image)}",
             f"--container-mounts={','.join(_mounts(options, directory, code))}",
         ]
-    return [*words, *options.srun]
+    return [*argv, *options.srun]
 
 
 def task(
     spec: JobSpec, options: SlurmOptions, directory: str, *, python: str, code: str | None, pickles: str
 ) -> list[str]:
     """Return the command that srun starts on each node: submitit, which calls the job's `NodeMain`."""
-    inside = options.container_python if spec.image is not None else python
-    words = [inside, "-u", "-m", "submitit.core._submit", pickles]
+    interpreter = options.container_python if spec.image is not None else python
+    argv = [interpreter, "-u", "-m", "submitit.core._submit", pickles]
     if spec.image is None or options.container == "pyxis":
-        return words
+        return argv
     gpus = ["--nv"] if spec.resources.gpus or _gpus_in(options.gres) or _gpu_options(options) else []
     mounts = ["--bind", ",".join(_mounts(options, directory, code))]
-    return [str(options.container), "exec", *gpus, *mounts, spec.image, *words]
+    return [str(options.container), "exec", *gpus, *mounts, spec.image, *argv]
 
 
 def _directives(
@@ -215,17 +215,17 @@ def _directives(
 
 
 def _resources(spec: JobSpec, options: SlurmOptions) -> Iterator[tuple[str, str]]:
-    wanted = spec.resources
-    if wanted.cpus is not None:
-        yield "cpus-per-task", str(wanted.cpus)
-    if wanted.memory_gb is not None:
-        yield "mem", f"{math.ceil(wanted.memory_gb * 1024)}M"
-    words = [options.gres] if options.gres else []
-    if wanted.gpus and _gpus_in(options.gres) is None:
-        kind = wanted.accelerator or options.gpu_type
-        words.insert(0, f"gpu:{kind}:{wanted.gpus}" if kind else f"gpu:{wanted.gpus}")
-    if words:
-        yield "gres", ",".join(words)
+    resources = spec.resources
+    if resources.cpus is not None:
+        yield "cpus-per-task", str(resources.cpus)
+    if resources.memory_gb is not None:
+        yield "mem", f"{math.ceil(resources.memory_gb * 1024)}M"
+    entries = [options.gres] if options.gres else []
+    if resources.gpus and _gpus_in(options.gres) is None:
+        kind = resources.accelerator or options.gpu_type
+        entries.insert(0, f"gpu:{kind}:{resources.gpus}" if kind else f"gpu:{resources.gpus}")
+    if entries:
+        yield "gres", ",".join(entries)
 
 
 def _line(name: str, value: str | bool) -> str:
@@ -243,8 +243,8 @@ def _pattern(path: str) -> str:
 
 
 def _mounts(options: SlurmOptions, directory: str, code: str | None) -> list[str]:
-    own = [directory] if code is None else [directory, code]
-    return [*(f"{path}:{path}" for path in own), *options.container_mounts]
+    directories = [directory] if code is None else [directory, code]
+    return [*(f"{path}:{path}" for path in directories), *options.container_mounts]
 
 
 def pyxis_image(image: str) -> str:
@@ -252,12 +252,17 @@ def pyxis_image(image: str) -> str:
 
     https://github.com/NVIDIA/enroot/blob/master/doc/cmd/import.md
     """
-    scheme, found, name = image.rpartition("://")
-    registry, slash, rest = name.partition("/")
-    named = "." in registry or ":" in registry or registry == "localhost"
-    if not (slash and registry and named) or "#" in name or scheme not in ("", "docker") or registry in (".", ".."):
+    scheme, separator, name = image.rpartition("://")
+    registry, slash, repository = name.partition("/")
+    has_registry = "." in registry or ":" in registry or registry == "localhost"
+    if (
+        not (slash and registry and has_registry)
+        or "#" in name
+        or scheme not in ("", "docker")
+        or registry in (".", "..")
+    ):
         return image
-    return f"{scheme}{found}{registry}#{rest}"
+    return f"{scheme}{separator}{registry}#{repository}"
 
 
 def _gpu_options(options: SlurmOptions) -> list[str]:
@@ -266,18 +271,18 @@ def _gpu_options(options: SlurmOptions) -> list[str]:
 
 def _gpus_in(gres: str | None) -> int | None:
     """Return the number of GPUs in a text such as `gpu:a100:4,nvme:1`, or None if it has none."""
-    found = [word.split(":") for word in (gres or "").split(",") if word.split(":")[0] == "gpu"]
-    if not found:
+    gpu_entries = [entry.split(":") for entry in (gres or "").split(",") if entry.split(":")[0] == "gpu"]
+    if not gpu_entries:
         return None
-    return sum(int(parts[-1]) if parts[-1].isdigit() else 1 for parts in found)
+    return sum(int(parts[-1]) if parts[-1].isdigit() else 1 for parts in gpu_entries)
 
 
 def _minutes(spec: JobSpec) -> int:
     return math.ceil((spec.time_limit_s or 0) / 60)
 
 
-def _join(directory: str, inside: str) -> str:
-    return directory if inside == "." else f"{directory.rstrip('/')}/{inside}"
+def _join(directory: str, subdirectory: str) -> str:
+    return directory if subdirectory == "." else f"{directory.rstrip('/')}/{subdirectory}"
 
 
 def describe(settings_: Mapping[str, Any]) -> list[str]:

@@ -13,7 +13,7 @@ from ..job import Reason, State, Status
 
 
 @dataclass(frozen=True, kw_only=True)
-class Said:
+class SlurmJobInfo:
     """One job in squeue or sacct.
 
     state:    in words, `PENDING` or `CANCELLED by 1000`.
@@ -119,23 +119,23 @@ _REASONS: tuple[tuple[str, Reason, str], ...] = (
 )
 
 
-def status_of(said: Said) -> Status:
+def status_of(info: SlurmJobInfo) -> Status:
     """Return the status of a job by Slurm's record. The job has left no result of its own."""
-    word = said.state.split()[0].rstrip("+") if said.state.split() else ""
-    state, reason, message = _STATES.get(word, (State.RUNNING, Reason.NONE, f"Slurm says {said.state!r}"))
-    why, explained = _explain(said.reason)
+    state_name = info.state.split()[0].rstrip("+") if info.state.split() else ""
+    state, reason, message = _STATES.get(state_name, (State.RUNNING, Reason.NONE, f"Slurm says {info.state!r}"))
+    cause, explanation = _explain(info.reason)
     code = None
     if state is State.QUEUED:
-        reason = why if reason is Reason.NONE else reason
-        message = _join(explained or message, said.reason) if why is not Reason.NONE or explained else message
-    elif state is State.CANCELLED and why is Reason.DEPENDENCY:
-        state, reason, message = State.FAILED, why, "the job that it was to run after has failed"
+        reason = cause if reason is Reason.NONE else reason
+        message = _join(explanation or message, info.reason) if cause is not Reason.NONE or explanation else message
+    elif state is State.CANCELLED and cause is Reason.DEPENDENCY:
+        state, reason, message = State.FAILED, cause, "the job that it was to run after has failed"
     elif state is State.FAILED:
         # Slurm's own code for it, 0:125, is no signal. One that failed, of which no process has, has no code.
-        code = 137 if word == "OUT_OF_MEMORY" else exit_code(said) or None
-        if reason is Reason.EXIT_CODE and why not in (Reason.NONE, Reason.EXIT_CODE, Reason.NO_CAPACITY):
-            reason, message = why, explained
-        if said.code.endswith(_NOT_LAUNCHED):
+        code = 137 if state_name == "OUT_OF_MEMORY" else exit_code(info) or None
+        if reason is Reason.EXIT_CODE and cause not in (Reason.NONE, Reason.EXIT_CODE, Reason.NO_CAPACITY):
+            reason, message = cause, explanation
+        if info.code.endswith(_NOT_LAUNCHED):
             code, reason, message = None, Reason.SETUP, _LAUNCH_ADVICE
         message = TIME_LIMIT_ADVICE if reason is Reason.TIME_LIMIT and not message else message
     elif state is State.SUCCEEDED:
@@ -144,22 +144,22 @@ def status_of(said: Said) -> Status:
         state=state,
         reason=reason,
         exit_code=code,
-        attempt=said.restarts,
+        attempt=info.restarts,
         message=message,
-        native_state=said.state,
+        native_state=info.state,
     )
 
 
-def exit_code(said: Said) -> int | None:
+def exit_code(info: SlurmJobInfo) -> int | None:
     """Return the job's exit code, 128 + N for signal N, or None if Slurm has none.
 
     A step's code counts if the job's own is 143: the killed peers of a failed rank exit last.
     """
-    codes = [_code(text) for text in (said.code, said.derived)]
-    own, step = codes
-    if own in (None, 0, 143) and step not in (None, 0):
-        return step
-    return own
+    codes = [_code(text) for text in (info.code, info.derived)]
+    job_code, step_code = codes
+    if job_code in (None, 0, 143) and step_code not in (None, 0):
+        return step_code
+    return job_code
 
 
 def _code(text: str) -> int | None:
@@ -179,6 +179,6 @@ def _explain(reason: str) -> tuple[Reason, str]:
     return Reason.NO_CAPACITY, ""
 
 
-def _join(explained: str, reason: str) -> str:
-    own = reason.strip("()")
-    return f"{explained} ({own})" if explained else own
+def _join(explanation: str, reason: str) -> str:
+    slurm_reason = reason.strip("()")
+    return f"{explanation} ({slurm_reason})" if explanation else slurm_reason

@@ -13,15 +13,15 @@ from ..errors import SchedulerError, Unreachable
 from ..job import Reason, State, Status
 from .cluster import Cluster
 from .native_id import Native
-from .states import Said, status_of
+from .states import SlurmJobInfo, status_of
 
 _SEARCH_S = 5.0  # before a job that squeue does not know is looked for in accounting again
 _UNKNOWN_S = 2.0  # before it is asked again whether a job is over of which nothing was known
 
-Answer = dict[str, Any]
+Reply = dict[str, Any]
 
 
-class Queue:
+class StatusPoller:
     """Status queries for one target's jobs. Thread-safe.
 
     Each poll checks for a job's own result, which costs Slurm nothing. The rate of squeue is limited on its
@@ -34,45 +34,53 @@ class Queue:
         self._lock = threading.Lock()
         self._accounting = True
         # When accounting was asked about a job, what was then known of it, and why not more.
-        self._searched: dict[str, tuple[float, Answer, str | None]] = {}
+        self._searched: dict[str, tuple[float, Reply, str | None]] = {}
         self._last: dict[str, tuple[float, Status | None]] = {}
 
     def statuses(self, native_ids: Sequence[str]) -> tuple[dict[str, Status], dict[str, str]]:
         """Return each job's status, and the reason for each that could not be queried. Jobs in neither are unknown."""
         with self._lock:
             now = time.monotonic()
-            kept = {each: found for each in native_ids if (found := self._search_of(each, now)) is not None}
-            self._last.update((each, (now, self._last.get(each, (now, None))[1])) for each in native_ids)
+            cached = {
+                native_id: cached_answer
+                for native_id in native_ids
+                if (cached_answer := self._accounting_entry(native_id, now)) is not None
+            }
+            self._last.update((native_id, (now, self._last.get(native_id, (now, None))[1])) for native_id in native_ids)
             step = {
                 "op": "status",
-                "jobs": [{**Native.parse(each).to_json(), "search": each not in kept} for each in native_ids],
+                "jobs": [
+                    {**Native.parse(native_id).to_json(), "search": native_id not in cached} for native_id in native_ids
+                ],
                 "accounting": self._accounting,
                 "clusters": self._clusters,
             }
-            done = self._cluster.ask([step])[0][0]
-            if len(done["jobs"]) != len(native_ids):
-                raise SchedulerError(f"asked about {len(native_ids)} jobs, it answers for {len(done['jobs'])}")
-            self._accounting = done["accounting"]
+            reply = self._cluster.query([step])[0][0]
+            if len(reply["jobs"]) != len(native_ids):
+                raise SchedulerError(f"asked about {len(native_ids)} jobs, it answers for {len(reply['jobs'])}")
+            self._accounting = reply["accounting"]
             statuses: dict[str, Status] = {}
-            silent: dict[str, str] = {}
-            for each, heard in zip(native_ids, done["jobs"], strict=True):
-                answer, why = heard, done["unreachable"]
-                if heard["searched"]:
-                    self._searched[each] = (now, heard, why)
-                elif each in kept and why is None and heard["exit"] is None and heard["said"] is None:
-                    answer, why = kept[each]
-                status = _status(each, answer, time.time() - done["age_s"])
+            unreachable: dict[str, str] = {}
+            for native_id, job_reply in zip(native_ids, reply["jobs"], strict=True):
+                answer, problem = job_reply, reply["unreachable"]
+                if job_reply["searched"]:
+                    self._searched[native_id] = (now, job_reply, problem)
+                elif (
+                    native_id in cached and problem is None and job_reply["exit"] is None and job_reply["said"] is None
+                ):
+                    answer, problem = cached[native_id]
+                status = _status(native_id, answer, time.time() - reply["age_s"])
                 if status is not None:
-                    statuses[each] = status
-                elif why is not None:
-                    silent[each] = str(why)
-                self._last[each] = (now, status)
-        return statuses, silent
+                    statuses[native_id] = status
+                elif problem is not None:
+                    unreachable[native_id] = str(problem)
+                self._last[native_id] = (now, status)
+        return statuses, unreachable
 
-    def _search_of(self, native_id: str, now: float) -> tuple[Answer, str | None] | None:
+    def _accounting_entry(self, native_id: str, now: float) -> tuple[Reply, str | None] | None:
         """Return accounting's last answer about the job, unless it is too old."""
-        at, answer, why = self._searched.get(native_id, (0.0, {}, None))
-        return (answer, why) if answer and now - at < _SEARCH_S else None
+        searched_at, answer, problem = self._searched.get(native_id, (0.0, {}, None))
+        return (answer, problem) if answer and now - searched_at < _SEARCH_S else None
 
     def is_over(self, native_id: str) -> bool:
         """Return True if the job was over at the last query. Queries if nothing is known."""
@@ -86,21 +94,21 @@ class Queue:
 
     def _unknown(self, native_id: str) -> bool:
         with self._lock:
-            at, status = self._last.get(native_id, (float("-inf"), None))
-        return status is None and time.monotonic() - at >= _UNKNOWN_S
+            polled_at, status = self._last.get(native_id, (float("-inf"), None))
+        return status is None and time.monotonic() - polled_at >= _UNKNOWN_S
 
 
-def _status(native_id: str, answer: Answer, at: float) -> Status | None:
+def _status(native_id: str, answer: Reply, observed_at: float) -> Status | None:
     if answer["exit"] is not None:
         return _result(answer["exit"])
     if answer["said"] is not None:
-        status = status_of(Said(**answer["said"]))
+        status = status_of(SlurmJobInfo(**answer["said"]))
         if status.state is State.FAILED and status.reason is Reason.EXIT_CODE and not answer["started"]:
-            words = f": {answer['words']}" if answer["words"] else ""
-            message = f"its batch script ended before anything of accel's had begun{words}"
+            detail = f": {answer['words']}" if answer["words"] else ""
+            message = f"its batch script ended before anything of accel's had begun{detail}"
             status = dataclasses.replace(status, reason=Reason.SETUP, message=message)
         attempt = max(status.attempt, answer["attempt"])
-        return dataclasses.replace(status, attempt=attempt, observed_at=at)
+        return dataclasses.replace(status, attempt=attempt, observed_at=observed_at)
     if answer["foreign"] and not answer["started"]:
         number = Native.parse(native_id).slurm
         # It has never begun, and there is no job of ours under its number, now or in accounting.

@@ -28,7 +28,7 @@ from . import batch_program
 from .batch.unanswered import is_unanswered
 from .login import job_ops as here
 from .login import slurm_commands as commands
-from .login.squeue_cache import taken
+from .login.squeue_cache import try_lock
 
 SCHEMA = 1
 _SBATCH_S = 180.0
@@ -48,13 +48,13 @@ def submit(request: Mapping[str, Any]) -> str:
     first = _directory(request, job_ids[0])
     try:
         os.makedirs(f"{first}/slurm", mode=0o700, exist_ok=True)
-        with _alone(f"{first}/slurm/submit.lock") as lock:
+        with _job_lock(f"{first}/slurm/submit.lock") as lock:
             slurm = _earlier(request, job_ids[0])
             if slurm is None:
                 slurm = _submit(request, first, lock)
             _note(request, job_ids, slurm)
     except OSError as error:
-        raise SubmitError(str(atomic_files.refusal(error, error.filename or first, "write"))) from None
+        raise SubmitError(str(atomic_files.store_error(error, error.filename or first, "write"))) from None
     return slurm
 
 
@@ -63,12 +63,12 @@ def _directory(request: Mapping[str, Any], job_id: str) -> str:
 
 
 @contextlib.contextmanager
-def _alone(path: str) -> Iterator[int]:
+def _job_lock(path: str) -> Iterator[int]:
     """Hold the job's lock. sbatch inherits it: no second one starts while a killed submit's may still succeed."""
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         deadline = time.monotonic() + _LOCK_S
-        while not taken(lock):
+        while not try_lock(lock):
             if time.monotonic() > deadline:
                 raise Unreachable("sbatch, of another submit of this job, has not ended yet")
             time.sleep(0.05)
@@ -127,13 +127,13 @@ def _write_job(directory: str, job: Mapping[str, Any], secrets: Mapping[str, str
 
 def _sbatch(script: Path, request: Mapping[str, Any], marker: str, lock: int) -> str:
     """Return sbatch's output. sbatch may survive this process, and holds the lock until it ends."""
-    where = ["-M", str(request["clusters"])] if request["clusters"] else []
+    cluster_options = ["-M", str(request["clusters"])] if request["clusters"] else []
     env = {
         name: value for name, value in for_sbatch(os.environ, request["script"]).items() if name not in request["unset"]
     }
-    _write(marker, f"{os.uname().nodename} {os.getpid()}\n", durably=True)
+    _write(marker, f"{os.uname().nodename} {os.getpid()}\n", durable=True)
     process = subprocess.Popen(
-        ["sbatch", *where, str(script)],
+        ["sbatch", *cluster_options, str(script)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -147,17 +147,17 @@ def _sbatch(script: Path, request: Mapping[str, Any], marker: str, lock: int) ->
     except subprocess.TimeoutExpired:
         raise Unreachable(f"sbatch has not answered in {_SBATCH_S:g} s") from None
     if process.returncode != 0:
-        raise _refusal(commands.words_of(err.decode("utf-8", "replace")))
-    answer = out.decode("utf-8", "replace")
-    if not any(word.isdigit() for word in answer.split()):
-        raise Unreachable(f"sbatch names no job in its answer: {commands.words_of(answer)}")
-    return answer
+        raise _submit_error(commands.complaint(err.decode("utf-8", "replace")))
+    output = out.decode("utf-8", "replace")
+    if not any(token.isdigit() for token in output.split()):
+        raise Unreachable(f"sbatch names no job in its answer: {commands.complaint(output)}")
+    return output
 
 
-def _refusal(said: str) -> SchedulerError:
-    if is_unanswered(said):
-        return Unreachable(f"sbatch: {said}")
-    return SubmitError(f"sbatch: {said}")
+def _submit_error(message: str) -> SchedulerError:
+    if is_unanswered(message):
+        return Unreachable(f"sbatch: {message}")
+    return SubmitError(f"sbatch: {message}")
 
 
 def _note(request: Mapping[str, Any], job_ids: Sequence[str], slurm: str) -> None:
@@ -168,37 +168,37 @@ def _note(request: Mapping[str, Any], job_ids: Sequence[str], slurm: str) -> Non
         number = f"{slurm}_{task}" if request["array"] else slurm
         document = {"schema": SCHEMA, "slurm": number, "first": job_ids[0], "at": time.time()}
         # The first one's tells of all: a thousand files are not waited for.
-        _write(f"{directory}/slurm/submitted.json", json.dumps(document) + "\n", durably=task == 0)
+        _write(f"{directory}/slurm/submitted.json", json.dumps(document) + "\n", durable=task == 0)
 
 
-def _write(path: str, content: str | bytes, *, durably: bool = False) -> None:
-    """Write the file atomically; with `durably`, also to disk."""
+def _write(path: str, content: str | bytes, *, durable: bool = False) -> None:
+    """Write the file atomically; with `durable`, also to disk."""
     partial = f"{path}.{os.getpid()}.new"
     fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
         with open(fd, "wb") as file:
             file.write(content.encode("utf-8", "surrogateescape") if isinstance(content, str) else content)
             file.flush()
-            if durably:
+            if durable:
                 os.fsync(fd)
         os.replace(partial, path)
     except OSError:
         with contextlib.suppress(OSError):
             os.unlink(partial)
         raise
-    if durably:
+    if durable:
         atomic_files.sync_directory(os.path.dirname(path))
 
 
 def main() -> None:
     os.umask(0o077)
     commands.look_everywhere()
-    answer: dict[str, Any]
+    reply: dict[str, Any]
     try:
-        answer = {"slurm": submit(json.loads(sys.stdin.buffer.readline()))}
+        reply = {"slurm": submit(json.loads(sys.stdin.buffer.readline()))}
     except SchedulerError as error:
-        answer = {"error": str(error), "unreachable": isinstance(error, Unreachable)}
-    print(json.dumps(answer))
+        reply = {"error": str(error), "unreachable": isinstance(error, Unreachable)}
+    print(json.dumps(reply))
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ def submit_callables(
             self, delayed_submissions: list[utils.DelayedSubmission]
         ) -> list[core.Job[Any]]:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            pickles = [_dumped(delayed, self.folder, at, array) for at, delayed in enumerate(delayed_submissions)]
+            pickles = [_dumped(delayed, self.folder, index, array) for index, delayed in enumerate(delayed_submissions)]
             first = self._submit_command("")
             jobs = [first]
             if array:

@@ -12,15 +12,15 @@ from ..config import secrets
 from ..errors import SpecError, StoreError, SubmitError, Unreachable
 from ..job import Cursor, JobSpec, LogLine, Reason, Status
 from ..store import atomic_files
-from ..target import Checked, Found, Plan, TargetContext, parse_ids
-from . import options as meaning
+from ..target import CheckReport, DiscoveredJob, Plan, TargetContext, parse_ids
+from . import options as slurm_options
 from . import script
 from .native_id import Native
 from .options import SlurmOptions
 
 if TYPE_CHECKING:
     from .cluster import Cluster
-    from .status import Queue
+    from .status import StatusPoller
 
 KIND = "slurm"
 _SCRIPT, _SETTINGS = "slurm/script.sh", "slurm/settings.json"
@@ -36,8 +36,8 @@ class SlurmTarget:
         self._options: SlurmOptions = context.options
         self._jobs = context.jobs
         self._made: Cluster | None = None
-        self._asked: Queue | None = None
-        meaning.check(self._options, self.name)
+        self._cluster_cache: StatusPoller | None = None
+        slurm_options.check(self._options, self.name)
         if self._options.login is not None:
             from .cluster import login_host
 
@@ -46,26 +46,31 @@ class SlurmTarget:
     @property
     def _cluster(self) -> Cluster:
         if self._made is None:
-            from .cluster import Here, Login
+            from .cluster import LocalCluster, RemoteCluster
 
-            there = self._options.login is not None
-            self._made = Login(self._options, self.name) if there else Here(self._jobs, self._options)
+            is_remote = self._options.login is not None
+            self._made = (
+                RemoteCluster(self._options, self.name) if is_remote else LocalCluster(self._jobs, self._options)
+            )
         return self._made
 
     @property
-    def _queue(self) -> Queue:
-        if self._asked is None:
-            from .status import Queue
+    def _queue(self) -> StatusPoller:
+        if self._cluster_cache is None:
+            from .status import StatusPoller
 
-            self._asked = Queue(self._cluster, self._options.clusters)
-        return self._asked
+            self._cluster_cache = StatusPoller(self._cluster, self._options.clusters)
+        return self._cluster_cache
 
     @staticmethod
     def asked_with(options: Mapping[str, Any]) -> list[object]:
         """Return the login node and the clusters: Slurm reports on all jobs at once, regardless of their options."""
-        where = [options.get(key) for key in ("login", "user", "port", "ssh_config", "root", "python")]
+        login_values = [options.get(key) for key in ("login", "user", "port", "ssh_config", "root", "python")]
         sbatch = options.get("sbatch")  # as it was stored, and perhaps damaged
-        return [*(where if options.get("login") else ()), sbatch.get("clusters") if isinstance(sbatch, dict) else None]
+        return [
+            *(login_values if options.get("login") else ()),
+            sbatch.get("clusters") if isinstance(sbatch, dict) else None,
+        ]
 
     def plan(self, spec: JobSpec, job_id: str) -> Plan:
         """Return the batch script and the nodes' settings, without Slurm's numbers. Raises SpecError."""
@@ -99,8 +104,8 @@ class SlurmTarget:
         files = {_SETTINGS: json.dumps(settings, indent=2) + "\n"}
         actions: list[tuple[str, ...]] = []
         if self._code(spec) is None:
-            where = f"{self._options.login}:{directory}" if self._options.login else directory
-            actions.append(("send", spec.code, "to", f"{where}/code"))
+            destination = f"{self._options.login}:{directory}" if self._options.login else directory
+            actions.append(("send", spec.code, "to", f"{destination}/code"))
         if text is not None:
             files = {_SCRIPT: text, **files}
             actions.append((*self._over_ssh, "sbatch", f"{directory}/{_SCRIPT}"))
@@ -119,7 +124,7 @@ class SlurmTarget:
         return () if self._options.login is None else ("ssh", self._options.login)
 
     def _shown_script(self, spec: JobSpec, job_id: str, tasks: int | None) -> str:
-        numbers = [f"{{number of {after}}}" for after in spec.after]
+        numbers = [f"{{number of {dependency}}}" for dependency in spec.after]
         directory = self._shown_directory(job_id)
         return script.render(
             spec, self._options, job_id, directory, python=self._shown_python, after=numbers, tasks=tasks
@@ -190,7 +195,7 @@ class SlurmTarget:
             "clusters": self._options.clusters,
         }  # fmt: skip
         number = self._cluster.submit(request)
-        return [str(Native(f"{number}_{at}" if array else number, plan.job_id)) for at, plan in enumerate(plans)]
+        return [str(Native(f"{number}_{index}" if array else number, plan.job_id)) for index, plan in enumerate(plans)]
 
     def _place(self, job_id: str) -> tuple[str, str]:
         """Return the directory of jobs on the cluster, and the interpreter.
@@ -200,15 +205,15 @@ class SlurmTarget:
         """
         if self._options.login is None:
             return self._cluster.place()
-        sent = f"{self._jobs / job_id}/sent.json"
+        sent_path = f"{self._jobs / job_id}/sent.json"
         try:
-            found = self._cluster.place()
+            location = self._cluster.place()
         except Unreachable as error:
-            if atomic_files.read_document(sent) is None:
+            if atomic_files.read_document(sent_path) is None:
                 raise SubmitError(f"{error}; nothing was submitted") from None
             raise
-        atomic_files.write_document(sent, {"login": self._options.login})
-        return found
+        atomic_files.write_document(sent_path, {"login": self._options.login})
+        return location
 
     def _job(self, spec: JobSpec, plan: Plan, directory: str, python: str, pickles: str | None) -> dict[str, Any]:
         settings = script.settings(
@@ -228,7 +233,7 @@ class SlurmTarget:
         from ..job import State
         from ..store.record import read_record
 
-        found = []
+        numbers = []
         for job_id in after:
             record = read_record(job_id, str(self._jobs / job_id))
             if record.status.state is State.SUCCEEDED:
@@ -238,43 +243,43 @@ class SlurmTarget:
                     f"--after {job_id}: Slurm does not know a job of target {record.target}; wait for it first"
                 )
             if record.status.state.final or record.native_id is None:
-                raise _NeverAfter(f"--after {job_id}: that job is {record.status.state.value}")
-            found.append(Native.parse(record.native_id).slurm)
-        return found
+                raise _AfterFailed(f"--after {job_id}: that job is {record.status.state.value}")
+            numbers.append(Native.parse(record.native_id).slurm)
+        return numbers
 
     def poll(self, native_ids: Sequence[str]) -> Mapping[str, Status]:
         """Query all jobs with at most one squeue and one sacct. A job's own result takes precedence.
 
         Raises Unreachable, with the answers so far, when Slurm cannot be queried about the others.
         """
-        natives, refused = parse_ids(Native.parse, native_ids)
-        found, silent = self._queue.statuses(list(natives)) if natives else ({}, {})
-        silent |= refused
-        if silent:
-            raise Unreachable("; ".join(dict.fromkeys(silent.values())), answers=found, silent=silent)
-        return found
+        natives, invalid = parse_ids(Native.parse, native_ids)
+        statuses, unreachable = self._queue.statuses(list(natives)) if natives else ({}, {})
+        unreachable |= invalid
+        if unreachable:
+            raise Unreachable("; ".join(dict.fromkeys(unreachable.values())), answers=statuses, silent=unreachable)
+        return statuses
 
     def logs(self, native_id: str, since: Cursor | None = None) -> Iterator[LogLine]:
-        yield from self._cluster.read(Native.parse(native_id).job_id, since, over=self._queue.is_over(native_id))
+        yield from self._cluster.read(Native.parse(native_id).job_id, since, finished=self._queue.is_over(native_id))
 
     def cursor_at(self, native_id: str, when: float) -> Cursor:
         return self._cluster.cursor_at(Native.parse(native_id).job_id, when)
 
     def tail_at(self, native_id: str, since: Cursor, count: int) -> Cursor:
-        job_id, over = Native.parse(native_id).job_id, self._queue.is_over(native_id)
-        return self._cluster.tail_at(job_id, since, count, over=over)
+        job_id, finished = Native.parse(native_id).job_id, self._queue.is_over(native_id)
+        return self._cluster.tail_at(job_id, since, count, finished=finished)
 
     def cancel(self, native_id: str) -> None:
         """Cancel a running job gracefully, or remove a waiting one from the queue. Raises Unreachable."""
         native = Native.parse(native_id)
-        self._cluster.ask([{"op": "cancel", **native.to_json(), "clusters": self._options.clusters}])
-        self._asked = None  # what was said before says nothing now
+        self._cluster.query([{"op": "cancel", **native.to_json(), "clusters": self._options.clusters}])
+        self._cluster_cache = None  # what was said before says nothing now
 
     def wait(self, native_id: str, timeout_s: float) -> bool:
         """Sleep until the job has left its result, or Slurm has ended it."""
         return self._cluster.wait(Native.parse(native_id), timeout_s)
 
-    def find(self, job_id: str) -> Found | None:
+    def find(self, job_id: str) -> DiscoveredJob | None:
         """Find a job that any machine submitted to the same root through the same login node."""
         from .find import find
 
@@ -291,7 +296,7 @@ class SlurmTarget:
         ids: list[str] = sweep.get("ids") or self._plan_of(sweep["first"]).settings["sweep"]["ids"]
         return {"first": sweep["first"], "at": ids.index(job_id)}
 
-    def check(self, gpus: int = 0) -> Checked:
+    def check(self, gpus: int = 0) -> CheckReport:
         """Query Slurm's version and partitions, and check the login node's packages.
 
         Raises Unreachable, SchedulerError if there is no Slurm.
@@ -304,13 +309,13 @@ class SlurmTarget:
         """Remove the jobs' directories on the cluster, unless they are the store's own."""
         if self._options.login is None:
             return []
-        asked = [
+        job_steps = [
             {"job": job_id, "slurm": None if native is None else Native.parse(native).slurm}
             for job_id, native in jobs.items()
         ]
-        step = {"op": "clear", "jobs": asked, "clusters": self._options.clusters}
-        kept: dict[str, str] = self._cluster.ask([step])[0][0]
-        return [f"{self._options.login} keeps job {job_id}: {why}" for job_id, why in kept.items()]
+        step = {"op": "clear", "jobs": job_steps, "clusters": self._options.clusters}
+        remaining: dict[str, str] = self._cluster.query([step])[0][0]
+        return [f"{self._options.login} keeps job {job_id}: {problem}" for job_id, problem in remaining.items()]
 
     def close(self) -> None:
         """Close the connection to the login node. It is reopened when needed."""
@@ -318,5 +323,5 @@ class SlurmTarget:
             self._made.close()
 
 
-class _NeverAfter(SubmitError):
+class _AfterFailed(SubmitError):
     reason = Reason.DEPENDENCY

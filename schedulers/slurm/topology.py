@@ -34,9 +34,9 @@ def from_slurm(env: Mapping[str, str]) -> Topology:
     if nodes == 1:
         return Topology(node_rank=0, nodes=1, master="127.0.0.1", attempt=_attempt(env))
     names = _names(env, nodes)
-    own = env.get("SLURMD_NODENAME")
+    node_name = env.get("SLURMD_NODENAME")
     # Where the step holds a part of the job's nodes, a position is sure; node 0 must be the first name.
-    rank = names.index(own) if own in names else number(env, "SLURM_NODEID")
+    rank = names.index(node_name) if node_name in names else number(env, "SLURM_NODEID")
     return Topology(
         node_rank=rank,
         nodes=nodes,
@@ -74,17 +74,17 @@ def _check_one_task_a_node(env: Mapping[str, str], nodes: int) -> None:
     text = env.get("SLURM_STEP_TASKS_PER_NODE")
     if text is None:
         tasks = number(env, "SLURM_STEP_NUM_TASKS", default=number(env, "SLURM_NTASKS", default=nodes))
-        most, said = -(-tasks // nodes), f"SLURM_STEP_NUM_TASKS={tasks} on {nodes} nodes"
+        peak, setting = -(-tasks // nodes), f"SLURM_STEP_NUM_TASKS={tasks} on {nodes} nodes"
     else:
-        found = [_TASKS.match(part) for part in text.split(",")]
-        counts = [int(one[1]) for one in found if one is not None]
-        if len(counts) != len(found):
+        matches = [_TASKS.match(part) for part in text.split(",")]
+        counts = [int(match[1]) for match in matches if match is not None]
+        if len(counts) != len(matches):
             raise SpecError(f"environment: SLURM_STEP_TASKS_PER_NODE must be like 1(x2), not {text!r}")
-        most, said = max(counts), f"SLURM_STEP_TASKS_PER_NODE={text}"
-    if most > 1:
+        peak, setting = max(counts), f"SLURM_STEP_TASKS_PER_NODE={text}"
+    if peak > 1:
         raise SpecError(
-            f"{said}: accel launch starts the ranks of a node itself and is to be started once on each: write "
-            f"`srun --ntasks-per-node=1 accel launch --num_processes {most * nodes} …` (and --cpus-per-task for cores)"
+            f"{setting}: accel launch starts the ranks of a node itself and is to be started once on each: write "
+            f"`srun --ntasks-per-node=1 accel launch --num_processes {peak * nodes} …` (and --cpus-per-task for cores)"
         )
 
 

@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     from ..hosts.session import Session
 
 _LIFETIME_S = 600.0  # of a conversation: one whose client was cut off ends by itself
-_LATE_S = 60.0
-_AGAIN_S = 5.0  # before a conversation that has ended too early is begun again
+_READ_SLACK_S = 60.0
+_RETRY_S = 5.0  # before a conversation that has ended too early is begun again
 
 
 class Watch:
     """A watch of jobs through one session. Thread-safe."""
 
-    def __init__(self, begin: Callable[[float], AbstractContextManager[Session]]) -> None:
-        """`begin`: opens a session that ends by itself after that many seconds."""
-        self._begin = begin
+    def __init__(self, open_session: Callable[[float], AbstractContextManager[Session]]) -> None:
+        """`open_session`: opens a session that ends by itself after that many seconds."""
+        self._begin = open_session
         self._lock = threading.Lock()
-        self._news: dict[Native, threading.Event] = {}
+        self._events: dict[Native, threading.Event] = {}
         self._waiting: list[Native] = []
         self._session: Session | None = None
         self._thread: threading.Thread | None = None
@@ -36,41 +36,41 @@ class Watch:
     def wait(self, native: Native, timeout_s: float) -> bool:
         """Wait until the job has left its result or Slurm has ended it. Return False on a timeout."""
         with self._lock:
-            if native not in self._news:
-                self._news[native] = threading.Event()
+            if native not in self._events:
+                self._events[native] = threading.Event()
                 self._waiting.append(native)
                 self._send()
             if self._thread is None and time.monotonic() >= self._not_before:
                 self._thread = threading.Thread(target=self._run, name="watching the login node", daemon=True)
                 self._thread.start()
-            news = self._news[native]
-        return news.wait(timeout_s)
+            event = self._events[native]
+        return event.wait(timeout_s)
 
     def _run(self) -> None:
-        began = time.monotonic()
+        started_at = time.monotonic()
         with contextlib.suppress(SchedulerError):  # polls find out, and say so
-            self._listen()
+            self._read_events()
         with self._lock:
             self._thread = self._session = None
-            early = time.monotonic() - began < _LIFETIME_S
-            self._not_before = time.monotonic() + _AGAIN_S if early else 0.0
-            self._waiting = list(self._news)
+            early = time.monotonic() - started_at < _LIFETIME_S
+            self._not_before = time.monotonic() + _RETRY_S if early else 0.0
+            self._waiting = list(self._events)
 
-    def _listen(self) -> None:
+    def _read_events(self) -> None:
         with self._begin(_LIFETIME_S) as session:
             with self._lock:
                 self._session = session
                 self._send()
-            while line := session.read_line(_LIFETIME_S + _LATE_S):
+            while line := session.read_line(_LIFETIME_S + _READ_SLACK_S):
                 job_id = line.decode("ascii", "replace").strip()
                 with self._lock:
                     # Whoever finds that it is not over after all waits anew.
-                    for native in [native for native in self._news if native.job_id == job_id]:
-                        self._news.pop(native).set()
+                    for native in [native for native in self._events if native.job_id == job_id]:
+                        self._events.pop(native).set()
 
     def _send(self) -> None:
         if self._session is None:
             return
         with contextlib.suppress(SchedulerError):  # whoever reads finds out
-            self._session.write("".join(f"{each.job_id} {each.slurm}\n" for each in self._waiting).encode())
+            self._session.write("".join(f"{native.job_id} {native.slurm}\n" for native in self._waiting).encode())
         self._waiting.clear()

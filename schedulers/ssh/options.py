@@ -10,7 +10,7 @@ from ..hosts.host_list import Host, parse_hosts, read_hostfile
 from ..hosts.jobs import options as common
 from ..hosts.jobs.options import HostOptions
 
-_SHOWN = 64
+_MAX_SHOWN = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +54,8 @@ def candidates(options: SshOptions, source: str) -> str:
     if text is None or "*" in text or "?" in text:
         return str(text)
     hosts = [str(host) for host in parse_hosts(text, source=source)]
-    more = f", … ({len(hosts)} hosts)" if len(hosts) > _SHOWN else ""
-    return f"{', '.join(hosts[:_SHOWN])}{more}"
+    suffix = f", … ({len(hosts)} hosts)" if len(hosts) > _MAX_SHOWN else ""
+    return f"{', '.join(hosts[:_MAX_SHOWN])}{suffix}"
 
 
 def named_hosts(options: SshOptions, name: str, code: str) -> list[Host]:

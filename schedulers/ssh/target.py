@@ -8,7 +8,7 @@ from ..errors import SpecError
 from ..hosts.jobs.target import HostsTarget
 from ..job import JobSpec
 from ..target import TargetContext
-from . import options as meaning
+from . import options as ssh_options
 from .options import SshOptions
 
 if TYPE_CHECKING:
@@ -25,13 +25,13 @@ class SshTarget(HostsTarget):
 
     def __init__(self, context: TargetContext) -> None:
         super().__init__(context)
-        meaning.check(self._options, self.name)
+        ssh_options.check(self._options, self.name)
 
-    def _named(self, code: str) -> list[Host]:
-        return meaning.named_hosts(self._options, self.name, code)
+    def _candidate_hosts(self, code: str) -> list[Host]:
+        return ssh_options.named_hosts(self._options, self.name, code)
 
     def _candidates(self) -> str:
-        return meaning.candidates(self._options, f"target {self.name}: hosts")
+        return ssh_options.candidates(self._options, f"target {self.name}: hosts")
 
     def _check(self, spec: JobSpec) -> None:
         super()._check(spec)
@@ -40,7 +40,7 @@ class SshTarget(HostsTarget):
             raise SpecError(
                 f"target {self.name}: no hosts; give --hosts a,b or --hostfile FILE, or write hosts: in accel.yaml"
             )
-        count = meaning.known_hosts_count(options, f"target {self.name}: hosts")
+        count = ssh_options.known_hosts_count(options, f"target {self.name}: hosts")
         if count is not None and count < spec.nodes + options.spares:
             spares = f" and {options.spares} spares" if options.spares else ""
             raise SpecError(f"target {self.name}: {spec.nodes} nodes{spares} asked for, and it has {count} hosts")

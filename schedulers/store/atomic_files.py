@@ -17,7 +17,7 @@ from typing import Any
 
 from ..convert import parse_json
 from ..errors import SpecError, StoreError
-from ..processes import boot_id, ended, pid_namespace, pid_space, space_of
+from ..processes import boot_id, has_ended, pid_namespace, pid_space, space_of
 
 SCHEMA = 1
 
@@ -35,15 +35,15 @@ _VOID = b"~\n"
 _FOREIGN_LOCK_STALE_S = 600.0
 
 
-def refusal(error: OSError, path: str, doing: str) -> StoreError:
+def store_error(error: OSError, path: str, action: str) -> StoreError:
     """Return the one-line StoreError for an error of the operating system."""
     if error.errno in _FULL:
-        return StoreError(f"disk full: cannot {doing} {path} ({error.strerror}); free space or move ACCEL_HOME")
+        return StoreError(f"disk full: cannot {action} {path} ({error.strerror}); free space or move ACCEL_HOME")
     if error.errno in _FORBIDDEN:
-        return StoreError(f"no permission to {doing} {path} ({error.strerror})")
+        return StoreError(f"no permission to {action} {path} ({error.strerror})")
     if error.errno == errno.ENOENT:
-        return StoreError(f"cannot {doing} {path}: it is not there (was the job pruned?)")
-    return StoreError(f"cannot {doing} {path}: {error.strerror or error}")
+        return StoreError(f"cannot {action} {path}: it is not there (was the job pruned?)")
+    return StoreError(f"cannot {action} {path}: {error.strerror or error}")
 
 
 def migrate(document: object, path: str) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def write_document(path: str, data: Mapping[str, Any]) -> None:
             raise
         sync_directory(os.path.dirname(path))
     except OSError as error:
-        raise refusal(error, path, "write") from error
+        raise store_error(error, path, "write") from error
 
 
 def read_document(path: str) -> dict[str, Any] | None:
@@ -103,11 +103,11 @@ def read_bytes(path: str) -> bytes | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise refusal(error, path, "read") from error
+        raise store_error(error, path, "read") from error
     try:
         return _read_all(fd)
     except OSError as error:
-        raise refusal(error, path, "read") from error
+        raise store_error(error, path, "read") from error
     finally:
         os.close(fd)
 
@@ -232,7 +232,7 @@ def append_line(
     try:
         fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
     except OSError as error:
-        raise refusal(error, path, "write") from error
+        raise store_error(error, path, "write") from error
     try:
         # The lock is on the file itself: taking it also makes an NFS client read what other hosts have appended.
         with locked(fd, path):
@@ -241,12 +241,12 @@ def append_line(
             row = decide(records)
             if row is None:
                 return records, False
-            whole = {"schema": SCHEMA, **row, **({"torn_before": True} if torn else {})}
+            record = {"schema": SCHEMA, **row, **({"torn_before": True} if torn else {})}
             ending = _VOID if raw and not raw.endswith(b"\n") else b""
-            _append(fd, len(raw), ending + encode(whole, path) + b"\n", durably)
-            return [*records, whole], True
+            _append(fd, len(raw), ending + encode(record, path) + b"\n", durably)
+            return [*records, record], True
     except OSError as error:
-        raise refusal(error, path, "write") from error
+        raise store_error(error, path, "write") from error
     finally:
         os.close(fd)
 
@@ -277,8 +277,8 @@ def locked(fd: int, path: str, *, blocking: bool = True) -> Iterator[bool]:
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
-        with locked_by_file(f"{path}.held", blocking=blocking) as held:
-            yield held
+        with locked_by_file(f"{path}.held", blocking=blocking) as acquired:
+            yield acquired
         return
     try:
         yield True
@@ -288,15 +288,15 @@ def locked(fd: int, path: str, *, blocking: bool = True) -> Iterator[bool]:
 
 
 @contextlib.contextmanager
-def alone(path: str, *, blocking: bool = True) -> Iterator[bool]:
+def exclusive_lock(path: str, *, blocking: bool = True) -> Iterator[bool]:
     """Hold the lock of a file that serves as nothing else, as `locked` does. Raises StoreError."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise refusal(error, path, "write") from error
+        raise store_error(error, path, "write") from error
     try:
-        with locked(fd, path, blocking=blocking) as held:
-            yield held
+        with locked(fd, path, blocking=blocking) as acquired:
+            yield acquired
     finally:
         os.close(fd)
 
@@ -304,9 +304,9 @@ def alone(path: str, *, blocking: bool = True) -> Iterator[bool]:
 @contextlib.contextmanager
 def locked_by_file(path: str, *, blocking: bool = True) -> Iterator[bool]:
     """Hold the same lock on a file system without locks: its holder is the process that created `path`."""
-    words = (os.uname().nodename, str(os.getpid()), os.urandom(4).hex(), boot_id() or "-", pid_namespace() or "-")
-    mine = " ".join(words).encode()
-    while not _take(path, mine):
+    fields = (os.uname().nodename, str(os.getpid()), os.urandom(4).hex(), boot_id() or "-", pid_namespace() or "-")
+    holder = " ".join(fields).encode()
+    while not _create_lock(path, holder):
         if not blocking:
             yield False
             return
@@ -318,9 +318,9 @@ def locked_by_file(path: str, *, blocking: bool = True) -> Iterator[bool]:
             os.unlink(path)
 
 
-def _take(path: str, mine: bytes) -> bool:
-    temporary = f"{path}.{mine.split()[2].decode()}"
-    create_file(temporary, mine)
+def _create_lock(path: str, holder: bytes) -> bool:
+    temporary = f"{path}.{holder.split()[2].decode()}"
+    create_file(temporary, holder)
     try:
         # A link, not O_EXCL: the file is there only with its holder's name in it, and NFS makes links exactly once.
         os.link(temporary, path)
@@ -337,13 +337,13 @@ def _break_if_stale(path: str, temporary: str) -> None:
     holder = _stale_holder(path)
     if holder is None:
         return
-    aside = f"{temporary}.aside"
+    stale_path = f"{temporary}.aside"
     with contextlib.suppress(OSError):
-        os.rename(path, aside)
+        os.rename(path, stale_path)
         # Another process may have broken it, and taken it, between the look and the rename: then it gets it back.
-        if read_bytes(aside) != holder:
-            os.link(aside, path)
-        os.unlink(aside)
+        if read_bytes(stale_path) != holder:
+            os.link(stale_path, path)
+        os.unlink(stale_path)
 
 
 def _stale_holder(path: str) -> bytes | None:
@@ -351,10 +351,10 @@ def _stale_holder(path: str) -> bytes | None:
     if not holder:
         return None
     host, pid, _, *rest = holder.decode("ascii", "replace").split(" ")  # an older version wrote no more than these
-    boot, namespace = ("" if word == "-" else word for word in [*rest, "-", "-"][:2])
+    boot, namespace = ("" if field == "-" else field for field in [*rest, "-", "-"][:2])
     space = space_of(boot, host, namespace)
     if space == pid_space():
-        return holder if ended(int(pid), space) else None
+        return holder if has_ended(int(pid), space) else None
     try:
         return holder if time.time() - os.stat(path).st_mtime > _FOREIGN_LOCK_STALE_S else None
     except OSError:

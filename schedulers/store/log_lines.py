@@ -12,7 +12,7 @@ from typing import Any
 from ..job import Cursor, LogLine
 from ..node import logs as files
 
-MOST_BYTES = 1 << 20  # of a piece, the line's ending included
+MAX_BYTES = 1 << 20  # of a piece, the line's ending included
 _CHUNK = 1 << 20
 
 
@@ -50,7 +50,7 @@ def split(read: Callable[[int], bytes], complete: bool) -> Iterator[tuple[bytes,
         # A `\r` that is the last byte may be one half of `\r\n`.
         rest = b"" if parts[-1].endswith(b"\n") else parts.pop()
         for part in parts:
-            yield part if len(part) < MOST_BYTES else (yield from pieces(part)), False
+            yield part if len(part) < MAX_BYTES else (yield from pieces(part)), False
         rest = yield from pieces(rest)
     if rest and complete:
         yield rest, False
@@ -63,26 +63,26 @@ def pieces(line: bytes) -> Generator[tuple[bytes, bool], None, bytes]:
     same.
     """
     while is_long(line):
-        at = cut_at(line)
-        yield line[:at], True
-        line = line[at:]
+        cut = cut_at(line)
+        yield line[:cut], True
+        line = line[cut:]
     return line
 
 
 def is_long(line: bytes) -> bool:
     """Return True for a line whose text does not fit in a piece. A piece has room for an ending, and has none."""
-    return len(line) > MOST_BYTES - 2 and len(line.rstrip(b"\r\n")) > MOST_BYTES - 2
+    return len(line) > MAX_BYTES - 2 and len(line.rstrip(b"\r\n")) > MAX_BYTES - 2
 
 
 def cut_at(line: bytes) -> int:
     """Return where the first piece of a long line ends: between characters if it is UTF-8."""
-    most = MOST_BYTES - 2
-    return next((at for at in range(most, most - 4, -1) if line[at] & 0xC0 != 0x80), most)
+    end = MAX_BYTES - 2
+    return next((index for index in range(end, end - 4, -1) if line[index] & 0xC0 != 0x80), end)
 
 
 def cursor_at(directory: Path, when: float) -> Cursor:
     """Return each file's position at that time: the beginning of the line that was being written."""
-    return Cursor({source: str(offset) for source, offset in files.stood_at(str(directory), when).items()})
+    return Cursor({source: str(offset) for source, offset in files.positions_at(str(directory), when).items()})
 
 
 def tail_at(directory: Path, since: Cursor, count: int, *, complete: bool) -> Cursor:
@@ -93,45 +93,45 @@ def tail_at(directory: Path, since: Cursor, count: int, *, complete: bool) -> Cu
 
     start = offsets(since)
 
-    def ask(counts: Mapping[str, int]) -> list[dict[str, Any]]:
-        found = []
+    def read_tails(counts: Mapping[str, int]) -> list[dict[str, Any]]:
+        tails = []
         for name, rank, attempt in _files(directory):
-            wanted = counts.get(name, count)
-            lines, begin = files.tail(f"{directory}/{name}.log", start.get(name, 0), wanted, complete)
-            found.append({"name": name, "rank": rank, "attempt": attempt, "lines": lines, "begin": begin})
-        return found
+            limit = counts.get(name, count)
+            lines, offset = files.tail(f"{directory}/{name}.log", start.get(name, 0), limit, complete)
+            tails.append({"name": name, "rank": rank, "attempt": attempt, "lines": lines, "begin": offset})
+        return tails
 
-    return since.moved(last_lines(ask, count))
+    return since.moved(last_lines(read_tails, count))
 
 
-def last_lines(ask: Callable[[Mapping[str, int]], list[dict[str, Any]]], count: int) -> dict[str, str]:
+def last_lines(read_tails: Callable[[Mapping[str, int]], list[dict[str, Any]]], count: int) -> dict[str, str]:
     """Return where the last `count` lines of each rank begin, in all its logs together.
 
-    `ask` returns, for each log, the number of its last lines and where they begin: the last `count`, or as many
+    `read_tails` returns, for each log, the number of its last lines and where they begin: the last `count`, or as many
     as its argument says for that log.
     """
-    logs = ask({})
-    left: dict[int | None, int] = {}
+    logs = read_tails({})
+    remaining: dict[int | None, int] = {}
     counts: dict[str, int] = {}
     for log in sorted(logs, key=lambda log: files.order(log["name"], log["rank"], log["attempt"]), reverse=True):
-        wanted = left.get(log["rank"], count)
-        if wanted < log["lines"]:
-            counts[log["name"]] = wanted
-        left[log["rank"]] = wanted - min(wanted, log["lines"])
+        limit = remaining.get(log["rank"], count)
+        if limit < log["lines"]:
+            counts[log["name"]] = limit
+        remaining[log["rank"]] = limit - min(limit, log["lines"])
     if counts:  # lines of a rank's earlier attempts
-        logs = ask(counts)
+        logs = read_tails(counts)
     return {log["name"]: str(log["begin"]) for log in logs}
 
 
 def _files(directory: Path) -> list[tuple[str, int | None, int]]:
-    found = [entry for entry in files.log_files(str(directory)) if "/" not in entry[0]]
-    return sorted(found, key=lambda entry: files.order(*entry))
+    entries = [entry for entry in files.log_files(str(directory)) if "/" not in entry[0]]
+    return sorted(entries, key=lambda entry: files.order(*entry))
 
 
 def offsets(since: Cursor | None) -> dict[str, int]:
     """Return the cursor's position in each file that it names."""
     pairs = (pair.partition("=") for pair in str(since or "").split(",") if pair)
-    return {source: int(at) for source, _, at in pairs if at.isdigit()}
+    return {source: int(offset) for source, _, offset in pairs if offset.isdigit()}
 
 
-__all__ = ["MOST_BYTES", "cursor_at", "last_lines", "lines", "offsets", "pieces", "read", "split", "tail_at"]
+__all__ = ["MAX_BYTES", "cursor_at", "last_lines", "lines", "offsets", "pieces", "read", "split", "tail_at"]

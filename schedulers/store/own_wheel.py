@@ -21,15 +21,15 @@ _MOMENT = (1980, 1, 1, 0, 0, 0)
 def write(directory: Path) -> Path:
     """Write the wheel into the directory; equal files make equal bytes. Raises ConfigError."""
     try:
-        about = importlib.metadata.distribution(_NAME)
+        distribution = importlib.metadata.distribution(_NAME)
     except importlib.metadata.PackageNotFoundError:
         raise ConfigError(f"accel runs from sources that are not installed: pip install {_NAME}, or -e .") from None
-    stem = f"{_NAME.replace('-', '_')}-{about.version}"
+    stem = f"{_NAME.replace('-', '_')}-{distribution.version}"
     info = f"{stem}.dist-info"
     path = directory / f"{stem}-py3-none-any.whl"
     lines: list[str] = []
     with zipfile.ZipFile(path, "w") as archive:
-        for name, data in [*_modules(), *_metadata(about, info)]:
+        for name, data in [*_modules(), *_metadata(distribution, info)]:
             lines.append(f"{name},sha256={_digest(data)},{len(data)}")
             _add(archive, name, data)
         _add(archive, f"{info}/RECORD", "\n".join([*lines, f"{info}/RECORD,,", ""]).encode())
@@ -42,24 +42,24 @@ def _modules() -> Iterator[tuple[str, bytes]]:
         for directory, names, files in os.walk(top):
             names[:] = sorted(name for name in names if name != "__pycache__")
             for name in sorted(files):
-                inside = os.path.relpath(os.path.join(directory, name), top.parent)
-                yield inside.replace(os.sep, "/"), Path(directory, name).read_bytes()
+                relative_path = os.path.relpath(os.path.join(directory, name), top.parent)
+                yield relative_path.replace(os.sep, "/"), Path(directory, name).read_bytes()
 
 
 def _directory(package: str) -> Path:
     import importlib.util
 
-    found = importlib.util.find_spec(package)
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:
         raise ConfigError(f"the package {package} has no files here that could go into an image")
-    return Path(found.origin).parent
+    return Path(spec.origin).parent
 
 
-def _metadata(about: importlib.metadata.Distribution, info: str) -> Iterator[tuple[str, bytes]]:
-    yield f"{info}/METADATA", (about.read_text("METADATA") or "").encode()
+def _metadata(distribution: importlib.metadata.Distribution, info: str) -> Iterator[tuple[str, bytes]]:
+    yield f"{info}/METADATA", (distribution.read_text("METADATA") or "").encode()
     yield f"{info}/WHEEL", b"Wheel-Version: 1.0\nGenerator: accel\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-    yield f"{info}/entry_points.txt", (about.read_text("entry_points.txt") or "").encode()
-    licence = about.read_text(_LICENCE)
+    yield f"{info}/entry_points.txt", (distribution.read_text("entry_points.txt") or "").encode()
+    licence = distribution.read_text(_LICENCE)
     if licence is not None:
         yield f"{info}/{_LICENCE}", licence.encode()
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..convert import as_moment, as_text, as_whole, parse_json
+from ..convert import as_integer, as_text, as_timestamp, parse_json
 from ..errors import SchedulerError, StoreError
 from ..job import JobSpec, Reason, State, Status
 from ..processes import boot_id, pid_namespace, space_of
@@ -38,7 +38,7 @@ class Event:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Damaged:
+class CorruptRecord:
     """A job that cannot be read: damaged, or written by a newer accel. Its files are left as they are."""
 
     id: str
@@ -61,7 +61,7 @@ class Record:
     submitter:      (host, process id) that wrote the intent.
     submitted_from: the scope of that process id (`pid_space`).
     adopted:        another machine submitted the job, and it was found on its target.
-    cancel_asked:   somebody has requested accel to cancel the job.
+    cancel_requested:   somebody has requested accel to cancel the job.
     incomplete:     the submit is not complete: the target has not confirmed all of the job, or the cancel of it.
     warning:        why `status` may be old; never stored.
     """
@@ -83,7 +83,7 @@ class Record:
     ended_at: float | None
     absent_since: float | None
     adopted: bool = False
-    cancel_asked: bool = False
+    cancel_requested: bool = False
     incomplete: bool = False
     warning: str = ""
 
@@ -123,9 +123,9 @@ class Record:
         """Return all events of the job, oldest first. Raises StoreError."""
         rows = _rows(self.path)
         from_rows(self.id, self.path, rows)  # each line has a name and a time
-        known = ("schema", "event", "at", "torn_before")
+        reserved = ("schema", "event", "at", "torn_before")
         return [
-            Event(name=row["event"], at=row["at"], data={key: row[key] for key in row if key not in known})
+            Event(name=row["event"], at=row["at"], data={key: row[key] for key in row if key not in reserved})
             for row in rows
         ]
 
@@ -157,11 +157,11 @@ class Record:
             except ValueError as error:  # nothing is written that could not be read again
                 raise StoreError(f"job {self.id}: its target answered what no status may hold: {error}") from None
             native = native_id or self.native_id
-            lacking = self.incomplete if native_id is None else incomplete
-            if _same_state(new, self.status) and (native, lacking) == (self.native_id, self.incomplete):
+            still_incomplete = self.incomplete if native_id is None else incomplete
+            if _same_state(new, self.status) and (native, still_incomplete) == (self.native_id, self.incomplete):
                 return None
             row = {"event": "status", "at": time.time(), "status": new.to_json(), "native_id": native}
-            return row | ({"incomplete": True} if lacking and native is not None else {})
+            return row | ({"incomplete": True} if still_incomplete and native is not None else {})
 
         # What the backend can be asked again need not survive a crash: it is not waited for, a thousand times over.
         durably = status.state.final or native_id is not None
@@ -188,8 +188,8 @@ class Record:
     @contextlib.contextmanager
     def submission(self, *, blocking: bool = True) -> Iterator[bool]:
         """Hold the lock of the job's submit. Yields False if another process holds it and `blocking` is off."""
-        with atomic_files.alone(f"{self.path}/submit.lock", blocking=blocking) as held:
-            yield held
+        with atomic_files.exclusive_lock(f"{self.path}/submit.lock", blocking=blocking) as acquired:
+            yield acquired
 
     @property
     def _events(self) -> str:
@@ -217,18 +217,18 @@ class Record:
 
         A waiter that polls all week, or a queue that moves a thousand times, thus does not fill events.jsonl.
         """
-        at, same = status.observed_at, _same(status, self.status)
-        if at < self.status.observed_at or (same and at == self.status.observed_at):
+        observed_at, unchanged = status.observed_at, _is_same_status(status, self.status)
+        if observed_at < self.status.observed_at or (unchanged and observed_at == self.status.observed_at):
             return
         path = f"{self.path}/seen"
         with contextlib.suppress(OSError):
-            if same:
+            if unchanged:
                 os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
             else:
                 atomic_files.replace_file(
                     path, atomic_files.encode({"schema": atomic_files.SCHEMA, **status.to_json()}, path)
                 )
-            os.utime(path, (at, at))
+            os.utime(path, (observed_at, observed_at))
         self.status = status
 
 
@@ -242,8 +242,8 @@ def from_rows(job_id: str, path: str, rows: list[dict[str, Any]]) -> Record:
     try:
         return _fold(job_id, path, rows)
     except (KeyError, ValueError) as error:
-        what = f"no {error}" if isinstance(error, KeyError) else str(error)
-        raise StoreError(f"{path}/events.jsonl is damaged: {what}") from None
+        problem = f"no {error}" if isinstance(error, KeyError) else str(error)
+        raise StoreError(f"{path}/events.jsonl is damaged: {problem}") from None
 
 
 def _rows(path: str) -> list[dict[str, Any]]:
@@ -262,9 +262,9 @@ def _fold(job_id: str, path: str, rows: list[dict[str, Any]]) -> Record:
     cancel_asked = False
     status = Status.from_json(first["status"])
     for row in rows:
-        event, at = as_text(row["event"], "event"), as_moment(row["at"], "at")
+        event, timestamp = as_text(row["event"], "event"), as_timestamp(row["at"], "at")
         if event == "absent":
-            absent = at if absent is None else absent
+            absent = timestamp if absent is None else absent
         elif event == "present":
             absent = None
         elif event == "cancel":
@@ -273,9 +273,9 @@ def _fold(job_id: str, path: str, rows: list[dict[str, Any]]) -> Record:
             last, absent = row, None
             status = Status.from_json(row["status"])
             if status.state is State.RUNNING and started is None:
-                started = at
+                started = timestamp
             elif status.state.final:
-                ended = at
+                ended = timestamp
     procs, native_id, after = first.get("procs"), last.get("native_id"), first.get("after", [])
     if not isinstance(after, list):
         raise ValueError("after is no list")
@@ -285,10 +285,10 @@ def _fold(job_id: str, path: str, rows: list[dict[str, Any]]) -> Record:
         name=as_text(first["name"], "name"),
         target=as_text(first["target"], "target"),
         kind=as_text(first["kind"], "kind"),
-        nodes=as_whole(first["nodes"], "nodes", least=1),
-        procs=None if procs is None else as_whole(procs, "procs", least=1),
-        created_at=as_moment(first["created_at"], "created_at"),
-        submitter=(as_text(first["host"], "host"), as_whole(first["pid"], "pid", least=1)),
+        nodes=as_integer(first["nodes"], "nodes", least=1),
+        procs=None if procs is None else as_integer(procs, "procs", least=1),
+        created_at=as_timestamp(first["created_at"], "created_at"),
+        submitter=(as_text(first["host"], "host"), as_integer(first["pid"], "pid", least=1)),
         submitted_from=space_of(*(as_text(first.get(key, ""), key) for key in ("boot", "host", "pid_namespace"))),
         after=tuple(as_text(job_id, "after") for job_id in after),
         native_id=None if native_id is None else as_text(native_id, "native_id"),
@@ -297,7 +297,7 @@ def _fold(job_id: str, path: str, rows: list[dict[str, Any]]) -> Record:
         ended_at=ended,
         absent_since=absent,
         adopted=first["event"] == _ADOPTED,
-        cancel_asked=cancel_asked,
+        cancel_requested=cancel_asked,
         incomplete=native_id is None or last.get("incomplete") is True,
     )
 
@@ -310,28 +310,28 @@ def _observation(path: str, status: Status) -> Status:
     if status.state.final:
         return status
     try:
-        found = os.stat(f"{path}/seen")
-        seen = as_moment(found.st_mtime, "seen")
-        raw = atomic_files.read_bytes(f"{path}/seen") if found.st_size else None
+        info = os.stat(f"{path}/seen")
+        seen = as_timestamp(info.st_mtime, "seen")
+        raw = atomic_files.read_bytes(f"{path}/seen") if info.st_size else None
     except (OSError, StoreError, ValueError):
         return status
     with contextlib.suppress(ValueError):
-        said = Status.from_json(parse_json(raw)) if raw else status
-        if said.observed_at >= status.observed_at and _same_state(said, status):
-            status = said
+        seen_status = Status.from_json(parse_json(raw)) if raw else status
+        if seen_status.observed_at >= status.observed_at and _same_state(seen_status, status):
+            status = seen_status
     return dataclasses.replace(status, observed_at=seen) if seen > status.observed_at else status
 
 
-def _same(one: Status, other: Status) -> bool:
-    return dataclasses.replace(one, observed_at=0.0) == dataclasses.replace(other, observed_at=0.0)
+def _is_same_status(status: Status, other: Status) -> bool:
+    return dataclasses.replace(status, observed_at=0.0) == dataclasses.replace(other, observed_at=0.0)
 
 
-def _same_state(one: Status, other: Status) -> bool:
+def _same_state(status: Status, other: Status) -> bool:
     """Return True if the two differ at most in their texts; those of a final status must be equal too."""
-    if one.state.final:
-        return _same(one, other)
-    words: dict[str, Any] = {name: getattr(other, name) for name in ("message", "native_state", "details")}
-    return _same(dataclasses.replace(one, **words), other)
+    if status.state.final:
+        return _is_same_status(status, other)
+    wording: dict[str, Any] = {name: getattr(other, name) for name in ("message", "native_state", "details")}
+    return _is_same_status(dataclasses.replace(status, **wording), other)
 
 
 def _succession(current: Status, new: Status) -> Status:
@@ -342,8 +342,8 @@ def _succession(current: Status, new: Status) -> Status:
         return dataclasses.replace(new, attempt=max(new.attempt, current.attempt))
     if new.attempt < current.attempt:
         return current
-    back = new.attempt == current.attempt and _ORDER[new.state] < _ORDER[current.state]
-    return current if back and new.observed_at < current.observed_at else new
+    regressed = new.attempt == current.attempt and _ORDER[new.state] < _ORDER[current.state]
+    return current if regressed and new.observed_at < current.observed_at else new
 
 
 def first_row(spec: JobSpec, *, target: str, kind: str) -> dict[str, Any]:

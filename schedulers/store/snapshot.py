@@ -16,7 +16,7 @@ from typing import IO, TYPE_CHECKING
 from ..errors import SnapshotError
 from ..printable import one_line
 from . import atomic_files
-from .record import Damaged, Record
+from .record import CorruptRecord, Record
 from .source_files import Entry, list_code
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 _LARGE_BYTES = 100_000_000
-_SHOWN_PATHS = 5
+_MAX_SHOWN = 5
 _ATTEMPTS = 3
 _CHUNK = 1 << 20
 
@@ -103,14 +103,14 @@ def unpack(snapshot: Path, destination: Path) -> None:
             _remove_tree(temporary)
             raise
     except OSError as error:
-        raise SnapshotError(str(atomic_files.refusal(error, str(destination), "unpack"))) from error
+        raise SnapshotError(str(atomic_files.store_error(error, str(destination), "unpack"))) from error
 
 
-def _take_up(path: str) -> bool:
+def _touch_existing(path: str) -> bool:
     """Return True if the snapshot exists; it then counts as packed now."""
     if not os.path.exists(path):
         return False
-    with alone(os.path.dirname(path)):
+    with snapshot_lock(os.path.dirname(path)):
         try:
             os.utime(path)
         except FileNotFoundError:
@@ -119,7 +119,7 @@ def _take_up(path: str) -> bool:
 
 
 @contextlib.contextmanager
-def alone(directory: str) -> Iterator[None]:
+def snapshot_lock(directory: str) -> Iterator[None]:
     """Hold the lock for reusing a snapshot in `directory`, or judging its age and deleting it. Raises OSError."""
     path = os.path.join(directory, ".lock")
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -137,10 +137,10 @@ def _pack(top: str, home: str) -> Snapshot:
     directory = os.path.join(home, "snapshots")
     path = os.path.join(directory, f"{digest}.tar")
     try:
-        if not _take_up(path):
+        if not _touch_existing(path):
             _write(top, entries, hashes, directory, path)
     except OSError as error:
-        raise SnapshotError(str(atomic_files.refusal(error, path, "write"))) from error
+        raise SnapshotError(str(atomic_files.store_error(error, path, "write"))) from error
     return Snapshot(
         digest=digest,
         path=Path(path),
@@ -172,27 +172,27 @@ def _content_hash(top: str, entry: Entry) -> bytes:
 
 
 def _open(top: str, entry: Entry) -> IO[bytes]:
-    whole = os.path.join(top, entry.path)
+    full_path = os.path.join(top, entry.path)
     try:
-        fd = os.open(whole, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = os.open(full_path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             os.close(fd)
             raise _ChangedError
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ELOOP):
             raise _ChangedError from None
-        raise SnapshotError(f"cannot read {whole!r}: {error.strerror}") from error
+        raise SnapshotError(f"cannot read {full_path!r}: {error.strerror}") from error
     return open(fd, "rb", buffering=0)
 
 
 def _exactly(file: IO[bytes], entry: Entry) -> Iterable[bytes]:
     """Yield the file's bytes up to the size that was listed: a log may grow meanwhile, but must not shrink."""
-    left = entry.size
-    while left:
-        chunk = file.read(min(_CHUNK, left))
+    remaining = entry.size
+    while remaining:
+        chunk = file.read(min(_CHUNK, remaining))
         if not chunk:
             raise _ChangedError
-        left -= len(chunk)
+        remaining -= len(chunk)
         yield chunk
 
 
@@ -263,48 +263,48 @@ class _Hashing:
 def _extract(snapshot: Path, top: str, digest: str) -> None:
     import tarfile
 
-    damaged = f"the snapshot {snapshot} is damaged; delete it and submit again"
+    problem = f"the snapshot {snapshot} is damaged; delete it and submit again"
     try:
         with tarfile.open(snapshot, "r:", encoding="utf-8", errors="surrogateescape") as tar:
-            most = os.path.getsize(snapshot)
-            entries = [(entry, _member(tar, info, entry, top)) for info, entry in _members(tar, most)]
+            max_bytes = os.path.getsize(snapshot)
+            entries = [(entry, _member(tar, info, entry, top)) for info, entry in _members(tar, max_bytes)]
     except FileNotFoundError:
         raise SnapshotError(f"the snapshot {snapshot} is not there") from None
     except (tarfile.TarError, EOFError) as error:
-        raise SnapshotError(f"{damaged} ({error})") from None
+        raise SnapshotError(f"{problem} ({error})") from None
     if _digest(entries) != digest:
-        raise SnapshotError(f"{damaged} (its content has another digest)")
+        raise SnapshotError(f"{problem} (its content has another digest)")
     # Last, so that no file can be written through a link.
     links = [entry for entry, _ in entries if entry.type == "link"]
     for entry in links:
         os.symlink(entry.link, _place(top, entry.path))
-    real = os.path.realpath(top)
+    real_top = os.path.realpath(top)
     for entry in links:
         if (
             os.path.isabs(entry.link)
-            or os.path.commonpath([real, os.path.realpath(os.path.join(real, entry.path))]) != real
+            or os.path.commonpath([real_top, os.path.realpath(os.path.join(real_top, entry.path))]) != real_top
         ):
             raise SnapshotError(f"the snapshot {snapshot} has a link that leads outside: {entry.path!r}")
 
 
-def _members(tar: tarfile.TarFile, most: int) -> Iterable[tuple[tarfile.TarInfo, Entry]]:
+def _members(tar: tarfile.TarFile, max_bytes: int) -> Iterable[tuple[tarfile.TarInfo, Entry]]:
     """Yield the members.
 
     Raises SnapshotError for one that `pack` does not write, such as a sparse file, which can be larger than the
-    archive; ReadError for files of more than `most` bytes together.
+    archive; ReadError for files of more than `max_bytes` bytes together.
     """
     import tarfile
 
-    left = most
+    remaining = max_bytes
     for info in tar:
         parts = info.name.split("/")
         if info.name.startswith("/") or not all(parts) or ".." in parts or "." in parts:
             raise SnapshotError(f"a snapshot must not write outside its directory: {info.name!r}")
         mode = info.mode & 0o777
-        left -= info.size
+        remaining -= info.size
         if info.issparse():
             raise SnapshotError(f"a snapshot must not hold a sparse file: {info.name!r}")
-        if info.size < 0 or left < 0:
+        if info.size < 0 or remaining < 0:
             raise tarfile.ReadError(f"{info.name!r} is larger than the archive")
         if info.isreg():
             yield info, Entry(info.name, "file", mode, info.size)
@@ -325,8 +325,8 @@ def _member(tar: tarfile.TarFile, info: tarfile.TarInfo, entry: Entry, top: str)
         os.mkdir(_place(top, entry.path), entry.mode | 0o700)
     elif entry.type == "file":
         source = tar.extractfile(info)
-        whole = _place(top, entry.path)
-        with open(os.open(whole, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as out:
+        full_path = _place(top, entry.path)
+        with open(os.open(full_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as out:
             while source is not None and (chunk := source.read(_CHUNK)):
                 content.update(chunk)
                 out.write(chunk)
@@ -335,9 +335,9 @@ def _member(tar: tarfile.TarFile, info: tarfile.TarInfo, entry: Entry, top: str)
 
 
 def _place(top: str, path: str) -> str:
-    whole = os.path.join(top, path)
-    os.makedirs(os.path.dirname(whole), exist_ok=True)
-    return whole
+    full_path = os.path.join(top, path)
+    os.makedirs(os.path.dirname(full_path), exist_ok=True)
+    return full_path
 
 
 def _replace(path: str, data: bytes) -> None:
@@ -356,7 +356,7 @@ def _size_warning(top: str, entries: list[Entry]) -> list[str]:
     total = sum(entry.size for entry in entries)
     if total < _LARGE_BYTES:
         return []
-    largest = sorted(entries, key=lambda entry: (-entry.size, entry.path))[:_SHOWN_PATHS]
+    largest = sorted(entries, key=lambda entry: (-entry.size, entry.path))[:_MAX_SHOWN]
     shown = ", ".join(f"{entry.path!r} ({_megabytes(entry.size)})" for entry in largest)
     return [f"the code directory {top} has {_megabytes(total)}, which every job would carry; the largest: {shown}"]
 
@@ -367,13 +367,13 @@ def _megabytes(size: int) -> str:
 
 # Delete the snapshots that no job uses any more.
 
-_KEPT_S = 86400.0
+_MIN_AGE_S = 86400.0
 _CLOCKS_S = 3600.0
 # A snapshot, packed once more for a target, or what a process that died meanwhile left of it.
 _FILE = re.compile(r"[0-9a-f]{64}\.tar(\.gz)?(\.[0-9a-f.]+)?\Z")
 
 
-def prune_snapshots(home: Path, jobs: Iterable[Record | Damaged], *, dry_run: bool = False) -> list[str]:
+def prune_snapshots(home: Path, jobs: Iterable[Record | CorruptRecord], *, dry_run: bool = False) -> list[str]:
     """Delete the snapshots in `home` that none of `jobs`, all jobs there, uses, and return their digests.
 
     A snapshot is kept for a day, while a job names it, over or not, and while a job that is not over may use it:
@@ -383,26 +383,26 @@ def prune_snapshots(home: Path, jobs: Iterable[Record | Damaged], *, dry_run: bo
     directory = os.path.join(home, "snapshots")
     jobs = list(jobs)
     try:
-        named, before = {_named_by(job.path) for job in jobs}, min(_limits(jobs))
-        names = [name for name in sorted(os.listdir(directory)) if _FILE.match(name) and name not in named]
-        old = [name for name in names if _is_old(os.path.join(directory, name), before)]
-        gone = old if dry_run else [name for name in old if _delete(directory, name, before)]
+        used_names, cutoff = {_snapshot_of(job.path) for job in jobs}, min(_limits(jobs))
+        names = [name for name in sorted(os.listdir(directory)) if _FILE.match(name) and name not in used_names]
+        old = [name for name in names if _is_old(os.path.join(directory, name), cutoff)]
+        deleted = old if dry_run else [name for name in old if _delete(directory, name, cutoff)]
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise atomic_files.refusal(error, directory, "clear") from error
-    return [name.removesuffix(".tar") for name in gone if name.endswith(".tar")]
+        raise atomic_files.store_error(error, directory, "clear") from error
+    return [name.removesuffix(".tar") for name in deleted if name.endswith(".tar")]
 
 
-def _named_by(job: str) -> str | None:
+def _snapshot_of(job: str) -> str | None:
     """Return the name of the snapshot that the local job in this directory runs, or ran, a copy of."""
     path = atomic_files.read_bytes(os.path.join(job, "local", "snapshot"))
     return None if path is None else os.path.basename(os.fsdecode(path))
 
 
-def _limits(jobs: Iterable[Record | Damaged]) -> Iterator[float]:
+def _limits(jobs: Iterable[Record | CorruptRecord]) -> Iterator[float]:
     """Yield times; a snapshot packed before all of them is unused."""
-    yield time.time() - _KEPT_S
+    yield time.time() - _MIN_AGE_S
     for job in jobs:
         if not isinstance(job, Record):
             with contextlib.suppress(FileNotFoundError):
@@ -412,19 +412,19 @@ def _limits(jobs: Iterable[Record | Damaged]) -> Iterator[float]:
             yield job.created_at - _CLOCKS_S
 
 
-def _is_old(path: str, before: float) -> bool:
+def _is_old(path: str, cutoff: float) -> bool:
     """Return True if the snapshot exists and was packed, or last found packed, before that time."""
     try:
-        return os.stat(path).st_mtime < before
+        return os.stat(path).st_mtime < cutoff
     except FileNotFoundError:
         return False
 
 
-def _delete(directory: str, name: str, before: float) -> bool:
+def _delete(directory: str, name: str, cutoff: float) -> bool:
     """Delete the snapshot, unless a submit has reused it; return True if deleted."""
     path = os.path.join(directory, name)
-    with alone(directory):
-        old = _is_old(path, before)
+    with snapshot_lock(directory):
+        old = _is_old(path, cutoff)
         if old:
             os.unlink(path)
     return old

@@ -43,7 +43,7 @@ _SECRET = re.compile(
     "(?:^|/)(?:" + "|".join(re.escape(name).replace(r"\*", "[^/]*") for name in SECRETS) + ")(?:/|$)",
     re.DOTALL | re.IGNORECASE,
 )
-_SHOWN = 5
+_MAX_SHOWN = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,33 +70,33 @@ def read_rules(top: str, *, git: bool, image: bool) -> Rules:
     if git and not lines and docker is None:
         return Rules(ignored=lambda path: False, accepted=lambda path: False)
     ignored = _spec(top, [*(() if git else NEVER_CODE), *lines])
-    own = _spec(top, lines)
+    accelignore = _spec(top, lines)
     return Rules(
         ignored=lambda path: ignored.match_file(path) or (docker is not None and docker(path)),
-        accepted=lambda path: own.check_file(path).include is False,
+        accepted=lambda path: accelignore.check_file(path).include is False,
     )
 
 
-def warnings_of(left: Sequence[str], accepted: Sequence[str], tracked: Sequence[str]) -> list[str]:
+def warnings_of(excluded: Sequence[str], accepted: Sequence[str], tracked: Sequence[str]) -> list[str]:
     """Return the warnings about paths that look like secrets.
 
-    left:     not shipped.
+    excluded:     not shipped.
     accepted: shipped, because .accelignore includes them again.
     tracked:  shipped, because git tracks them.
     """
     remedy = f"To leave one out, add its name to {IGNORE_FILE}"
-    found = {
-        f"left out, named like secrets. To ship one, add `!NAME` to {IGNORE_FILE}": left,
+    paths_by_message = {
+        f"left out, named like secrets. To ship one, add `!NAME` to {IGNORE_FILE}": excluded,
         f"named like secrets, and shipped, as `!NAME` in {IGNORE_FILE} takes them back": accepted,
         f"named like secrets, and shipped, as git tracks them. {remedy}": tracked,
     }
-    return [f"{_some(paths)}: {message}" for message, paths in found.items() if paths]
+    return [f"{_format_paths(paths)}: {message}" for message, paths in paths_by_message.items() if paths]
 
 
-def _some(paths: Sequence[str]) -> str:
+def _format_paths(paths: Sequence[str]) -> str:
     paths = sorted(paths)
-    more = f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
-    return ", ".join(map(repr, paths[:_SHOWN])) + more
+    suffix = f" and {len(paths) - _MAX_SHOWN} more" if len(paths) > _MAX_SHOWN else ""
+    return ", ".join(map(repr, paths[:_MAX_SHOWN])) + suffix
 
 
 def _lines(top: str, name: str) -> list[str]:
@@ -134,15 +134,15 @@ def _docker(top: str, lines: Sequence[str]) -> Callable[[str], bool] | None:
             patterns.append((not line.startswith("!"), _spec(top, [f"/{text}"], DOCKER_FILE)))
     if not patterns:
         return None
-    takes_back = any(not leaves_out for leaves_out, _ in patterns)
+    has_exceptions = any(not excludes for excludes, _ in patterns)
 
-    def left_out(path: str) -> bool:
-        if path.endswith("/") and takes_back:
+    def is_excluded(path: str) -> bool:
+        if path.endswith("/") and has_exceptions:
             return False  # something below it may be taken back
-        matching = (leaves_out for leaves_out, spec in reversed(patterns) if spec.match_file(path))
+        matching = (excludes for excludes, spec in reversed(patterns) if spec.match_file(path))
         return next(matching, False)
 
-    return left_out
+    return is_excluded
 
 
 # Files that are.
@@ -185,27 +185,27 @@ def list_code(top: str, home: str | None = None, *, image: bool = False) -> tupl
     names. Raises SnapshotError for a link that leads outside, a directory that cannot be read, or a failing git.
     """
     warnings: list[str] = []
-    own = _own_directories(
-        top, {os.path.realpath(each) for each in (home, store_paths.data_home()) if each is not None}
+    own_directories = _own_directories(
+        top, {os.path.realpath(candidate) for candidate in (home, store_paths.data_home()) if candidate is not None}
     )
     git = _git_files(top, warnings)
     rules = read_rules(top, git=git is not None, image=image)
     secrets: list[str] = []
     accepted: list[str] = []
     tracked: list[str] = []
-    paths = _walk(top, own, rules, warnings, secrets) if git is None else git
-    below_own = tuple(directory + os.sep for directory in own)
+    paths = _walk(top, own_directories, rules, warnings, secrets) if git is None else git
+    below_own = tuple(directory + os.sep for directory in own_directories)
     entries = []
     real_directory = _real_directories(top)
-    for each in sorted(set(paths), key=lambda each: os.fsencode(each.path)):
-        path = each.path
+    for candidate in sorted(set(paths), key=lambda candidate: os.fsencode(candidate.path)):
+        path = candidate.path
         if os.path.join(top, path).startswith(below_own) or not real_directory(os.path.dirname(path)):
             continue
         if git is not None and rules.ignored(path):
             continue
         kind = None
         if is_secret(path):
-            kind = accepted if rules.accepted(path) else tracked if each.tracked else secrets
+            kind = accepted if rules.accepted(path) else tracked if candidate.tracked else secrets
         entry = None if kind is secrets else _entry(top, path, warnings)
         if entry is not None:
             entries.append(entry)
@@ -216,38 +216,38 @@ def list_code(top: str, home: str | None = None, *, image: bool = False) -> tupl
 
 def _own_directories(top: str, homes: Iterable[str]) -> tuple[str, ...]:
     """Return accel's own directories inside the code directory, if a home of its jobs is there."""
-    own = []
+    directories = []
     for home in homes:
-        own += [os.path.join(home, name) for name in _IN_HOME] if home == top else [home]
-    return tuple(directory for directory in own if directory.startswith(top.rstrip(os.sep) + os.sep))
+        directories += [os.path.join(home, name) for name in _IN_HOME] if home == top else [home]
+    return tuple(directory for directory in directories if directory.startswith(top.rstrip(os.sep) + os.sep))
 
 
 def _entry(top: str, path: str, warnings: list[str]) -> Entry | None:
-    whole = os.path.join(top, path)
+    full_path = os.path.join(top, path)
     try:
-        found = os.lstat(whole)
+        info = os.lstat(full_path)
     except (FileNotFoundError, NotADirectoryError):
         return None  # tracked, and deleted in the work tree
     except OSError as error:
-        raise SnapshotError(f"cannot read {whole!r}: {error.strerror}") from error
-    mode = stat.S_IMODE(found.st_mode) & 0o777
-    if stat.S_ISREG(found.st_mode):
-        return Entry(path, "file", mode, found.st_size)
-    if stat.S_ISLNK(found.st_mode):
-        return Entry(path, "link", 0o777, 0, _link(top, whole))
-    if stat.S_ISDIR(found.st_mode):
+        raise SnapshotError(f"cannot read {full_path!r}: {error.strerror}") from error
+    mode = stat.S_IMODE(info.st_mode) & 0o777
+    if stat.S_ISREG(info.st_mode):
+        return Entry(path, "file", mode, info.st_size)
+    if stat.S_ISLNK(info.st_mode):
+        return Entry(path, "link", 0o777, 0, _link(top, full_path))
+    if stat.S_ISDIR(info.st_mode):
         return Entry(path, "directory", mode, 0)
     warnings.append(f"{path!r} is left out: it is neither a file nor a link (a socket, a pipe or a device)")
     return None
 
 
-def _link(top: str, whole: str) -> str:
-    target = os.readlink(whole)
+def _link(top: str, full_path: str) -> str:
+    target = os.readlink(full_path)
     # Followed to its end: on another machine a link out of the directory points at nothing, or at something else.
-    inside = os.path.realpath(whole)
-    if os.path.isabs(target) or not (inside == top or inside.startswith(top.rstrip(os.sep) + os.sep)):
+    resolved = os.path.realpath(full_path)
+    if os.path.isabs(target) or not (resolved == top or resolved.startswith(top.rstrip(os.sep) + os.sep)):
         raise SnapshotError(
-            f"{whole!r} is a link to {target!r}, outside the code directory: other machines do not have that; "
+            f"{full_path!r} is a link to {target!r}, outside the code directory: other machines do not have that; "
             f"delete it, or have it ignored ({IGNORE_FILE})"
         )
     return target
@@ -258,46 +258,46 @@ def _real_directories(top: str) -> Callable[[str], bool]:
 
     Files that git lists below a link are deleted ones.
     """
-    known = {"": True}
+    cache = {"": True}
 
-    def real(directory: str) -> bool:
-        if directory not in known:
-            whole = os.path.join(top, directory)
-            known[directory] = real(os.path.dirname(directory)) and not os.path.islink(whole)
-        return known[directory]
+    def is_real(directory: str) -> bool:
+        if directory not in cache:
+            full_path = os.path.join(top, directory)
+            cache[directory] = is_real(os.path.dirname(directory)) and not os.path.islink(full_path)
+        return cache[directory]
 
-    return real
+    return is_real
 
 
 def _git_files(top: str, warnings: list[str]) -> list[_Path] | None:
     """Return the files that git tracks or would track, with submodules and nested repositories; None without git."""
     if not _in_repository(top):
         return None
-    listed = [(path, True) for path in _listed(top, "--cached")]
-    listed += [(path, False) for path in _listed(top, "--others", "--exclude-standard")]
-    if not listed and _is_ignored(top):
+    entries = [(path, True) for path in _git_list(top, "--cached")]
+    entries += [(path, False) for path in _git_list(top, "--others", "--exclude-standard")]
+    if not entries and _is_ignored(top):
         return None  # a project that lies, ignored, in somebody else's repository
-    found: list[_Path] = []
-    for path, tracked in listed:
-        whole = os.path.join(top, path)
-        if os.path.isdir(whole) and not os.path.islink(whole.rstrip("/")):
-            found += _nested(top, path.rstrip("/"), warnings)
+    paths: list[_Path] = []
+    for path, tracked in entries:
+        full_path = os.path.join(top, path)
+        if os.path.isdir(full_path) and not os.path.islink(full_path.rstrip("/")):
+            paths += _nested(top, path.rstrip("/"), warnings)
         else:
-            found.append(_Path(path, tracked))
-    return found
+            paths.append(_Path(path, tracked))
+    return paths
 
 
-def _listed(top: str, *which: str) -> list[str]:
-    return [os.fsdecode(path) for path in _git(top, "ls-files", "-z", *which).split(b"\0") if path]
+def _git_list(top: str, *options: str) -> list[str]:
+    return [os.fsdecode(path) for path in _git(top, "ls-files", "-z", *options).split(b"\0") if path]
 
 
 def _nested(top: str, path: str, warnings: list[str]) -> Iterator[_Path]:
     """Yield the files of a submodule or a nested repository: git lists only its directory."""
-    whole = os.path.join(top, path)
-    if os.path.lexists(os.path.join(whole, ".git")):
-        for inner in _git_files(whole, warnings) or ():
+    full_path = os.path.join(top, path)
+    if os.path.lexists(os.path.join(full_path, ".git")):
+        for inner in _git_files(full_path, warnings) or ():
             yield _Path(f"{path}/{inner.path}", inner.tracked)
-    elif not os.listdir(whole):
+    elif not os.listdir(full_path):
         warnings.append(
             f"{path!r} is an empty directory: is it a submodule to check out (git submodule update --init)?"
         )
@@ -313,33 +313,33 @@ def _in_repository(top: str) -> bool:
     return True
 
 
-def _git(top: str, *words: str) -> bytes:
+def _git(top: str, *arguments: str) -> bytes:
     import subprocess
 
     # fsmonitor is a command out of the repository's own configuration.
-    command = ["git", "-c", "core.fsmonitor=false", "-C", top, *words]
+    command = ["git", "-c", "core.fsmonitor=false", "-C", top, *arguments]
     try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, env=git_environment())
+        completed = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, env=git_environment())
     except FileNotFoundError:
         raise SnapshotError(
             f"{top} is in a git repository, and git, which knows what it ignores, is not there: install git"
         ) from None
-    if done.returncode != 0:
-        said = done.stderr.decode(errors="replace").strip().splitlines() or ["it said nothing"]
-        raise SnapshotError(f"git cannot list the files of {top}: {said[0]}")
-    return done.stdout
+    if completed.returncode != 0:
+        stderr_lines = completed.stderr.decode(errors="replace").strip().splitlines() or ["it said nothing"]
+        raise SnapshotError(f"git cannot list the files of {top}: {stderr_lines[0]}")
+    return completed.stdout
 
 
 def _is_ignored(top: str) -> bool:
     import subprocess
 
-    asked = subprocess.run(
+    completed = subprocess.run(
         ["git", "-c", "core.fsmonitor=false", "-C", top, "check-ignore", "-q", "."],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         env=git_environment(),
     )
-    return asked.returncode == 0
+    return completed.returncode == 0
 
 
 def git_environment() -> dict[str, str]:
@@ -347,39 +347,41 @@ def git_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in _GIT_VARIABLES} | {"LC_ALL": "C"}
 
 
-def _walk(top: str, own: tuple[str, ...], rules: Rules, warnings: list[str], secrets: list[str]) -> list[_Path]:
+def _walk(
+    top: str, own_directories: tuple[str, ...], rules: Rules, warnings: list[str], secrets: list[str]
+) -> list[_Path]:
     """Return all files, links and empty directories that are not left out.
 
     Directories that look like secrets are added to `secrets`.
     """
-    found: list[_Path] = []
-    waiting = [""]
-    while waiting:
-        directory = waiting.pop()
-        kept = 0
+    paths: list[_Path] = []
+    pending = [""]
+    while pending:
+        directory = pending.pop()
+        entry_count = 0
         for entry in _scan(top, directory):
             path = f"{directory}/{entry.name}" if directory else entry.name
             is_directory = entry.is_dir(follow_symlinks=False)
-            if entry.path in own or rules.ignored(f"{path}/" if is_directory else path):
+            if entry.path in own_directories or rules.ignored(f"{path}/" if is_directory else path):
                 continue
-            kept += 1
+            entry_count += 1
             if not is_directory:
-                found.append(_Path(path))
+                paths.append(_Path(path))
             elif is_secret(path) and not rules.accepted(f"{path}/"):
                 secrets.append(path)
             elif os.path.exists(os.path.join(entry.path, "pyvenv.cfg")):
                 warnings.append(f"{path!r} is left out: it is a virtual environment")
             else:
-                waiting.append(path)
-        if directory and not kept:
-            found.append(_Path(directory))
-    return found
+                pending.append(path)
+        if directory and not entry_count:
+            paths.append(_Path(directory))
+    return paths
 
 
 def _scan(top: str, directory: str) -> Iterable[os.DirEntry[str]]:
-    whole = os.path.join(top, directory)
+    full_path = os.path.join(top, directory)
     try:
-        with os.scandir(whole) as entries:
+        with os.scandir(full_path) as entries:
             return list(entries)
     except OSError as error:
-        raise SnapshotError(f"cannot read the directory {whole!r}: {error.strerror}") from error
+        raise SnapshotError(f"cannot read the directory {full_path!r}: {error.strerror}") from error

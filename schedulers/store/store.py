@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 from ..errors import StoreError, UnknownJob, nearest
 from ..job import JobSpec
 from . import atomic_files, paths
-from .record import Damaged, Event, Record, adopted_row, first_row, read_record
+from .record import CorruptRecord, Event, Record, adopted_row, first_row, read_record
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from ..target import Plan
 
-__all__ = ["Damaged", "Event", "Record", "Store"]
+__all__ = ["CorruptRecord", "Event", "Record", "Store"]
 
 # Crockford's base 32, small letters: digits sort before letters, and i, l, o, u are left out.
 _ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
@@ -113,7 +113,7 @@ class Store:
         except OSError as error:
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
                 raise StoreError(f"there is a job {job_id} already") from None
-            raise atomic_files.refusal(error, path, "write") from error
+            raise atomic_files.store_error(error, path, "write") from error
         return read_record(job_id, path)
 
     def record(self, ref: str) -> Record:
@@ -130,18 +130,18 @@ class Store:
             return ids[0]
         if ref in ids:
             return ref
-        wanted = ref.lower()
-        found = [i for i in ids if i.startswith(wanted)] if wanted else []
-        if not found and wanted:
+        prefix = ref.lower()
+        matches = [i for i in ids if i.startswith(prefix)] if prefix else []
+        if not matches and prefix:
             # Read off a screen: i and l for 1, o for 0.
-            found = [i for i in ids if i.startswith(wanted.translate(_LOOKALIKES))]
-        if len(found) == 1:
-            return found[0]
-        if found:
-            shown = ", ".join(self._labelled(i) for i in found[:5])
-            more = f" and {len(found) - 5} more" if len(found) > 5 else ""
-            raise UnknownJob(f"{ref!r} stands for {len(found)} jobs: {shown}{more}")
-        raise UnknownJob(f"no job {ref!r}{nearest(wanted, ids)} (`accel list` shows them)")
+            matches = [i for i in ids if i.startswith(prefix.translate(_LOOKALIKES))]
+        if len(matches) == 1:
+            return matches[0]
+        if matches:
+            candidates = ", ".join(self._labelled(i) for i in matches[:5])
+            suffix = f" and {len(matches) - 5} more" if len(matches) > 5 else ""
+            raise UnknownJob(f"{ref!r} stands for {len(matches)} jobs: {candidates}{suffix}")
+        raise UnknownJob(f"no job {ref!r}{nearest(prefix, ids)} (`accel list` shows them)")
 
     def ids(self) -> list[str]:
         """Return the ids of all jobs, damaged ones too, newest first. Raises StoreError."""
@@ -150,7 +150,7 @@ class Store:
         except FileNotFoundError:
             return []
         except OSError as error:
-            raise atomic_files.refusal(error, self._jobs, "read") from error
+            raise atomic_files.store_error(error, self._jobs, "read") from error
         return sorted((name for name in names if _ID.match(name)), key=self._order, reverse=True)
 
     def _order(self, job_id: str) -> str:
@@ -162,10 +162,10 @@ class Store:
             return _encode(max(0, int(made_at * 1000) - _EPOCH_MS) << _RANDOM_BITS)
         return job_id
 
-    def records(self, ids: Iterable[str] | None = None) -> list[Record | Damaged]:
+    def records(self, ids: Iterable[str] | None = None) -> list[Record | CorruptRecord]:
         """Return all jobs, newest first, or those of `ids` (full ids) in their order; no other file is read.
 
-        A job that cannot be read is `Damaged` and hides no other; one that is gone is left out. Raises StoreError if
+        An unreadable job is `CorruptRecord` and hides no other; one that is gone is left out. Raises StoreError if
         the store itself cannot be read.
         """
         base = self._jobs
@@ -189,16 +189,16 @@ class Store:
         """
         if older_than_s is None and keep is None and ids is None:
             raise StoreError("say what to prune: jobs older than a time, all but the newest few, or ids")
-        everything = self.records()
-        records = [record for record in everything if isinstance(record, Record)]
-        wanted = None if ids is None else {self.resolve(ref) for ref in ids}
-        if wanted is not None:
-            _refuse_live(records, wanted)
+        all_records = self.records()
+        records = [record for record in all_records if isinstance(record, Record)]
+        requested = None if ids is None else {self.resolve(ref) for ref in ids}
+        if requested is not None:
+            _refuse_live(records, requested)
         needed = {job_id for record in records if not record.status.state.final for job_id in record.after}
-        over = [r for r in records if r.status.state.final and r.id not in needed]
-        chosen = {r.id for r in over[keep or 0 :] if older_than_s is None or _age(r) > older_than_s}
-        if wanted is not None:
-            chosen = (chosen | {d.id for d in everything if isinstance(d, Damaged)}) & wanted
+        finished = [r for r in records if r.status.state.final and r.id not in needed]
+        chosen = {r.id for r in finished[keep or 0 :] if older_than_s is None or _age(r) > older_than_s}
+        if requested is not None:
+            chosen = (chosen | {d.id for d in all_records if isinstance(d, CorruptRecord)}) & requested
         chosen_ids = sorted(chosen, reverse=True)
         if not dry_run:
             for job_id in chosen_ids:
@@ -211,9 +211,9 @@ class Store:
         try:
             os.makedirs(self._jobs, mode=0o700, exist_ok=True)
         except OSError as error:
-            chosen = os.environ.get("ACCEL_HOME", "").strip()
-            home = f"ACCEL_HOME={chosen}" if chosen else f"the job store {self._home}"
-            remedy = "choose another directory" if chosen else "set ACCEL_HOME to another directory"
+            configured = os.environ.get("ACCEL_HOME", "").strip()
+            home = f"ACCEL_HOME={configured}" if configured else f"the job store {self._home}"
+            remedy = "choose another directory" if configured else "set ACCEL_HOME to another directory"
             raise StoreError(f"{home} cannot be created: {error.strerror}; {remedy}") from error
 
     def _publish(self, job_id: str, path: str, texts: Mapping[str, bytes]) -> None:
@@ -239,38 +239,38 @@ class Store:
         except FileNotFoundError:
             return
         except OSError as error:
-            raise atomic_files.refusal(error, f"{self._jobs}/{job_id}", "delete") from error
+            raise atomic_files.store_error(error, f"{self._jobs}/{job_id}", "delete") from error
         _remove_tree(grave)
 
     def _sweep(self) -> None:
         """Remove what processes that died in `_publish` or `_delete` left behind."""
         with contextlib.suppress(OSError):
             for entry in os.scandir(self._jobs):
-                left = entry.name.startswith((".new-", ".old-"))
-                if left and time.time() - entry.stat(follow_symlinks=False).st_mtime > _ABANDONED_S:
+                is_leftover = entry.name.startswith((".new-", ".old-"))
+                if is_leftover and time.time() - entry.stat(follow_symlinks=False).st_mtime > _ABANDONED_S:
                     _remove_tree(entry.path)
 
     def _labelled(self, job_id: str) -> str:
-        found = _read(job_id, f"{self._jobs}/{job_id}")
-        return f"{job_id} ({found.name})" if isinstance(found, Record) else job_id
+        record = _read(job_id, f"{self._jobs}/{job_id}")
+        return f"{job_id} ({record.name})" if isinstance(record, Record) else job_id
 
 
-def _read(job_id: str, path: str) -> Record | Damaged | None:
+def _read(job_id: str, path: str) -> Record | CorruptRecord | None:
     try:
         return read_record(job_id, path)
     except StoreError as error:
         # Pruned by another process since the directory was listed, or never a job.
-        return Damaged(id=job_id, path=path, reason=str(error)) if os.path.isdir(path) else None
+        return CorruptRecord(id=job_id, path=path, reason=str(error)) if os.path.isdir(path) else None
 
 
-def _refuse_live(records: Iterable[Record], wanted: set[str]) -> None:
+def _refuse_live(records: Iterable[Record], requested: set[str]) -> None:
     live = {record.id: record for record in records if not record.status.state.final}
-    for job_id in sorted(wanted & live.keys()):
+    for job_id in sorted(requested & live.keys()):
         state = live[job_id].status.state.value
         raise StoreError(f"job {job_id} is {state}, not over: cancel it first (accel cancel {job_id})")
-    waiting = {job_id: record.id for record in live.values() for job_id in record.after}
-    for job_id in sorted(wanted & waiting.keys()):
-        raise StoreError(f"job {job_id} is still needed: {waiting[job_id]} runs after it")
+    dependents = {job_id: record.id for record in live.values() for job_id in record.after}
+    for job_id in sorted(requested & dependents.keys()):
+        raise StoreError(f"job {job_id} is still needed: {dependents[job_id]} runs after it")
 
 
 def _age(record: Record) -> float:
@@ -285,8 +285,8 @@ def _remove_tree(path: str) -> None:
 
 def full_id(ref: str) -> str | None:
     """Return the id that `ref` spells; None if it is not a full one."""
-    spelled = ref.lower().translate(_LOOKALIKES)
-    return spelled if len(spelled) == _ID_LENGTH and set(spelled) <= set(_ALPHABET) else None
+    normalized = ref.lower().translate(_LOOKALIKES)
+    return normalized if len(normalized) == _ID_LENGTH and set(normalized) <= set(_ALPHABET) else None
 
 
 def created_at(job_id: str) -> float:
@@ -294,8 +294,8 @@ def created_at(job_id: str) -> float:
     if full_id(job_id) != job_id:
         return time.time()
     number = 0
-    for letter in job_id:
-        number = number << 5 | _ALPHABET.index(letter)
+    for char in job_id:
+        number = number << 5 | _ALPHABET.index(char)
     return ((number >> _RANDOM_BITS) + _EPOCH_MS) / 1000
 
 
@@ -308,8 +308,8 @@ def _next_number() -> int:
     global _last_number
     with _number_lock:
         ms = max(0, time.time_ns() // 1_000_000 - _EPOCH_MS)
-        chance = int.from_bytes(os.urandom(2), "big") >> 1
-        _last_number = max(ms << _RANDOM_BITS | chance, _last_number + 1)
+        random_part = int.from_bytes(os.urandom(2), "big") >> 1
+        _last_number = max(ms << _RANDOM_BITS | random_part, _last_number + 1)
         return _last_number
 
 

@@ -22,19 +22,19 @@ from .options import TpuOptions
 
 _INSTALL = "needs Google's client for TPUs: pip install 'accel-launch[tpu]'"
 _LOGIN = "gcloud auth application-default login"
-_ANSWER_S = 30.0
+_REPLY_TIMEOUT_S = 30.0
 _CHANGE_S = 120.0
 ENDPOINT = "https://tpu.googleapis.com"
 _EXHAUSTED = 8  # RESOURCE_EXHAUSTED, of a stockout as of a quota
 
 
-class Refused(SubmitError):
+class TpuApiError(SubmitError):
     """Google Cloud refused a request. The message has one line."""
 
     reason = Reason.SETUP
 
 
-class NoQuota(Refused):
+class NoQuota(TpuApiError):
     """The project's quota is too low for the requested chips."""
 
     reason = Reason.NO_CAPACITY
@@ -51,7 +51,7 @@ def endpoint() -> str:
     return os.environ.get("CLOUDSDK_API_ENDPOINT_OVERRIDES_TPU", "").rstrip("/") or ENDPOINT
 
 
-def _words(message: str) -> str:
+def _message_of(message: str) -> str:
     """Return an error's message without the request that Google's client puts before it."""
     return one_line(re.sub(r"\A[A-Z]+ https?://\S+: ", "", message))
 
@@ -64,7 +64,7 @@ class Api:
     """A client for the nodes of a target. Thread-safe."""
 
     def __init__(self, options: TpuOptions, target: str) -> None:
-        self._options, self.where = options, f"target {target}"
+        self._options, self.label = options, f"target {target}"
 
     def node(self, name: str) -> Any:
         """Return the node of that name, or None. Raises Refused, Unreachable, ConfigError."""
@@ -77,43 +77,49 @@ class Api:
     def _get(self, name: str, *, queued: bool) -> Any:
         from google.api_core import exceptions
 
-        with contextlib.suppress(exceptions.NotFound), self._asking(f"tpu.{_kind(queued)}.get", exceptions.NotFound):
+        with (
+            contextlib.suppress(exceptions.NotFound),
+            self._translated_errors(f"tpu.{_kind(queued)}.get", exceptions.NotFound),
+        ):
             get = self._client.get_queued_resource if queued else self._client.get_node
-            return get(name=self._path(name, queued=queued), timeout=_ANSWER_S)
+            return get(name=self._path(name, queued=queued), timeout=_REPLY_TIMEOUT_S)
 
     def host_keys(self, name: str) -> list[list[str]]:
         """Return each worker's host keys that the API has, as `ssh-ed25519 AAAA…`. Raises what `node` raises."""
         from google.cloud import tpu_v2
 
-        asked = tpu_v2.GetGuestAttributesRequest(name=self._path(name), query_path="hostkeys/")
-        with self._asking("tpu.nodes.getGuestAttributes"):
-            answer = self._client.get_guest_attributes(request=asked, timeout=_ANSWER_S)
-        return [[f"{each.key} {each.value}" for each in worker.query_value.items] for worker in answer.guest_attributes]
+        request = tpu_v2.GetGuestAttributesRequest(name=self._path(name), query_path="hostkeys/")
+        with self._translated_errors("tpu.nodes.getGuestAttributes"):
+            reply = self._client.get_guest_attributes(request=request, timeout=_REPLY_TIMEOUT_S)
+        return [
+            [f"{attribute.key} {attribute.value}" for attribute in worker.query_value.items]
+            for worker in reply.guest_attributes
+        ]
 
     def set_metadata(self, node: Any, metadata: Mapping[str, str]) -> None:
         """Replace the node's metadata, and wait until that is done. Raises what `node` raises."""
         from google.cloud import tpu_v2
         from google.protobuf import field_mask_pb2
 
-        changed = tpu_v2.Node(name=node.name, metadata=dict(metadata))
-        with self._asking("tpu.nodes.update"):
+        updated_node = tpu_v2.Node(name=node.name, metadata=dict(metadata))
+        with self._translated_errors("tpu.nodes.update"):
             operation = self._client.update_node(
-                node=changed, update_mask=field_mask_pb2.FieldMask(paths=["metadata"]), timeout=_ANSWER_S
+                node=updated_node, update_mask=field_mask_pb2.FieldMask(paths=["metadata"]), timeout=_REPLY_TIMEOUT_S
             )
             operation.result(timeout=_CHANGE_S)
 
     def created(self) -> list[Any]:
         """Return the zone's nodes that accel has created, on any machine. Raises what `node` raises."""
-        with self._asking("tpu.nodes.list"):
-            nodes = self._client.list_nodes(parent=self.parent, timeout=_ANSWER_S)
+        with self._translated_errors("tpu.nodes.list"):
+            nodes = self._client.list_nodes(parent=self.parent, timeout=_REPLY_TIMEOUT_S)
             return [node for node in nodes if JOB_LABEL in node.labels]
 
     def read(self, url: str) -> bytes | None:
         """Return an object of a bucket, or None. Raises what `node` raises."""
-        with self._asking("read the bucket"):
+        with self._translated_errors("read the bucket"):
             from google.auth.transport.requests import AuthorizedSession
 
-            reply = AuthorizedSession(self._credentials[0]).get(url, timeout=_ANSWER_S)
+            reply = AuthorizedSession(self._credentials[0]).get(url, timeout=_REPLY_TIMEOUT_S)
             return bytes(reply.content) if reply.ok else None
 
     def create(self, name: str, body: Mapping[str, Any], *, queued: bool) -> str:
@@ -124,15 +130,15 @@ class Api:
         from google.api_core import exceptions
         from google.cloud import tpu_v2
 
-        text, more, request = json.dumps(body), {"timeout": _ANSWER_S}, {"parent": self.parent}
-        with self._asking(f"tpu.{_kind(queued)}.create", exceptions.Conflict, exceptions.TooManyRequests):
+        text, call_options, request = json.dumps(body), {"timeout": _REPLY_TIMEOUT_S}, {"parent": self.parent}
+        with self._translated_errors(f"tpu.{_kind(queued)}.create", exceptions.Conflict, exceptions.TooManyRequests):
             try:
                 if queued:
-                    made = {"queued_resource_id": name, "queued_resource": tpu_v2.QueuedResource.from_json(text)}
-                    operation = self._client.create_queued_resource(request={**request, **made}, **more)
+                    parameters = {"queued_resource_id": name, "queued_resource": tpu_v2.QueuedResource.from_json(text)}
+                    operation = self._client.create_queued_resource(request={**request, **parameters}, **call_options)
                 else:
-                    made = {"node_id": name, "node": tpu_v2.Node.from_json(text)}
-                    operation = self._client.create_node(request={**request, **made}, **more)
+                    parameters = {"node_id": name, "node": tpu_v2.Node.from_json(text)}
+                    operation = self._client.create_node(request={**request, **parameters}, **call_options)
             except exceptions.Conflict:
                 return ""
             except exceptions.TooManyRequests as error:
@@ -143,15 +149,18 @@ class Api:
         """Return why a creation failed, or None if it has not, or not yet. Raises what `node` raises."""
         from google.api_core import exceptions
 
-        with contextlib.suppress(exceptions.NotFound), self._asking("tpu.operations.get", exceptions.NotFound):
-            error = self._client.get_operation(request={"name": operation}, timeout=_ANSWER_S).error
+        with (
+            contextlib.suppress(exceptions.NotFound),
+            self._translated_errors("tpu.operations.get", exceptions.NotFound),
+        ):
+            error = self._client.get_operation(request={"name": operation}, timeout=_REPLY_TIMEOUT_S).error
             if error.code == _EXHAUSTED:
                 return self._exhausted(error.message)
-            return Refused(f"{self.where}: {_words(error.message)}") if error.code else None
+            return TpuApiError(f"{self.label}: {_message_of(error.message)}") if error.code else None
         return None
 
     def _exhausted(self, message: str) -> SubmitError:
-        line = f"{self.where}: {_words(message)}"
+        line = f"{self.label}: {_message_of(message)}"
         if "per minute" in message:
             raise Unreachable(line)  # so many calls
         return NoQuota(line) if "quota" in message.lower() else Stockout(line)
@@ -162,36 +171,36 @@ class Api:
 
         kinds = exceptions.NotFound, exceptions.BadRequest, exceptions.Conflict
         try:
-            with self._asking(f"tpu.{_kind(queued)}.delete", *kinds):
+            with self._translated_errors(f"tpu.{_kind(queued)}.delete", *kinds):
                 request = {"name": self._path(name, queued=queued), **({"force": True} if queued else {})}
                 delete = self._client.delete_queued_resource if queued else self._client.delete_node
-                delete(request=request, timeout=_ANSWER_S)
+                delete(request=request, timeout=_REPLY_TIMEOUT_S)
         except exceptions.NotFound:
             return
         except (exceptions.BadRequest, exceptions.Conflict) as error:  # it is deleted already, or in no state for it
-            found = self._get(name, queued=queued)
-            state = found and (found.state.state if queued else found.state).name
+            existing = self._get(name, queued=queued)
+            state = existing and (existing.state.state if queued else existing.state).name
             if state not in (None, "DELETING"):
-                raise Unreachable(f"{self.where}: {name} cannot be deleted yet: {_words(error.message)}") from None
+                raise Unreachable(f"{self.label}: {name} cannot be deleted yet: {_message_of(error.message)}") from None
 
     @functools.cached_property
     def project(self) -> str:
-        found = self._options.project or os.environ.get("CLOUDSDK_CORE_PROJECT") or self._credentials[1]
-        if not found:
-            raise ConfigError(f"{self.where}: no project: say project: in accel.yaml, or set CLOUDSDK_CORE_PROJECT")
-        return str(found)
+        project = self._options.project or os.environ.get("CLOUDSDK_CORE_PROJECT") or self._credentials[1]
+        if not project:
+            raise ConfigError(f"{self.label}: no project: say project: in accel.yaml, or set CLOUDSDK_CORE_PROJECT")
+        return str(project)
 
     @functools.cached_property
     def _credentials(self) -> Sequence[Any]:
         """The credentials of Google's default chain, and their project."""
-        with self._asking("find credentials"):
+        with self._translated_errors("find credentials"):
             import google.auth
 
             return tuple(google.auth.default(scopes=["https://www.googleapis.com/auth/cloud-platform"]))
 
     @functools.cached_property
     def _client(self) -> Any:
-        with self._asking("make a client"):
+        with self._translated_errors("make a client"):
             from google.api_core.client_options import ClientOptions
             from google.cloud import tpu_v2
 
@@ -206,28 +215,30 @@ class Api:
         return f"{self.parent}/{_kind(queued)}/{name}"
 
     @contextlib.contextmanager
-    def _asking(self, what: str, *passing: type[Exception]) -> Iterator[None]:
-        """Convert the client's exceptions, except `passing`, to ours. `what`: the permission that the call needs."""
+    def _translated_errors(self, permission: str, *passthrough: type[Exception]) -> Iterator[None]:
+        """Convert the client's exceptions, except `passthrough`, to ours. `permission`: what the call needs."""
         try:
             import requests
             from google.api_core import exceptions
             from google.auth import exceptions as login
         except ImportError:
-            raise ConfigError(f"{self.where}: {_INSTALL}") from None
+            raise ConfigError(f"{self.label}: {_INSTALL}") from None
         try:
             yield
         except ImportError:
-            raise ConfigError(f"{self.where}: {_INSTALL}") from None
-        except passing:
+            raise ConfigError(f"{self.label}: {_INSTALL}") from None
+        except passthrough:
             raise
         except (login.TransportError, exceptions.RetryError, requests.RequestException) as error:
-            raise Unreachable(f"{self.where}: Google Cloud cannot be reached: {one_line(str(error))}") from None
+            raise Unreachable(f"{self.label}: Google Cloud cannot be reached: {one_line(str(error))}") from None
         except (exceptions.ServerError, exceptions.TooManyRequests) as error:
-            raise Unreachable(f"{self.where}: {what}: {_words(error.message)}") from None
+            raise Unreachable(f"{self.label}: {permission}: {_message_of(error.message)}") from None
         except (login.GoogleAuthError, exceptions.Unauthenticated) as error:
-            said = one_line(str(error))
-            raise ConfigError(f"{self.where}: no credentials of Google Cloud: {said}; {_LOGIN}") from None
+            detail = one_line(str(error))
+            raise ConfigError(f"{self.label}: no credentials of Google Cloud: {detail}; {_LOGIN}") from None
         except exceptions.Forbidden as error:
-            raise Refused(f"{self.where}: Google Cloud does not allow {what}: {_words(error.message)}") from None
+            raise TpuApiError(
+                f"{self.label}: Google Cloud does not allow {permission}: {_message_of(error.message)}"
+            ) from None
         except exceptions.GoogleAPICallError as error:
-            raise Refused(f"{self.where}: {what}: {_words(str(error.message or error))}") from None
+            raise TpuApiError(f"{self.label}: {permission}: {_message_of(str(error.message or error))}") from None

@@ -31,12 +31,12 @@ _DRAFT = re.compile(r"\..+\.(?:draft|old|gone)-[0-9a-f]{8}")
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
 _NODE = re.compile(r"node-(\d+)")
 _PAUSE_S = 1.0
-_AT_ONCE = 4
+_MAX_WORKERS = 4
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
 
 
-class Failed(Exception):
+class BucketError(Exception):
     """An operation on the bucket failed. The message has one line."""
 
 
@@ -44,10 +44,10 @@ class Save(NamedTuple):
     """One save of a checkpoint, the same on all hosts."""
 
     path: str
-    word: str
+    token: str
 
     def folder(self, node: int) -> str:
-        return f"{self.path}/{self.word}/node-{node}"
+        return f"{self.path}/{self.token}/node-{node}"
 
 
 class Bucket:
@@ -60,7 +60,9 @@ class Bucket:
         try:
             from google.cloud import storage
         except ImportError:
-            raise Failed(f"{uri}: google-cloud-storage is not installed: pip install 'accel-launch[gcs]'") from None
+            raise BucketError(
+                f"{uri}: google-cloud-storage is not installed: pip install 'accel-launch[gcs]'"
+            ) from None
         try:
             self._bucket = storage.Client().bucket(name)
         except Exception as error:
@@ -98,32 +100,34 @@ class Bucket:
     def sizes(self, folder: str = "") -> dict[str, int]:
         return {name: int(blob.size) for name, blob in self._blobs(folder)}
 
-    def whole(self) -> dict[Save, tuple[int, Any]]:
+    def complete_saves(self) -> dict[Save, tuple[int, Any]]:
         """Return the saves with every host's copy: save -> (number of hosts, time of host 0's manifest)."""
-        found: dict[Save, dict[int, Any]] = {}
+        blobs_by_save: dict[Save, dict[int, Any]] = {}
         for name, blob in self._blobs(""):
             *path, word, folder, file = name.split("/") if name.count("/") > 2 else ("", "", "")
             node = _NODE.fullmatch(folder)
             if file == MANIFEST and node is not None and not {"", ".", ".."} & {*path, word}:
-                found.setdefault(Save("/".join(path), word), {})[int(node[1])] = blob
-        counted = {save: int((blobs[0].metadata or {}).get("nodes", 0)) for save, blobs in found.items() if 0 in blobs}
+                blobs_by_save.setdefault(Save("/".join(path), word), {})[int(node[1])] = blob
+        node_counts = {
+            save: int((blobs[0].metadata or {}).get("nodes", 0)) for save, blobs in blobs_by_save.items() if 0 in blobs
+        }
         return {
-            save: (count, found[save][0].time_created)
-            for save, count in counted.items()
-            if count and found[save].keys() >= set(range(count))
+            save: (count, blobs_by_save[save][0].time_created)
+            for save, count in node_counts.items()
+            if count and blobs_by_save[save].keys() >= set(range(count))
         }
 
     def _blobs(self, folder: str) -> Iterator[tuple[str, Any]]:
-        under = f"{self._prefix}{folder}/" if folder else self._prefix
+        prefix = f"{self._prefix}{folder}/" if folder else self._prefix
         try:
-            for blob in self._bucket.list_blobs(prefix=under):
+            for blob in self._bucket.list_blobs(prefix=prefix):
                 yield blob.name[len(self._prefix) :], blob
         except Exception as error:
             self._refuse(error)
 
     def _refuse(self, error: Exception) -> NoReturn:
         """Raise Failed: Google's libraries raise errors of many kinds, requests' among them."""
-        raise Failed(f"{self.uri}: {type(error).__name__}: {' '.join(str(error).split())}") from error
+        raise BucketError(f"{self.uri}: {type(error).__name__}: {' '.join(str(error).split())}") from error
 
 
 def restore(bucket: Bucket, root: str, node: int) -> list[str]:
@@ -132,11 +136,11 @@ def restore(bucket: Bucket, root: str, node: int) -> list[str]:
     Checkpoints that the host has stay. Returns the paths of the restored ones. Raises Failed.
     """
     newest: dict[str, tuple[tuple[int, Any], Save, int]] = {}
-    for save, (nodes, at) in bucket.whole().items():
+    for save, (nodes, completed_at) in bucket.complete_saves().items():
         parent, _, name = save.path.rpartition("/")
         number = _NUMBERED.fullmatch(name)
         key = f"{parent}/checkpoint_" if number else save.path
-        order = (int(number[1]) if number else 0, at)
+        order = (int(number[1]) if number else 0, completed_at)
         if key not in newest or order > newest[key][0]:
             newest[key] = order, save, nodes
     return [save.path for _, save, nodes in newest.values() if _restored(bucket, root, node, save, nodes)]
@@ -144,13 +148,13 @@ def restore(bucket: Bucket, root: str, node: int) -> list[str]:
 
 def _restored(bucket: Bucket, root: str, node: int, save: Save, nodes: int) -> bool:
     # Of another number of hosts a new one has no copy: it takes that of node 0.
-    of, own = (node, _own(root, node)) if node < nodes else (0, root)
-    place = os.path.join(own, *save.path.split("/"))
-    if os.path.lexists(place):
+    source_node, base = (node, _node_folder(root, node)) if node < nodes else (0, root)
+    destination = os.path.join(base, *save.path.split("/"))
+    if os.path.lexists(destination):
         return False
-    draft = os.path.join(os.path.dirname(place), f".{os.path.basename(place)}.draft-{save.word}")
+    draft = os.path.join(os.path.dirname(destination), f".{os.path.basename(destination)}.draft-{save.token}")
     shutil.rmtree(draft, ignore_errors=True)
-    folder = save.folder(of)
+    folder = save.folder(source_node)
     manifest = os.path.join(draft, f"{MANIFEST}.part")
     bucket.get(f"{folder}/{MANIFEST}", manifest)
     names = _files(_read(manifest))
@@ -159,12 +163,12 @@ def _restored(bucket: Bucket, root: str, node: int, save: Save, nodes: int) -> b
         path = os.path.join(draft, *name.split("/"))
         bucket.get(f"{folder}/{name}", path)
         if os.path.getsize(path) != names[name]:
-            raise Failed(f"{bucket.uri}: {folder}/{name} has not the {names[name]} bytes of its manifest")
+            raise BucketError(f"{bucket.uri}: {folder}/{name} has not the {names[name]} bytes of its manifest")
 
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
+    with ThreadPoolExecutor(_MAX_WORKERS) as pool:
         list(pool.map(get, names))
     os.rename(manifest, os.path.join(draft, MANIFEST))
-    os.rename(draft, place)
+    os.rename(draft, destination)
     return True
 
 
@@ -173,61 +177,67 @@ class Uploads:
 
     def __init__(self, bucket: Bucket, root: str, node: int, nodes: int) -> None:
         self._bucket = bucket
-        self._own = _own(root, node)
+        self._own_folder = _node_folder(root, node)
         self._node = node
         self._nodes = nodes
         self._done: set[Save] = set()
-        self._said = ""
+        self._last_message = ""
 
-    def run(self, over: threading.Event) -> None:
-        """Upload until `over` is set, and once more."""
-        while not over.wait(_PAUSE_S):
+    def run(self, finished: threading.Event) -> None:
+        """Upload until `finished` is set, and once more."""
+        while not finished.wait(_PAUSE_S):
             self.look()
         self.look()
 
     def look(self) -> None:
         """Upload new checkpoints, the oldest first. Failures are retried the next time."""
-        for folder in self._whole():
+        for folder in self._complete_folders():
             try:
                 content = _read(os.path.join(folder, MANIFEST))
-                save = Save(os.path.relpath(folder, self._own).replace(os.sep, "/"), str(json.loads(content)["save"]))
+                save = Save(
+                    os.path.relpath(folder, self._own_folder).replace(os.sep, "/"), str(json.loads(content)["save"])
+                )
                 if save not in self._done:
                     self._upload(save, folder, content)
             except (FileNotFoundError, ValueError, KeyError):
                 continue  # it has been replaced, or removed, in the meantime
-            except Failed as error:
-                self._say(f"{os.path.basename(folder)} is not in the bucket yet: {error}")
+            except BucketError as error:
+                self._log_once(f"{os.path.basename(folder)} is not in the bucket yet: {error}")
 
     def _upload(self, save: Save, folder: str, content: bytes) -> None:
-        to = save.folder(self._node)
-        there = self._bucket.sizes(to)
-        if f"{to}/{MANIFEST}" not in there:
-            left = [name for name, size in _files(content).items() if there.get(f"{to}/{name}") != size]
-            with ThreadPoolExecutor(_AT_ONCE) as pool:
-                list(pool.map(lambda name: self._bucket.put(f"{to}/{name}", os.path.join(folder, name)), left))
+        destination = save.folder(self._node)
+        sizes = self._bucket.sizes(destination)
+        if f"{destination}/{MANIFEST}" not in sizes:
+            pending = [name for name, size in _files(content).items() if sizes.get(f"{destination}/{name}") != size]
+            with ThreadPoolExecutor(_MAX_WORKERS) as pool:
+                list(
+                    pool.map(
+                        lambda name: self._bucket.put(f"{destination}/{name}", os.path.join(folder, name)), pending
+                    )
+                )
             if _read(os.path.join(folder, MANIFEST)) != content:
                 return  # another save took its place: files of both may have been read
-            self._bucket.put_last(f"{to}/{MANIFEST}", content, self._nodes)
+            self._bucket.put_last(f"{destination}/{MANIFEST}", content, self._nodes)
         self._done.add(save)
 
-    def _whole(self) -> list[str]:
+    def _complete_folders(self) -> list[str]:
         """Return the folders of complete checkpoints, by the time of completion."""
-        found = []
-        for folder, below, files in os.walk(self._own):
-            if self._node == 0 and folder == self._own:
-                below[:] = [name for name in below if not _NODE.fullmatch(name)]
-            below[:] = [name for name in below if not _DRAFT.fullmatch(name)]
+        folders = []
+        for folder, subfolders, files in os.walk(self._own_folder):
+            if self._node == 0 and folder == self._own_folder:
+                subfolders[:] = [name for name in subfolders if not _NODE.fullmatch(name)]
+            subfolders[:] = [name for name in subfolders if not _DRAFT.fullmatch(name)]
             if MANIFEST in files:
-                found.append(folder)
-        return sorted(found, key=_written_at)
+                folders.append(folder)
+        return sorted(folders, key=_written_at)
 
-    def _say(self, text: str) -> None:
-        if text != self._said:
-            say(text)
-            self._said = text
+    def _log_once(self, text: str) -> None:
+        if text != self._last_message:
+            log(text)
+            self._last_message = text
 
 
-def _own(root: str, node: int) -> str:
+def _node_folder(root: str, node: int) -> str:
     return os.path.join(root, f"node-{node}") if node else root
 
 
@@ -240,10 +250,10 @@ def _written_at(folder: str) -> float:
 
 def _files(manifest: bytes) -> dict[str, int]:
     """Return the files in a manifest, with their lengths. Raises ValueError."""
-    found = {str(name): int(entry["bytes"]) for name, entry in json.loads(manifest)["files"].items()}
-    if any({"", ".", ".."} & set(name.split("/")) for name in found):
+    sizes = {str(name): int(entry["bytes"]) for name, entry in json.loads(manifest)["files"].items()}
+    if any({"", ".", ".."} & set(name.split("/")) for name in sizes):
         raise ValueError("a manifest names a file outside of its checkpoint")
-    return found
+    return sizes
 
 
 def _read(path: str) -> bytes:
@@ -251,7 +261,7 @@ def _read(path: str) -> bytes:
         return file.read()
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     print(f"accel: checkpoints: {text}", file=sys.stderr, flush=True)
 
 
@@ -264,14 +274,14 @@ def run(command: Sequence[str], uploads: Uploads) -> int:
         for signum in _WARNINGS:  # which must not end a launcher that has yet to take them
             signal.signal(signum, signal.SIG_IGN)
 
-    over = threading.Event()
+    finished = threading.Event()
     launcher = subprocess.Popen(command, preexec_fn=enter)
     for signum in _FORWARDED:
         signal.signal(signum, lambda received, _: launcher.send_signal(received))
-    uploading = threading.Thread(target=uploads.run, args=(over,))
+    uploading = threading.Thread(target=uploads.run, args=(finished,))
     uploading.start()
     code = launcher.wait()
-    over.set()
+    finished.set()
     uploading.join()
     return code if code >= 0 else 128 - code
 
@@ -285,8 +295,8 @@ def main() -> int:
     try:
         bucket = Bucket(uri)
         for path in restore(bucket, root, node):
-            say(f"{path} is restored from {uri}")
-    except (Failed, OSError, ValueError, KeyError) as error:
-        say(str(error))
+            log(f"{path} is restored from {uri}")
+    except (BucketError, OSError, ValueError, KeyError) as error:
+        log(str(error))
         return 1
     return run([sys.executable, *launch], Uploads(bucket, root, node, nodes))

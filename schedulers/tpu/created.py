@@ -20,21 +20,21 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SchedulerError, SpecError, StoreError, SubmitError, UnknownJob, Unreachable
-from ..hosts.jobs.moving import MovingJobs, Placed
+from ..hosts.jobs.moving import JobPlacement, MovingJobs
 from ..hosts.jobs.target import HostsTarget
 from ..hosts.remote_files import host_program
 from ..job import JobSpec, Reason, State, Status
 from ..store import atomic_files
-from ..target import Checked, Found, Plan, TargetContext
+from ..target import CheckReport, DiscoveredJob, Plan, TargetContext
 from . import api, slices
-from . import options as meaning
+from . import options as tpu_options
 from .node_request import JOB_LABEL, body, node_id, result_url
 from .slice_target import CODE, SliceTarget
 
-_AGAIN_S = (5.0, 300.0)  # after a stockout: first, last
-_MOST_LEFT = 10
-_LATE_S = 60.0  # so long the API may go on calling a slice READY that was preempted
-_JOBS_AT_ONCE = 16
+_RETRY_PAUSES_S = (5.0, 300.0)  # after a stockout: first, last
+_MAX_MOVES = 10
+_STALE_STATUS_S = 60.0  # so long the API may go on calling a slice READY that was preempted
+_MAX_WORKERS = 16
 _CANCELLED = Status(state=State.CANCELLED, reason=Reason.USER)
 
 
@@ -75,10 +75,10 @@ class CreatedSlices(MovingJobs, SliceTarget):
     def plan(self, spec: JobSpec, job_id: str) -> Plan:
         """Return the plan of `HostsTarget.plan`, with the slice that is created."""
         plan, options, name = super().plan(spec, job_id), self._options, node_id(job_id, 0)
-        file, what = ("queued-resource.json", "queued resource") if options.queued else ("node.json", "TPU VM")
+        file, resource_type = ("queued-resource.json", "queued resource") if options.queued else ("node.json", "TPU VM")
         request = self._body(job_id, 0, options.project or "{project}", "{schedulers/node/tpu_slice.py}")
         last = ("keep" if options.keep else "delete", name, "after the job")
-        first = (("create", what, name, "in", str(options.zone)), ("wait", "until it is READY"))
+        first = (("create", resource_type, name, "in", str(options.zone)), ("wait", "until it is READY"))
         files = {file: json.dumps(request, indent=2) + "\n", **plan.files}
         return replace(plan, files=files, actions=(*first, *plan.actions, last))
 
@@ -93,7 +93,7 @@ class CreatedSlices(MovingJobs, SliceTarget):
                 state = self._read(job_id)
                 if state is None:
                     with contextlib.suppress(FileExistsError):  # the code that runs later is that of now
-                        os.link(self._packed(plan), self._file(job_id, CODE))
+                        os.link(self._snapshot_path(plan), self._file(job_id, CODE))
                     state = _Slice(began=time.time())
                     self._write(job_id, state)
                 if not state.ready_at and state.end is None:
@@ -104,26 +104,28 @@ class CreatedSlices(MovingJobs, SliceTarget):
 
     def poll(self, native_ids: Sequence[str]) -> Mapping[str, Status]:
         """Perform each job's next step; return the statuses. Raises Unreachable, with the answers so far."""
-        with ThreadPoolExecutor(max_workers=_JOBS_AT_ONCE, thread_name_prefix="slices") as pool:
-            answers = dict(zip(native_ids, pool.map(self._polled, native_ids), strict=True))
-        silent = {key: str(answer) for key, answer in answers.items() if isinstance(answer, SchedulerError)}
-        found = {key: answer for key, answer in answers.items() if isinstance(answer, Status)}
-        if silent:
-            raise Unreachable("; ".join(dict.fromkeys(silent.values())), answers=found, silent=silent)
-        return found
+        with ThreadPoolExecutor(max_workers=_MAX_WORKERS, thread_name_prefix="slices") as pool:
+            outcomes = dict(zip(native_ids, pool.map(self._polled, native_ids), strict=True))
+        unreachable = {key: str(outcome) for key, outcome in outcomes.items() if isinstance(outcome, SchedulerError)}
+        statuses = {key: outcome for key, outcome in outcomes.items() if isinstance(outcome, Status)}
+        if unreachable:
+            raise Unreachable("; ".join(dict.fromkeys(unreachable.values())), answers=statuses, silent=unreachable)
+        return statuses
 
     def _polled(self, native_id: str) -> Status | SchedulerError | None:
         try:
             job_id = _job(native_id)
-            with self._acting(job_id) as ours:
+            with self._acting(job_id) as acting:
                 state = self._read(job_id)
                 if state is None:
                     return None
-                if ours:
+                if acting:
                     return self._step(job_id, state)
-            placed = self._on_hosts(native_id)
+            placement = self._current_placement(native_id)
             status = (
-                None if placed is None else HostsTarget.poll(placed.target, [placed.native_id]).get(placed.native_id)
+                None
+                if placement is None
+                else HostsTarget.poll(placement.target, [placement.native_id]).get(placement.native_id)
             )
             if status is not None:
                 return replace(status, state=State.RUNNING) if status.state.final else status
@@ -138,7 +140,7 @@ class CreatedSlices(MovingJobs, SliceTarget):
             return self._delete(job_id, state)
         if state.preempted:
             return self._next(job_id, state)
-        stage, words = self._stage(job_id, state)
+        stage, message = self._stage(job_id, state)
         native = self._native(job_id, state)
         if self._cancelled(job_id) and (native is None or stage in ("gone", "preempted")):
             return self._end(job_id, state, _CANCELLED)
@@ -146,13 +148,13 @@ class CreatedSlices(MovingJobs, SliceTarget):
             return self._next(job_id, state)
         if stage == "failed":
             reason = Reason.NODE_FAILURE if state.ready_at else Reason.NO_CAPACITY
-            return self._fail(job_id, state, reason, words)
+            return self._fail(job_id, state, reason, message)
         if stage == "gone" and native is not None:
-            return self._gone(job_id, state, words)
+            return self._result_in_bucket(job_id, state, message)
         if stage == "gone":
-            return self._again(job_id, state)
+            return self._recreate(job_id, state)
         if stage == "waits" and native is None:
-            return _queued(state, words)
+            return _queued(state, message)
         return self._run(job_id, state, native)
 
     def _run(self, job_id: str, state: _Slice, native: str | None) -> Status:
@@ -174,35 +176,37 @@ class CreatedSlices(MovingJobs, SliceTarget):
                 target.cancel(native)
             return status
         if status.reason is Reason.PREEMPTED:
-            return self._leave(job_id, state, status)
+            return self._move_on(job_id, state, status)
         if self._options.spot and status.reason is Reason.NODE_FAILURE:
             if self._stage(job_id, state)[0] == "preempted":
                 return self._next(job_id, state)
-            if time.time() - status.observed_at < _LATE_S:
+            if time.time() - status.observed_at < _STALE_STATUS_S:
                 return replace(status, state=State.RUNNING, message=f"{status.message}; was it preempted?")
-        self._keep_logs(Placed(target, native, f"{state.attempt}."), self._file(job_id, "slice.log"))
+        self._archive_logs(JobPlacement(target, native, f"{state.attempt}."), self._file(job_id, "slice.log"))
         return self._end(job_id, state, status)
 
-    def _gone(self, job_id: str, state: _Slice, words: str) -> Status:
+    def _result_in_bucket(self, job_id: str, state: _Slice, message: str) -> Status:
         """Return the job's end from the bucket, after the slice has deleted itself."""
         url = result_url(self._options, node_id(job_id, state.attempt), job_id)
-        left = self._api.read(url) if url else None
-        if left is None:
-            words += (
+        result = self._api.read(url) if url else None
+        if result is None:
+            message += (
                 " before anybody here had read how the job ended; checkpoint_uri keeps that, and keep: true the slice"
             )
-            return self._fail(job_id, state, Reason.LOST, words)
+            return self._fail(job_id, state, Reason.LOST, message)
         try:
-            status = Status.from_json(json.loads(left))
+            status = Status.from_json(json.loads(result))
         except ValueError as error:
-            return self._fail(job_id, state, Reason.LOST, f"{words}, and its result in the bucket is damaged: {error}")
-        ended = self._leave if status.reason is Reason.PREEMPTED else self._end
-        return ended(job_id, state, status)
+            return self._fail(
+                job_id, state, Reason.LOST, f"{message}, and its result in the bucket is damaged: {error}"
+            )
+        finish = self._move_on if status.reason is Reason.PREEMPTED else self._end
+        return finish(job_id, state, status)
 
     def _start(self, job_id: str, state: _Slice, target: SliceTarget) -> Status:
         reached = False
         try:
-            target.reach()
+            target.wait_reachable()
             reached = True
             plan = self._plan(job_id)
             settings = json.loads(plan.files["settings.json"]) | {"attempt": state.attempt}
@@ -215,19 +219,19 @@ class CreatedSlices(MovingJobs, SliceTarget):
                 return _queued(state, str(error))
             return self._fail(job_id, state, getattr(error, "reason", Reason.SETUP), str(error))
 
-    def _again(self, job_id: str, state: _Slice) -> Status:
+    def _recreate(self, job_id: str, state: _Slice) -> Status:
         """Request a missing slice again, unless there can be none."""
         name, now, limit = node_id(job_id, state.attempt), time.time(), self._options.valid_until_duration
         try:
             error = self._api.failure(state.operation) if state.operation else None
             if error is not None:
                 raise error
-            if now >= state.began + (meaning.seconds(limit) or 0):
+            if now >= state.began + (tpu_options.seconds(limit) or 0):
                 return self._fail(job_id, state, Reason.NO_CAPACITY, f"no capacity for {name} within {limit}")
             if now >= state.again_at:
                 self._create(job_id, state)
         except api.Stockout as stockout:
-            pause = min(max(now - state.began, _AGAIN_S[0]), _AGAIN_S[1])
+            pause = min(max(now - state.began, _RETRY_PAUSES_S[0]), _RETRY_PAUSES_S[1])
             state.operation, state.again_at = "", now + pause
             self._write(job_id, state)
             return replace(_queued(state, str(stockout)), reason=Reason.NO_CAPACITY)
@@ -236,11 +240,11 @@ class CreatedSlices(MovingJobs, SliceTarget):
         reason = Reason.NO_CAPACITY if state.again_at else Reason.NONE
         return replace(_queued(state, f"{name} is asked for"), reason=reason)
 
-    def _leave(self, job_id: str, state: _Slice, status: Status) -> Status:
+    def _move_on(self, job_id: str, state: _Slice, status: Status) -> Status:
         """Move ranks that were warned and left a checkpoint to the next slice, at most 10 times."""
-        if state.left == _MOST_LEFT:
-            words = f"the ranks have left {state.left + 1} slices, as if each was about to be taken away"
-            return self._end(job_id, state, replace(status, message=words))
+        if state.left == _MAX_MOVES:
+            message = f"the ranks have left {state.left + 1} slices, as if each was about to be taken away"
+            return self._end(job_id, state, replace(status, message=message))
         state.left += 1
         return self._next(job_id, state)
 
@@ -253,11 +257,11 @@ class CreatedSlices(MovingJobs, SliceTarget):
             self._write(job_id, state)
         name = node_id(job_id, state.attempt)
         self._api.delete(name, queued=self._options.queued)
-        Path(self._placed(job_id)).unlink(missing_ok=True)
+        Path(self._placement_path(job_id)).unlink(missing_ok=True)
         attempt = max(state.attempt, state.latest) + 1
         state = _Slice(attempt=attempt, latest=attempt, began=time.time(), left=state.left)
         self._write(job_id, state)
-        status = self._again(job_id, state)
+        status = self._recreate(job_id, state)
         if status.state.final:
             return status
         return replace(status, reason=Reason.PREEMPTED, message=f"{name} was preempted; {status.message}")
@@ -276,11 +280,11 @@ class CreatedSlices(MovingJobs, SliceTarget):
         status, name = Status.from_json(state.end), node_id(job_id, state.attempt)
         if self._options.keep and state.ready_at:
             since = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(state.ready_at))
-            return _saying(status, f"slice {name} is up since {since} (keep: accel prune deletes it)")
+            return _with_message(status, f"slice {name} is up since {since} (keep: accel prune deletes it)")
         try:
             self._api.delete(name, queued=self._options.queued)
-        except api.Refused as error:
-            return _saying(status, str(error))
+        except api.TpuApiError as error:
+            return _with_message(status, str(error))
         return status
 
     # What clients ask besides.
@@ -292,15 +296,15 @@ class CreatedSlices(MovingJobs, SliceTarget):
         if state is None:
             return
         Path(self._file(job_id, "slice.cancel")).touch()  # for whoever is about to start it, or to create the next
-        placed = self._on_hosts(native_id)
-        if placed is not None:
+        placement = self._current_placement(native_id)
+        if placement is not None:
             with contextlib.suppress(Unreachable):
-                HostsTarget.cancel(placed.target, placed.native_id)
+                HostsTarget.cancel(placement.target, placement.native_id)
                 return
         if state.end is None:
             self._api.delete(node_id(job_id, state.attempt), queued=self._options.queued)
 
-    def find(self, job_id: str) -> Found | None:
+    def find(self, job_id: str) -> DiscoveredJob | None:
         """Find a job of this machine whose slice exists or was requested."""
         state = self._read(job_id)
         if state is None:
@@ -310,7 +314,7 @@ class CreatedSlices(MovingJobs, SliceTarget):
             return None
         plan = self._plan(job_id)
         spec = JobSpec.from_json(json.loads(plan.files["settings.json"])["spec"])
-        return Found(native_id=f"accel-{job_id}/{job_id}", spec=spec, plan=plan)
+        return DiscoveredJob(native_id=f"accel-{job_id}/{job_id}", spec=spec, plan=plan)
 
     def clear(self, jobs: Mapping[str, str | None]) -> list[str]:
         """Delete the jobs' slices, also those with `keep`."""
@@ -319,15 +323,15 @@ class CreatedSlices(MovingJobs, SliceTarget):
                 self._api.delete(node.name.rpartition("/")[2], queued=bool(node.queued_resource))
         return []
 
-    def check(self, gpus: int = 0) -> Checked:
+    def check(self, gpus: int = 0) -> CheckReport:
         """List the zone's slices that accel created. Warn about those whose job is unknown here."""
-        rows, strange = [], []
+        rows, unknown = [], []
         for node in self._api.created():
             name, job_id = node.name.rpartition("/")[2], node.labels[JOB_LABEL]
             rows.append([name, node.state.name, node.accelerator_type, job_id])
             if not os.path.exists(self._file(job_id, "slice.json")):
-                strange.append(f"{name}: job {job_id} is not known here")
-        return Checked(table=[["slice", "state", "type", "job"], *rows], failures=(), warnings=tuple(strange))
+                unknown.append(f"{name}: job {job_id} is not known here")
+        return CheckReport(table=[["slice", "state", "type", "job"], *rows], failures=(), warnings=tuple(unknown))
 
     def close(self) -> None:
         for target in self._targets.values():
@@ -346,24 +350,24 @@ class CreatedSlices(MovingJobs, SliceTarget):
     def _target(self, job_id: str, state: _Slice) -> SliceTarget:
         name = node_id(job_id, state.attempt)
         if name not in self._targets:
-            options = meaning.existing(self._options, name)
+            options = tpu_options.existing(self._options, name)
             self._targets[name] = SliceTarget(replace(self._context, options=options))
         return self._targets[name]
 
     def _native(self, job_id: str, state: _Slice) -> str | None:
         """Return the job's native id on the slice's hosts, or None before it is placed there."""
-        native = self._placed_as(job_id)
+        native = self._placed_native_id(job_id)
         return native if native and native.startswith(f"{node_id(job_id, state.attempt)}-w") else None
 
-    def _on_hosts(self, native_id: str) -> Placed | None:
+    def _current_placement(self, native_id: str) -> JobPlacement | None:
         job_id = _job(native_id)
         state = self._read(job_id)
         native = None if state is None or state.end is not None else self._native(job_id, state)
         if state is None or native is None:
             return None
-        return Placed(self._target(job_id, state), native, f"{state.attempt}.")
+        return JobPlacement(self._target(job_id, state), native, f"{state.attempt}.")
 
-    def _kept_log(self, native_id: str) -> str:
+    def _archive_path(self, native_id: str) -> str:
         return self._file(_job(native_id), "slice.log")
 
     def _create(self, job_id: str, state: _Slice) -> None:
@@ -382,7 +386,7 @@ class CreatedSlices(MovingJobs, SliceTarget):
         return os.path.exists(self._file(job_id, "slice.cancel"))
 
     def _acting(self, job_id: str, *, blocking: bool = False) -> contextlib.AbstractContextManager[bool]:
-        return atomic_files.alone(self._file(job_id, "slice.lock"), blocking=blocking)
+        return atomic_files.exclusive_lock(self._file(job_id, "slice.lock"), blocking=blocking)
 
     def _read(self, job_id: str) -> _Slice | None:
         path = self._file(job_id, "slice.json")
@@ -403,8 +407,8 @@ def _queued(state: _Slice, message: str) -> Status:
     return Status(state=State.QUEUED, attempt=state.latest, message=message)
 
 
-def _saying(status: Status, words: str) -> Status:
-    return replace(status, message=f"{status.message}; {words}" if status.message else words)
+def _with_message(status: Status, message: str) -> Status:
+    return replace(status, message=f"{status.message}; {message}" if status.message else message)
 
 
 def _job(native_id: str) -> str:

@@ -27,7 +27,7 @@ def node_id(job_id: str, attempt: int) -> str:
 def body(options: TpuOptions, job_id: str, attempt: int, *, parent: str, endpoint: str, script: str) -> dict[str, Any]:
     """Return the request's body. `parent`: the zone's path in the API; `script`: the startup script's text."""
     name, kind = node_id(job_id, attempt), "queuedResources" if options.queued else "nodes"
-    own = {
+    settings = {
         "job": job_id,
         "root": options.root,
         "url": f"{endpoint}/v2/{parent}/{kind}/{name}{'?force=true' if options.queued else ''}",
@@ -37,10 +37,12 @@ def body(options: TpuOptions, job_id: str, attempt: int, *, parent: str, endpoin
         "others_s": OTHERS_S,
         "result": result_url(options, name, job_id, upload=True),
     }
-    guarded = {} if options.keep else dict(zip(OWN_METADATA, (script, json.dumps(own)), strict=True))
-    node = _node(options, job_id, guarded)
+    guard_metadata = {} if options.keep else dict(zip(OWN_METADATA, (script, json.dumps(settings)), strict=True))
+    node = _node(options, job_id, guard_metadata)
     if not options.queued:
-        return node | _given({"schedulingConfig": _given({"spot": options.spot, "reserved": options.reserved})})
+        return node | _without_empty(
+            {"schedulingConfig": _without_empty({"spot": options.spot, "reserved": options.reserved})}
+        )
     return {
         "tpu": {"nodeSpec": [{"parent": parent, "nodeId": name, "node": node}]},
         **({"spot": {}} if options.spot else {"guaranteed": {"reserved": True}} if options.reserved else {}),
@@ -60,27 +62,27 @@ def result_url(options: TpuOptions, name: str, job_id: str, *, upload: bool = Fa
     return f"{storage}/storage/v1/b/{bucket}/o/{file}?alt=media"
 
 
-def _node(options: TpuOptions, job_id: str, guarded: dict[str, str]) -> dict[str, Any]:
+def _node(options: TpuOptions, job_id: str, guard_metadata: dict[str, str]) -> dict[str, Any]:
     shape = {"type": GENERATIONS[options.type], "topology": options.topology} if options.type else None
     scopes = [scope if "/" in scope else _SCOPES + scope for scope in options.scopes or ("cloud-platform",)]
-    return _given({
+    return _without_empty({
         "acceleratorType": options.accelerator_type,
         "acceleratorConfig": shape,
         "runtimeVersion": options.version,
-        "networkConfig": _given({"network": options.network, "subnetwork": options.subnetwork})
+        "networkConfig": _without_empty({"network": options.network, "subnetwork": options.subnetwork})
         | {"enableExternalIps": not options.internal_ips},
-        "serviceAccount": _given({"email": options.service_account, "scope": scopes}),
+        "serviceAccount": _without_empty({"email": options.service_account, "scope": scopes}),
         "labels": {**options.labels, JOB_LABEL: job_id},
         "tags": list(options.tags),
-        "metadata": {"enable-guest-attributes": "TRUE", **options.metadata, **guarded},  # where host keys are
+        "metadata": {"enable-guest-attributes": "TRUE", **options.metadata, **guard_metadata},  # where host keys are
         "dataDisks": [_disk(disk) for disk in options.data_disk],
     })  # fmt: skip
 
 
 def _disk(text: str) -> dict[str, str]:
-    said = dict(pair.split("=", 1) for pair in text.split(","))
-    return {"sourceDisk": said["source"], "mode": said.get("mode", "read-write").upper().replace("-", "_")}
+    fields = dict(pair.split("=", 1) for pair in text.split(","))
+    return {"sourceDisk": fields["source"], "mode": fields.get("mode", "read-write").upper().replace("-", "_")}
 
 
-def _given(fields: dict[str, Any]) -> dict[str, Any]:
+def _without_empty(fields: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in fields.items() if value}

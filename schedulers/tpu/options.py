@@ -18,11 +18,11 @@ _ZONE = re.compile(r"[a-z]+-[a-z]+\d+-[a-z]")
 _URI = re.compile(r"gs://[a-z0-9][a-z0-9._-]{1,61}[a-z0-9](?:/[^\s]*)?")
 _DURATION = re.compile(r"(?=\d)(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", re.ASCII)
 # What only a slice that is created can have.
-_OF_CREATED = (
+_CREATED_ONLY = (
     "version", "spot", "reserved", "queued", "network", "subnetwork", "service_account", "scopes", "labels", "tags",
     "metadata", "data_disk", "keep",
 )  # fmt: skip
-_TO_DELETE = "cloud-platform"  # the scope that a slice needs to delete itself
+_DELETE_SCOPE = "cloud-platform"  # the scope that a slice needs to delete itself
 OWN_METADATA = ("startup-script", "accel-slice")
 _PROJECT = re.compile(r"(?:[a-z0-9.-]+:)?[a-z][-a-z0-9]*[a-z0-9]")
 
@@ -86,18 +86,18 @@ class TpuOptions(HostOptions):
 
 def check(options: TpuOptions, name: str) -> None:
     """Raise SpecError, which names the key, if an option is invalid."""
-    where = f"target {name}"
-    for key, form in (("zone", _ZONE), ("name", _NAME), ("project", _PROJECT)):
+    subject = f"target {name}"
+    for key, pattern in (("zone", _ZONE), ("name", _NAME), ("project", _PROJECT)):
         value = getattr(options, key)
-        if value is not None and not form.fullmatch(value):
-            raise SpecError(f"{where}: {key}: {value!r} is no {key} that Google Cloud gives")
+        if value is not None and not pattern.fullmatch(value):
+            raise SpecError(f"{subject}: {key}: {value!r} is no {key} that Google Cloud gives")
     if options.checkpoint_uri is not None and not _URI.fullmatch(options.checkpoint_uri):
-        wanted = "gs://bucket/prefix/{id}"
-        raise SpecError(f"{where}: checkpoint_uri must be like {wanted}, not {options.checkpoint_uri!r}")
+        example = "gs://bucket/prefix/{id}"
+        raise SpecError(f"{subject}: checkpoint_uri must be like {example}, not {options.checkpoint_uri!r}")
     if options.spares:
-        raise SpecError(f"{where}: spares: a job runs on all hosts of its slice: leave it out")
+        raise SpecError(f"{subject}: spares: a job runs on all hosts of its slice: leave it out")
     for problem in _slice_problems(options):
-        raise SpecError(f"{where}: {problem}")
+        raise SpecError(f"{subject}: {problem}")
     common.check(options, name)
 
 
@@ -108,8 +108,8 @@ def creates(options: TpuOptions) -> bool:
 
 def existing(options: TpuOptions, name: str) -> TpuOptions:
     """Return the options for the slice that was created under this name."""
-    unsaid = {key: getattr(TpuOptions(), key) for key in ("accelerator_type", "type", "topology", *_OF_CREATED)}
-    return replace(options, **unsaid, name=name)
+    defaults = {key: getattr(TpuOptions(), key) for key in ("accelerator_type", "type", "topology", *_CREATED_ONLY)}
+    return replace(options, **defaults, name=name)
 
 
 def seconds(duration: str) -> int | None:
@@ -121,15 +121,15 @@ def seconds(duration: str) -> int | None:
 
 
 def _slice_problems(options: TpuOptions) -> Iterator[str]:
-    named = [key for key in ("name", "accelerator_type", "type") if getattr(options, key) is not None]
-    if len(named) > 1:
-        yield f"{' and '.join(named)} are given: keep one of name, accelerator_type, type with topology"
+    chosen = [key for key in ("name", "accelerator_type", "type") if getattr(options, key) is not None]
+    if len(chosen) > 1:
+        yield f"{' and '.join(chosen)} are given: keep one of name, accelerator_type, type with topology"
     if (options.type is None) != (options.topology is None):
         yield "type and topology go together, as type: v4, topology: 2x2x4"
     if options.name is not None:
-        given = [key for key in _OF_CREATED if getattr(options, key)]
-        if given:
-            yield f"{given[0]}: the slice {options.name} is there already; it is for one that accelerator_type creates"
+        extra = [key for key in _CREATED_ONLY if getattr(options, key)]
+        if extra:
+            yield f"{extra[0]}: the slice {options.name} is there already; it is for one that accelerator_type creates"
     if options.type is not None and options.type not in GENERATIONS:
         yield f"type: {options.type!r} is not one of {', '.join(GENERATIONS)}{nearest(options.type, GENERATIONS)}"
     if options.spot and options.reserved:
@@ -138,11 +138,11 @@ def _slice_problems(options: TpuOptions) -> Iterator[str]:
         yield f"valid_until_duration: {options.valid_until_duration!r} is no duration (24h, 1d12h, 30m)"
     if options.node_count != 1:
         yield f"node_count: {options.node_count}: a job runs on one slice here; on GKE, a kubernetes target has slices"
-    own = [key for key in OWN_METADATA if key in options.metadata]
-    if own and not options.keep:
-        yield f"metadata: {own[0]} is accel's, by which the slice deletes itself; use setup, or keep: true"
-    if options.scopes and not options.keep and not any(scope.endswith(_TO_DELETE) for scope in options.scopes):
-        yield f"scopes: without {_TO_DELETE} the slice cannot delete itself; add it, or say keep: true"
+    reserved = [key for key in OWN_METADATA if key in options.metadata]
+    if reserved and not options.keep:
+        yield f"metadata: {reserved[0]} is accel's, by which the slice deletes itself; use setup, or keep: true"
+    if options.scopes and not options.keep and not any(scope.endswith(_DELETE_SCOPE) for scope in options.scopes):
+        yield f"scopes: without {_DELETE_SCOPE} the slice cannot delete itself; add it, or say keep: true"
     count = hosts_of(options.accelerator_type, options.type, options.topology) or 1
     if options.data_disk and count > 1:
         yield f"data_disk: only a slice of one host takes disks, and this one has {count}"
@@ -161,8 +161,8 @@ def check_job(spec: JobSpec, options: TpuOptions, name: str) -> None:
 def _problems(spec: JobSpec, options: TpuOptions) -> Iterator[str]:
     for key in ("zone",) if creates(options) else ("zone", "name"):
         if getattr(options, key) is None:
-            or_type = " (or accelerator_type, for one that is created)" if key == "name" else ""
-            yield f"which slice? say {key}: in accel.yaml, or --option {key}=…{or_type}"
+            alternative = " (or accelerator_type, for one that is created)" if key == "name" else ""
+            yield f"which slice? say {key}: in accel.yaml, or --option {key}=…{alternative}"
     if creates(options) and options.version is None:
         yield "which software? say version: in accel.yaml (gcloud compute tpus tpu-vm versions list --zone ZONE)"
     count = hosts_of(options.accelerator_type, options.type, options.topology)

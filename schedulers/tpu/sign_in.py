@@ -13,38 +13,38 @@ from ..hosts.transport import Pool
 from .api import Api
 
 _KEYS = "ssh-keys"
-_TAKEN_S = 60.0  # by then the guest agent has put it in place
-_AGAIN_S = 1.0
+_KEY_ACCEPTED_S = 60.0  # by then the guest agent has put it in place
+_RETRY_S = 1.0
 progress = logging.getLogger("schedulers.progress")
 
 
-def let_in(api: Api, name: str, pool: Pool, hosts: Sequence[Host]) -> None:
+def install_key(api: Api, name: str, pool: Pool, hosts: Sequence[Host]) -> None:
     """Connect to a slice's workers. If one refuses the user's key, add it to the node's metadata and wait for all.
 
     Raises LoginRefused without a public key in a file, if the metadata has the key already, or if a worker still
     refuses it after 60 s. Ignores unreachable workers: the next login reports them.
     """
-    refused = _refused(pool, hosts)
-    if not refused:
+    refusals = _rejecting_hosts(pool, hosts)
+    if not refusals:
         return
     node = api.node(name)
-    host, error = next(iter(refused.items()))
+    host, error = next(iter(refusals.items()))
     line = _line(pool, host)
-    listed = str(node.metadata.get(_KEYS, ""))
-    if line is None or line in listed.splitlines():
+    ssh_keys = str(node.metadata.get(_KEYS, ""))
+    if line is None or line in ssh_keys.splitlines():
         raise error
-    progress.info("giving %s your public key", api.where.replace("target", "the slice of target"))
-    api.set_metadata(node, {**node.metadata, _KEYS: "\n".join(filter(None, (listed.rstrip("\n"), line)))})
-    deadline = time.monotonic() + _TAKEN_S
-    while refused := _refused(pool, refused):
+    progress.info("giving %s your public key", api.label.replace("target", "the slice of target"))
+    api.set_metadata(node, {**node.metadata, _KEYS: "\n".join(filter(None, (ssh_keys.rstrip("\n"), line)))})
+    deadline = time.monotonic() + _KEY_ACCEPTED_S
+    while refusals := _rejecting_hosts(pool, refusals):
         if time.monotonic() > deadline:
             raise error
-        time.sleep(_AGAIN_S)
+        time.sleep(_RETRY_S)
 
 
-def _refused(pool: Pool, hosts: Iterable[Host]) -> dict[Host, LoginRefused]:
-    tried = pool.map(lambda remote: remote.connection(), hosts)
-    return {outcome.host: outcome.error for outcome in tried if isinstance(outcome.error, LoginRefused)}
+def _rejecting_hosts(pool: Pool, hosts: Iterable[Host]) -> dict[Host, LoginRefused]:
+    outcomes = pool.map(lambda remote: remote.connection(), hosts)
+    return {outcome.host: outcome.error for outcome in outcomes if isinstance(outcome.error, LoginRefused)}
 
 
 def _line(pool: Pool, host: Host) -> str | None:

@@ -13,11 +13,11 @@ from ..hosts.jobs.native_id import Native
 from ..hosts.jobs.target import HostsTarget
 from ..job import JobSpec, Status
 from ..target import Plan, TargetContext
-from . import options as meaning
+from . import options as tpu_options
 from .options import TpuOptions
 
 if TYPE_CHECKING:
-    from ..hosts.facts import Wanted
+    from ..hosts.facts import HostRequirements
     from ..hosts.host_list import Host
     from ..hosts.jobs.status import Hosts
     from .api import Api
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _METADATA = "169.254.169.254"  # of each host: https://cloud.google.com/compute/docs/metadata/querying-metadata
 CODE = "code.tar"  # in a job's directory: of one that waits for its slice
-_REACH_S = 60.0
+_REACHABLE_WITHIN_S = 60.0
 _TORCH_TPU_PYTHON = (3, 11)
 # Whatever a program's directory holds, `schedulers` is the installed package.
 _KEEP = (
@@ -46,7 +46,7 @@ class SliceTarget(HostsTarget):
 
     def __init__(self, context: TargetContext) -> None:
         super().__init__(context)
-        meaning.check(self._options, self.name)
+        tpu_options.check(self._options, self.name)
         self._made: Api | None = None
 
     def poll(self, native_ids: Sequence[str]) -> Mapping[str, Status]:
@@ -54,76 +54,78 @@ class SliceTarget(HostsTarget):
         try:
             return super().poll(native_ids)
         except Unreachable as error:
-            silent = dict(error.silent or {})
-            status = self._ended() if silent else None
+            unreachable = dict(error.silent or {})
+            status = self._results_of_silent() if unreachable else None
             if status is None:
                 raise
-            told = {native_id: status for native_id in silent if self._is_mine(native_id)}
-            rest = {native_id: why for native_id, why in silent.items() if native_id not in told}
-            found = {**error.answers, **told}
-            if rest:
-                raise Unreachable("; ".join(rest.values()), answers=found, silent=rest) from None
-            return found
+            slice_statuses = {native_id: status for native_id in unreachable if self._is_mine(native_id)}
+            remaining = {
+                native_id: problem for native_id, problem in unreachable.items() if native_id not in slice_statuses
+            }
+            statuses = {**error.answers, **slice_statuses}
+            if remaining:
+                raise Unreachable("; ".join(remaining.values()), answers=statuses, silent=remaining) from None
+            return statuses
 
     def cancel(self, native_id: str) -> None:
         """Cancel as `HostsTarget.cancel` does. Do nothing if the slice is gone."""
         try:
             super().cancel(native_id)
         except Unreachable:
-            if self._ended() is None:
+            if self._results_of_silent() is None:
                 raise
 
     def clear(self, jobs: Mapping[str, str | None]) -> list[str]:
         """Clear as `HostsTarget.clear` does. Report nothing if the slice is gone."""
         lines = super().clear(jobs)
-        return [] if lines and self._ended() is not None else lines
+        return [] if lines and self._results_of_silent() is not None else lines
 
     def config(self) -> tuple[Path, list[Host]]:
         """Rewrite the SSH configuration of the slice's workers. Return its path, and the workers.
 
         Raises SubmitError, SpecError, ConfigError, Unreachable.
         """
-        return self._folder / "ssh_config", self._named(".")
+        return self._folder / "ssh_config", self._candidate_hosts(".")
 
-    def reach(self) -> None:
+    def wait_reachable(self) -> None:
         """Connect to every worker once: a slice may be READY before its servers. Raises the connection's error."""
-        named = self._named(".")
-        self._taken(len(named), named)
-        for outcome in self._hosts.pool.map(lambda remote: remote.run(["true"], timeout_s=_REACH_S), named):
+        hosts = self._candidate_hosts(".")
+        self._host_count(len(hosts), hosts)
+        for outcome in self._hosts.pool.map(lambda remote: remote.run(["true"], timeout_s=_REACHABLE_WITHIN_S), hosts):
             if outcome.error is not None:
                 raise outcome.error
 
     @property
     def _hosts(self) -> Hosts:
-        if self._asked is None:
+        if self._connections is None:
             from ..hosts.jobs.status import Hosts
 
             if not (self._folder / "ssh_config").exists():
-                self._named(".")
-            self._asked = Hosts(replace(self._options, ssh_config=str(self._folder / "ssh_config")))
-        return self._asked
+                self._candidate_hosts(".")
+            self._connections = Hosts(replace(self._options, ssh_config=str(self._folder / "ssh_config")))
+        return self._connections
 
-    def _named(self, code: str) -> list[Host]:
+    def _candidate_hosts(self, code: str) -> list[Host]:
         """Return the slice's workers, with their current addresses and keys."""
         from . import slices
 
         api, options = self._api, self._options
-        found = slices.ready(self._slice(), options, api.where)
+        tpu = slices.ready_slice(self._slice(), options, api.label)
         if options.transport == "gcloud":
-            slices.write_gcloud_config(self._folder, found, options, api.project, api.where)
+            slices.write_gcloud_config(self._folder, tpu, options, api.project, api.label)
         else:
-            slices.write_config(self._folder, found, api.host_keys(found.name), options, api.where)
+            slices.write_config(self._folder, tpu, api.host_keys(tpu.name), options, api.label)
         self.close()  # what was known of the workers may be of a slice before
-        return found.hosts
+        return tpu.hosts
 
-    def _packed(self, plan: Plan) -> Path:
-        kept = Path(self._jobs) / plan.job_id / CODE
-        return kept if kept.exists() else super()._packed(plan)
+    def _snapshot_path(self, plan: Plan) -> Path:
+        archive = Path(self._jobs) / plan.job_id / CODE
+        return archive if archive.exists() else super()._snapshot_path(plan)
 
     def _candidates(self) -> str:
         return f"the hosts of {self._options.name} in {self._options.zone}"
 
-    def _chosen(self, spec: JobSpec) -> str:
+    def _describe_choice(self, spec: JobSpec) -> str:
         return "all of them, by the workers' numbers"
 
     def _command(self, spec: JobSpec) -> list[str]:
@@ -139,35 +141,39 @@ class SliceTarget(HostsTarget):
 
     def _warnings(self, spec: JobSpec) -> tuple[str, ...]:
         unused = spec.procs_per_node is not None and self._options.runtime == "torch_xla" and not self._options.cpu
-        more = (f"{spec.procs_per_node} processes a node are not used: torch_xla starts one a chip",) if unused else ()
-        return (*super()._warnings(spec), *more)
+        messages = (
+            (f"{spec.procs_per_node} processes a node are not used: torch_xla starts one a chip",) if unused else ()
+        )
+        return (*super()._warnings(spec), *messages)
 
-    def _wanted(self) -> Wanted:
-        wanted, runtime = super()._wanted(), self._options.runtime
+    def _requirements_of_host(self) -> HostRequirements:
+        requirements, runtime = super()._requirements_of_host(), self._options.runtime
         if self._options.checkpoint_uri is not None:
-            wanted = replace(wanted, packages={**wanted.packages, "google-cloud-storage": "google.cloud.storage"})
+            requirements = replace(
+                requirements, packages={**requirements.packages, "google-cloud-storage": "google.cloud.storage"}
+            )
         if self._options.cpu:
-            return wanted
-        python = _TORCH_TPU_PYTHON if runtime == "torch_tpu" else wanted.python
-        return replace(wanted, python=python, packages={**wanted.packages, runtime: runtime})
+            return requirements
+        python = _TORCH_TPU_PYTHON if runtime == "torch_tpu" else requirements.python
+        return replace(requirements, python=python, packages={**requirements.packages, runtime: runtime})
 
     def _check(self, spec: JobSpec) -> None:
-        meaning.check_job(spec, self._options, self.name)
+        tpu_options.check_job(spec, self._options, self.name)
         super()._check(spec)
 
-    def _told(self) -> dict[str, Any]:
+    def _supervisor_settings(self) -> dict[str, Any]:
         return {"metadata_server": _METADATA}
 
-    def _taken(self, asked: int, named: Sequence[Host]) -> int:
-        if asked not in (1, len(named)):
+    def _host_count(self, requested: int, hosts: Sequence[Host]) -> int:
+        if requested not in (1, len(hosts)):
             raise SpecError(
-                f"target {self.name}: --nodes {asked}: {self._options.name} has {len(named)} hosts; leave it out"
+                f"target {self.name}: --nodes {requested}: {self._options.name} has {len(hosts)} hosts; leave it out"
             )
         if self._options.transport == "ssh":
-            from .sign_in import let_in
+            from .sign_in import install_key
 
-            let_in(self._api, str(self._options.name), self._hosts.pool, named)
-        return len(named)
+            install_key(self._api, str(self._options.name), self._hosts.pool, hosts)
+        return len(hosts)
 
     def _slice(self) -> Slice | None:
         from . import slices
@@ -178,12 +184,12 @@ class SliceTarget(HostsTarget):
         node = self._api.node(str(self._options.name))
         return None if node is None else slices.read(node, self._options)
 
-    def _ended(self) -> Status | None:
+    def _results_of_silent(self) -> Status | None:
         """Return how jobs on unreachable hosts have ended, or None if that is unknown."""
         from . import slices
 
         try:
-            return slices.ended(self._slice(), self._options)
+            return slices.result_from_bucket(self._slice(), self._options)
         except SchedulerError:
             return None
 
@@ -204,5 +210,5 @@ class SliceTarget(HostsTarget):
     @property
     def _folder(self) -> Path:
         project = self._options.project or os.environ.get("CLOUDSDK_CORE_PROJECT") or "default"
-        place = (project, str(self._options.zone), str(self._options.name))
-        return Path(self._jobs).parent.joinpath("tpu", *place)
+        parts = (project, str(self._options.zone), str(self._options.name))
+        return Path(self._jobs).parent.joinpath("tpu", *parts)

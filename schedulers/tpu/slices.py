@@ -19,7 +19,7 @@ from ..store import atomic_files
 from .options import TpuOptions
 
 _GCLOUD_S = 120.0
-_AT_ONCE = 32
+_MAX_WORKERS = 32
 _READY = "READY"
 # What a node's state means for a job whose hosts are silent: reason, words. In other states the job may still run.
 _ENDS: Mapping[str, tuple[Reason, str]] = {
@@ -51,8 +51,8 @@ class Slice:
 
 def read(node: Any, options: TpuOptions) -> Slice:
     """Return the slice that a node of the API describes."""
-    outside = not options.internal_ips
-    addresses = ((outside and end.access_config.external_ip) or end.ip_address for end in node.network_endpoints)
+    external = not options.internal_ips
+    addresses = ((external and end.access_config.external_ip) or end.ip_address for end in node.network_endpoints)
     return Slice(
         name=str(options.name),
         node_id=int(node.id),
@@ -62,26 +62,26 @@ def read(node: Any, options: TpuOptions) -> Slice:
     )
 
 
-def ready(found: Slice | None, options: TpuOptions, where: str) -> Slice:
+def ready_slice(tpu: Slice | None, options: TpuOptions, subject: str) -> Slice:
     """Return the slice. Raises SubmitError if no job can run on it."""
-    here = f"{options.name} in {options.zone}"
-    if found is None:
-        raise SubmitError(f"{where}: there is no TPU VM {here}")
-    if found.state != _READY:
-        more = f" ({found.problem})" if found.problem else ""
-        raise SubmitError(f"{where}: {here} is {found.state}{more}, not {_READY}")
-    if not found.addresses:
-        raise SubmitError(f"{where}: {here} has no network endpoints")
-    return found
+    label = f"{options.name} in {options.zone}"
+    if tpu is None:
+        raise SubmitError(f"{subject}: there is no TPU VM {label}")
+    if tpu.state != _READY:
+        detail = f" ({tpu.problem})" if tpu.problem else ""
+        raise SubmitError(f"{subject}: {label} is {tpu.state}{detail}, not {_READY}")
+    if not tpu.addresses:
+        raise SubmitError(f"{subject}: {label} has no network endpoints")
+    return tpu
 
 
-def ended(found: Slice | None, options: TpuOptions) -> Status | None:
+def result_from_bucket(tpu: Slice | None, options: TpuOptions) -> Status | None:
     """Return how a job on unreachable hosts has ended, or None if the slice may still run it."""
-    reason, said = (Reason.NODE_FAILURE, "is gone") if found is None else _ENDS.get(found.state, (None, ""))
+    reason, phrase = (Reason.NODE_FAILURE, "is gone") if tpu is None else _ENDS.get(tpu.state, (None, ""))
     if reason is None:
         return None
-    state = "" if found is None else found.state
-    message = f"the slice {options.name} {said}"
+    state = "" if tpu is None else tpu.state
+    message = f"the slice {options.name} {phrase}"
     return Status(state=State.FAILED, reason=reason, message=message, native_state=state)
 
 
@@ -98,95 +98,97 @@ def stage(name: str, node: Any, queued: Any) -> tuple[str, str]:
     if node is None:
         return ("gone", f"{name} is gone") if state is None else ("waits", f"{name} is {state}")
     state = type(node).State(node.state).name
-    reason, words = _ENDS.get(state, (None, f"is {state}"))
-    ends = {Reason.PREEMPTED: "preempted", Reason.NODE_FAILURE: "waits" if state == "DELETING" else "failed"}
-    return "ready" if state == _READY else ends[reason] if reason else "waits", f"{name} {words}"
+    reason, phrase = _ENDS.get(state, (None, f"is {state}"))
+    stages = {Reason.PREEMPTED: "preempted", Reason.NODE_FAILURE: "waits" if state == "DELETING" else "failed"}
+    return "ready" if state == _READY else stages[reason] if reason else "waits", f"{name} {phrase}"
 
 
-def write_config(folder: Path, found: Slice, keys: Sequence[Sequence[str]], options: TpuOptions, where: str) -> None:
+def write_config(folder: Path, tpu: Slice, keys: Sequence[Sequence[str]], options: TpuOptions, subject: str) -> None:
     """Write the SSH configuration of a slice's workers, and their host keys.
 
     Raises ConfigError if the API lacks the key of one of them: nothing is sent to an unverified host.
     """
-    blocks, known = [], []
-    for number, (host, address) in enumerate(zip(found.hosts, found.addresses, strict=True)):
-        mine = keys[number] if number < len(keys) else ()
-        if not mine:
+    blocks, known_hosts = [], []
+    for number, (host, address) in enumerate(zip(tpu.hosts, tpu.addresses, strict=True)):
+        worker_keys = keys[number] if number < len(keys) else ()
+        if not worker_keys:
             raise ConfigError(
-                f"{where}: Google's API has no host key of worker {number} of {found.name} (guest attributes are off, "
+                f"{subject}: Google's API has no host key of worker {number} of {tpu.name} (guest attributes are off, "
                 "or it is still starting): say transport: gcloud in accel.yaml"
             )
-        alias = f"tpu.{found.node_id}-{number}"
-        known += [f"{alias} {key}" for key in mine]
-        blocks.append([f"Host {host.name}", f"HostName {address}", *_said(options), f"HostKeyAlias {alias}",
+        alias = f"tpu.{tpu.node_id}-{number}"
+        known_hosts += [f"{alias} {key}" for key in worker_keys]
+        blocks.append([f"Host {host.name}", f"HostName {address}", *_ssh_config_lines(options), f"HostKeyAlias {alias}",
                        f"UserKnownHostsFile {_quoted(folder / 'known_hosts')}"])  # fmt: skip
-    _write(folder, blocks, known, options)
+    _write(folder, blocks, known_hosts, options)
 
 
-def write_gcloud_config(folder: Path, found: Slice, options: TpuOptions, project: str, where: str) -> None:
+def write_gcloud_config(folder: Path, tpu: Slice, options: TpuOptions, project: str, subject: str) -> None:
     """Write gcloud's SSH configuration of a slice's workers. Raises ConfigError, SchedulerError."""
-    lines = _gcloud(found, options, project, where)
-    if len(lines) != len(found.addresses):
-        raise SchedulerError(f"{where}: gcloud names {len(lines)} of {len(found.addresses)} workers of {found.name}")
+    lines = _gcloud(tpu, options, project, subject)
+    if len(lines) != len(tpu.addresses):
+        raise SchedulerError(f"{subject}: gcloud names {len(lines)} of {len(tpu.addresses)} workers of {tpu.name}")
     blocks = []
-    for host, words in zip(found.hosts, lines, strict=True):
-        user, _, address = words[words.index("--") - 1].rpartition("@")
+    for host, argv in zip(tpu.hosts, lines, strict=True):
+        user, _, address = argv[argv.index("--") - 1].rpartition("@")
         block = [f"Host {host.name}", f"HostName {address}", *([f"User {user}"] if user else [])]
-        block += [f"IdentityFile {_quoted(Path(words[at + 1]))}" for at, word in enumerate(words) if word == "-i"]
-        block += [words[at + 1].replace("=", " ", 1) for at, word in enumerate(words) if word == "-o"]
+        block += [
+            f"IdentityFile {_quoted(Path(argv[index + 1]))}" for index, argument in enumerate(argv) if argument == "-i"
+        ]
+        block += [argv[index + 1].replace("=", " ", 1) for index, argument in enumerate(argv) if argument == "-o"]
         blocks.append(block)
     _write(folder, blocks, [], options)
 
 
-def _gcloud(found: Slice, options: TpuOptions, project: str, where: str) -> list[list[str]]:
+def _gcloud(tpu: Slice, options: TpuOptions, project: str, subject: str) -> list[list[str]]:
     """Return the `ssh` command that gcloud would run for each worker.
 
     The first call makes gcloud install its key on the workers. The host keys are recorded next; like gcloud, this
     accepts unknown ones if the API has none.
     """
-    name = f"{options.user}@{found.name}" if options.user else found.name
+    name = f"{options.user}@{tpu.name}" if options.user else tpu.name
     base = ["gcloud", "compute", "tpus", "tpu-vm", "ssh", name, "--zone", str(options.zone), "--project", project]
     base += ["--command", "true", *(["--internal-ip"] if options.internal_ips else [])]
     try:
-        for more in (["--worker", "0"], ["--worker", "all", "--dry-run"]):
-            done = subprocess.run(
-                [*base, *more], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_GCLOUD_S
+        for worker_options in (["--worker", "0"], ["--worker", "all", "--dry-run"]):
+            completed = subprocess.run(
+                [*base, *worker_options], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_GCLOUD_S
             )
-            if done.returncode != 0:
-                raise SchedulerError(f"{where}: gcloud cannot reach {found.name}: {one_line(done.stderr)}")
-        lines = [shlex.split(line) for line in done.stdout.splitlines() if line.split(" ", 1)[0].endswith("ssh")]
-        with ThreadPoolExecutor(max_workers=_AT_ONCE, thread_name_prefix="gcloud") as pool:
+            if completed.returncode != 0:
+                raise SchedulerError(f"{subject}: gcloud cannot reach {tpu.name}: {one_line(completed.stderr)}")
+        lines = [shlex.split(line) for line in completed.stdout.splitlines() if line.split(" ", 1)[0].endswith("ssh")]
+        with ThreadPoolExecutor(max_workers=_MAX_WORKERS, thread_name_prefix="gcloud") as pool:
             for number, error in enumerate(pool.map(_problem, lines)):
                 if error:
-                    raise SchedulerError(f"{where}: worker {number} of {found.name}: {error}")
+                    raise SchedulerError(f"{subject}: worker {number} of {tpu.name}: {error}")
     except FileNotFoundError:
         install = "needs the Google Cloud CLI (https://cloud.google.com/sdk)"
-        raise ConfigError(f"{where}: transport: gcloud {install}") from None
+        raise ConfigError(f"{subject}: transport: gcloud {install}") from None
     except subprocess.TimeoutExpired:
-        raise SchedulerError(f"{where}: gcloud does not reach {found.name} within {_GCLOUD_S:g} s") from None
+        raise SchedulerError(f"{subject}: gcloud does not reach {tpu.name} within {_GCLOUD_S:g} s") from None
     return lines
 
 
-def _problem(words: Sequence[str]) -> str:
-    once = [words[0], "-o", "StrictHostKeyChecking=accept-new", *words[1:]]  # of an option, the first word counts
-    done = subprocess.run(once, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_GCLOUD_S)
-    return one_line(done.stderr) if done.returncode else ""
+def _problem(argv: Sequence[str]) -> str:
+    command = [argv[0], "-o", "StrictHostKeyChecking=accept-new", *argv[1:]]  # of an option, the first word counts
+    completed = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_GCLOUD_S)
+    return one_line(completed.stderr) if completed.returncode else ""
 
 
-def _write(folder: Path, blocks: Sequence[Sequence[str]], known: Sequence[str], options: TpuOptions) -> None:
+def _write(folder: Path, blocks: Sequence[Sequence[str]], known_hosts: Sequence[str], options: TpuOptions) -> None:
     """Write the workers first, since the first match counts, and then the user's configuration for all hosts."""
     text = "\n".join("\n    ".join(block) for block in blocks)
-    others = [options.ssh_config] if options.ssh_config else ["~/.ssh/config", "/etc/ssh/ssh_config"]
-    text += "\nMatch all\n" + "".join(f"    Include {_quoted(Path(os.path.expanduser(path)))}\n" for path in others)
+    includes = [options.ssh_config] if options.ssh_config else ["~/.ssh/config", "/etc/ssh/ssh_config"]
+    text += "\nMatch all\n" + "".join(f"    Include {_quoted(Path(os.path.expanduser(path)))}\n" for path in includes)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        atomic_files.replace_file(str(folder / "known_hosts"), "".join(f"{line}\n" for line in known).encode())
+        atomic_files.replace_file(str(folder / "known_hosts"), "".join(f"{line}\n" for line in known_hosts).encode())
         atomic_files.replace_file(str(folder / "ssh_config"), text.encode())
     except OSError as error:
-        raise atomic_files.refusal(error, str(folder), "write") from error
+        raise atomic_files.store_error(error, str(folder), "write") from error
 
 
-def _said(options: TpuOptions) -> list[str]:
+def _ssh_config_lines(options: TpuOptions) -> list[str]:
     return [f"{name} {value}" for name, value in (("User", options.user), ("Port", options.port)) if value is not None]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..target import TargetContext
-from . import options as meaning
+from . import options as tpu_options
 from .slice_target import SliceTarget
 
 
@@ -11,7 +11,7 @@ class TpuTarget(SliceTarget):
     """A factory for the target that the options describe."""
 
     def __new__(cls, context: TargetContext) -> SliceTarget:  # type: ignore[misc]
-        if meaning.creates(context.options):
+        if tpu_options.creates(context.options):
             from .created import CreatedSlices
 
             return CreatedSlices(context)

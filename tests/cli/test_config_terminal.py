@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 from accel.cli import config_target
-from accel.cli.config_prompts import OTHER, choices
+from accel.cli.config_prompts import OTHER_CHOICE, choices
 from accel.settings.config_file import to_document
 from accel.settings.prompts import Machine, Question, entry_of
 from accel.settings.setting import typed
@@ -183,12 +183,12 @@ BRANCHES: dict[str, dict[str, Any]] = {
 
 def keys(question: Question, wanted: Any, offered: Any, before: dict[str, Any]) -> list[str]:
     """What a person types for an answer, one a screen."""
-    check = partial(config_target.check_answer, question, before=before, machine=HERE)
+    check = partial(config_target.check_answer, question, earlier=before, machine=HERE)
     first, rest = ([value for value, _ in options] for options in choices(question, _word(offered), check))
     if rest:
-        first.append(OTHER)
+        first.append(OTHER_CHOICE)
     if _word(wanted) in rest:
-        return [*_move(first, offered, OTHER), *_move(rest, "", wanted)]
+        return [*_move(first, offered, OTHER_CHOICE), *_move(rest, "", wanted)]
     if first:
         return _move(first, offered, wanted)
     if question.many:

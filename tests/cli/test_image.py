@@ -319,11 +319,11 @@ def test_kanikos_objects_are_valid_and_hold_the_context(project: Accel, tmp_path
 
 
 def test_a_context_that_is_too_large_for_kaniko_is_a_line(tmp_path: Path) -> None:
-    (tmp_path / "large").write_bytes(os.urandom(kaniko.MOST + 1))
+    (tmp_path / "large").write_bytes(os.urandom(kaniko.MAX_CONTEXT_BYTES + 1))
     with pytest.raises(
         Exception, match=r"the context is 3\.0 MiB, packed, and kaniko is given 3 MiB at most: leave out"
     ):
-        kaniko.packed(builders.Build(tag="t", context=str(tmp_path)))
+        kaniko.pack_context(builders.Build(tag="t", context=str(tmp_path)))
 
 
 def test_the_wheel_is_one_that_pip_takes(tmp_path: Path) -> None:
@@ -361,13 +361,14 @@ def clean(text: str) -> tuple[int, str]:
 @pytest.mark.parametrize("requirements", [False, True])
 @pytest.mark.parametrize("on_base", [False, True])
 def test_every_dockerfile_is_clean(on_base: bool, requirements: bool, code: bool) -> None:
-    text = dockerfile.of_project(on_base=on_base, requirements=requirements, code=code)
+    text = dockerfile.project_dockerfile(on_base=on_base, requirements=requirements, code=code)
     assert clean(text) == (0, "")
     assert text.rstrip().splitlines()[-1] == "USER ${UID}:${GID}"
 
 
 @pytest.mark.parametrize(
-    ("place", "text"), [("kubernetes", dockerfile.of_repository()), ("sagemaker", dockerfile.of_sagemaker())]
+    ("place", "text"),
+    [("kubernetes", dockerfile.repository_dockerfile()), ("sagemaker", dockerfile.sagemaker_dockerfile())],
 )
 def test_the_dockerfile_of_deploy_is_made_of_the_same_stages(place: str, text: str) -> None:
     path = ROOT / "deploy" / place / "Dockerfile"

@@ -16,7 +16,7 @@ from schedulers.errors import Unreachable
 from schedulers.job import JobSpec, State, Status
 from schedulers.store import atomic_files
 from schedulers.store.store import Record, Store
-from schedulers.target import Listed, Plan, TargetContext
+from schedulers.target import JobSummary, Plan, TargetContext
 
 List = Callable[..., dict[str, Any]]
 
@@ -90,7 +90,7 @@ def test_a_damaged_job_is_one_of_those_shown(store: Store, listed: List) -> None
 class Shared:
     """A target that other machines submit jobs to; `jobs` are those that it lists, all of them running."""
 
-    jobs: ClassVar[list[Listed]] = []
+    jobs: ClassVar[list[JobSummary]] = []
     silent: ClassVar[bool] = False
 
     @dataclasses.dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Shared:
         self.name = context.name
         self._queue: str = context.options.queue
 
-    def listed(self) -> list[Listed]:
+    def listed(self) -> list[JobSummary]:
         if self.silent:
             raise Unreachable("target shared: no answer")
         return [job for job in self.jobs if job.native_id.startswith(f"{self._queue}/")]
@@ -118,8 +118,8 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("schedulers.config.named_targets.BUILT_IN", target.BUILT_IN)
 
 
-def there(job_id: str, at: float, queue: str = "main") -> Listed:
-    return Listed(job_id=job_id, native_id=f"{queue}/{job_id}", name="far", nodes=2, created_at=at)
+def there(job_id: str, at: float, queue: str = "main") -> JobSummary:
+    return JobSummary(job_id=job_id, native_id=f"{queue}/{job_id}", name="far", nodes=2, created_at=at)
 
 
 @pytest.mark.usefixtures("shared")
@@ -161,7 +161,7 @@ def test_a_target_is_asked_for_a_job_that_has_taken_the_place_of_one_that_ended(
     more: dict[str, Any] = {"target": "shared", "kind": "shared", "native_id": "main/u-1", "made_at": 1e9}
     record = store.create(plan.job_id, spec, plan, **more)
     record.update(Status(state=State.SUCCEEDED))
-    later = Listed(job_id=plan.job_id, native_id="main/u-2", name="far", nodes=2, created_at=1e9 + 60)
+    later = JobSummary(job_id=plan.job_id, native_id="main/u-2", name="far", nodes=2, created_at=1e9 + 60)
     for other, name in ((later, "far"), (dataclasses.replace(later, native_id="main/u-1"), "near"),
                         (dataclasses.replace(later, created_at=1e9), "near")):  # fmt: skip
         Shared.jobs = [other]

@@ -86,8 +86,8 @@ def test_target_options_are_typed_as_yaml(text: str, pair: tuple[str, Any]) -> N
         (arguments.target_option, "hosts=[a", "the value of hosts is not a YAML value"),
         (arguments.target_option, "hosts", "expects KEY=VALUE, not 'hosts'"),
         (arguments.key_value, "=x", "expects KEY=VALUE"),
-        (arguments.whole, "1.5", "not a whole number: '1.5'"),
-        (arguments.whole, "", "not a whole number: ''"),
+        (arguments.integer, "1.5", "not a whole number: '1.5'"),
+        (arguments.integer, "", "not a whole number: ''"),
         (
             arguments.environment,
             "ACCEL_TEST_UNSET",

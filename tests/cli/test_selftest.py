@@ -13,9 +13,9 @@ import pytest
 
 from accel.cli import exit_status, main
 from accel.cli.arguments import Parser
-from accel.cli.launch import resolved
+from accel.cli.launch import resolve_settings
 from accel.cli.test import add_arguments, launches
-from accel.selftest.__main__ import CHECKS, chosen
+from accel.selftest.__main__ import CHECKS, checks_for
 from schedulers.processes import Identity
 from tests.settings.lines import given
 from tests.waiting import until
@@ -27,7 +27,7 @@ def checks(shown: str) -> list[tuple[str, str]]:
     return [(line[:8].strip(), line[8:24].strip()) for line in shown.splitlines()]
 
 
-WHOLE, SHARDED = chosen(sharded=False), chosen(sharded=True)
+WHOLE, SHARDED = checks_for(sharded=False), checks_for(sharded=True)
 
 
 def test_every_check_runs_on_1_2_and_4_processes_and_those_of_sharding_on_4(accel: Accel) -> None:
@@ -151,7 +151,7 @@ def test_a_launch_has_the_settings_of_the_file_that_is_named(
     runs = launches(arguments("--config_file", str(path), *words.split()), str(path))
     assert len(runs) == launched
     for flags in runs:
-        found = resolved(given(*flags))
+        found = resolve_settings(given(*flags))
         assert {name: found[name].value for name in wanted} == wanted
 
 

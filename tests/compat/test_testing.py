@@ -84,11 +84,11 @@ from accelerate.utils import patch_environment, write_basic_config
 from accelerate.utils.imports import is_bf16_available
 from accelerate.utils.memory import clear_device_cache
 from accelerate.utils.modeling import _get_proper_dtype, compute_module_sizes, dtype_byte_size
-from accel.cli.launch import resolved
+from accel.cli.launch import resolve_settings
 assert _get_proper_dtype("torch.float16") is torch.float16
 path = write_basic_config("BF16", save_location={str(tmp_path / "new" / "default.yml")!r})
 again = write_basic_config(save_location=path)
-settings = resolved({{"config_file": str(path)}})
+settings = resolve_settings({{"config_file": str(path)}})
 print(json.dumps([again, *(settings[name].value for name in ("cpu", "mixed_precision", "num_processes", "multi_gpu"))]))
 try:
     write_basic_config("int8", save_location={str(tmp_path / "other.yml")!r})

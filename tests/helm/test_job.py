@@ -118,7 +118,7 @@ def built(values: Mapping[str, Any], job_id: str) -> list[helms.Manifest]:
     check(options, "kubernetes")
     data = base64.b64decode(values["code"]["archive"]) or None
     digest = delivery.digest_of(data) if data else values["code"]["digest"]
-    code = delivery.chosen(options, len(data or b""), digest, "kubernetes")
+    code = delivery.choose_delivery(options, len(data or b""), digest, "kubernetes")
     return list(build.build(spec, options, job_id, code, data=data))
 
 
@@ -254,7 +254,7 @@ def test_other_values_are_another_job(helm: helms.Helm) -> None:
 def test_the_name_comes_from_the_release(helm: helms.Helm, release: str, name: str) -> None:
     made = helms.objects(helm.render(CHART, LEAST, release))[0]
     assert made["metadata"]["name"] == f"{name}-{job_id([made])}"
-    assert len(made["metadata"]["name"]) <= object_names.MOST
+    assert len(made["metadata"]["name"]) <= object_names.MAX_LENGTH
 
 
 def test_kubectl_makes_the_runtime_before_the_train_job_and_runs_no_test(helm: helms.Helm) -> None:

@@ -168,7 +168,7 @@ def test_with_exactly_the_role_everything_can_be_done(
     assert found.status().state is State.SUCCEEDED
     monkeypatch.setenv("ACCEL_HOME", str(home))
 
-    assert prune(Store.default(), ids=[job.id]).left == ()
+    assert prune(Store.default(), ids=[job.id]).kept_reasons == ()
     until(lambda: made_by(job, kubernetes, account) == [], "nothing is left of a job that was cleared")
 
 

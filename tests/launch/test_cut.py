@@ -15,7 +15,7 @@ import pytest
 from accel.launch import rendezvous
 from accel.launch.errors import RendezvousFailed
 from accel.launch.incarnation import Incarnation
-from accel.launch.peers import Patience, StoreSilent
+from accel.launch.peers import StoreSilent, StoreWithTimeout
 from tests.clusters.fixtures import _hosts
 from tests.clusters.ssh import SshHosts
 from tests.ports import free_port
@@ -91,7 +91,7 @@ def test_the_others_notice_that_node_0_is_lost(start: Start, two_hosts: SshHosts
 
 
 def test_node_0_need_not_stay_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "STAY_S", 3600.0)
+    monkeypatch.setattr(rendezvous, "LINGER_S", 3600.0)
     port = free_port()
     nodes = [
         rendezvous.GangRendezvous(
@@ -155,14 +155,14 @@ def test_a_rank_is_taken_over_by_one_node_alone(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_silent_store_is_asked_no_more() -> None:
     ending, never, asked = threading.Event(), threading.Event(), []
-    patience = Patience(3600, ending.is_set)
-    assert patience.ask(lambda: 7) == 7
+    patience = StoreWithTimeout(3600, ending.is_set)
+    assert patience.call(lambda: 7) == 7
     with pytest.raises(ZeroDivisionError):
-        patience.ask(lambda: 1 // 0)
+        patience.call(lambda: 1 // 0)
     ending.set()
     with pytest.raises(StoreSilent):
-        patience.ask(never.wait)
+        patience.call(never.wait)
     with pytest.raises(StoreSilent):
-        patience.ask(lambda: asked.append(1))
+        patience.call(lambda: asked.append(1))
     assert not asked
     never.set()

@@ -12,7 +12,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 
 from accel.exit_codes import TIME_LIMIT
 from accel.launch import deadline
-from accel.launch.errors import Refused
+from accel.launch.errors import LaunchConfigError
 from accel.launch.multi_process import Signals
 from schedulers.job import Reason
 from schedulers.kubernetes.manifests import pods
@@ -111,7 +111,7 @@ def test_the_limit_cuts_no_grace_short(first: signal.Signals, second: signal.Sig
         signals = Signals(server)
         for signum in (first, second):
             signal.raise_signal(signum)
-        assert (signals.received, server.hurry.call_count) == (first, hurried)
+        assert (signals.received, server.kill_now.call_count) == (first, hurried)
         with pytest.raises(SignalException) as told:
             signals.check()
         assert told.value.sigval == first
@@ -122,13 +122,13 @@ def test_the_limit_cuts_no_grace_short(first: signal.Signals, second: signal.Sig
 
 
 def test_limits_that_are_no_numbers() -> None:
-    with pytest.raises(Refused, match="ACCEL_TIME_LIMIT must be a whole number, not 'x'"):
-        deadline.planned({"ACCEL_TIME_LIMIT": "x"}, 0)
+    with pytest.raises(LaunchConfigError, match="ACCEL_TIME_LIMIT must be a whole number, not 'x'"):
+        deadline.deadline_from_env({"ACCEL_TIME_LIMIT": "x"}, 0)
 
 
 def test_a_rank_keeps_no_limit() -> None:
-    assert deadline.planned({"ACCEL_TIME_LIMIT": "9", "ACCEL_LAUNCH_ID": "x"}, 0) is None
-    assert deadline.planned({}, 0) is None
+    assert deadline.deadline_from_env({"ACCEL_TIME_LIMIT": "9", "ACCEL_LAUNCH_ID": "x"}, 0) is None
+    assert deadline.deadline_from_env({}, 0) is None
 
 
 def test_the_words_are_those_that_the_cluster_is_asked_for() -> None:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel.launch.console import recorder
+from accel.launch.console import event_writer
 from accel.launch.failure import Exit, Failure, diagnose, error_in_log, first, oom_kill_count
 
 
@@ -174,7 +174,7 @@ def test_no_error_in_a_log(tmp_path: Path, log: str) -> None:
 
 
 def test_a_line_that_was_cut_short_does_not_swallow_the_next(tmp_path: Path) -> None:
-    record = recorder(str(tmp_path))
+    record = event_writer(str(tmp_path))
     record("attempt", attempt=0)
     path = tmp_path / "launch.jsonl"
     path.write_bytes(path.read_bytes() + b'{"schema": 1, "event": "fail')

@@ -60,7 +60,7 @@ def test_nothing_is_started_for_a_launcher_that_has_gone_or_ends_the_gang() -> N
         with ours, theirs:
             if gone:
                 ours.close()
-                server._tell(event="exited")
+                server._send_event(event="exited")
             else:
                 server._begin_end(signal.SIGTERM, 60)
             server._start(start)

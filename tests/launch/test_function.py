@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from accel.errors import ArgumentError
-from accel.launch.function import PrepareForLaunch, _WholeLines, notebook_launcher
+from accel.launch.function import PrepareForLaunch, _LineBuffer, notebook_launcher
 from tests import warm
 from tests.marks import long
 from tests.ports import free_port
@@ -325,18 +325,18 @@ def test_an_initialised_gpu_is_refused_with_the_remedy(monkeypatch: pytest.Monke
     """What a machine with GPUs says; that CUDA was initialised is all that is pretended here."""
     import torch
 
-    from accel.launch.function import _refuse_what_forks_cannot_share
+    from accel.launch.function import _refuse_unforkable_state
 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.raises(
         Exception, match=r"this program has used CUDA, .* Kernel, Restart\), and touch CUDA only inside"
     ):
-        _refuse_what_forks_cannot_share("cuda")
+        _refuse_unforkable_state("cuda")
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     monkeypatch.setitem(sys.modules, "bitsandbytes", sys)
     with pytest.raises(Exception, match="bitsandbytes was imported, which uses CUDA at once"):
-        _refuse_what_forks_cannot_share("cuda")
-    _refuse_what_forks_cannot_share("cpu")
+        _refuse_unforkable_state("cuda")
+    _refuse_unforkable_state("cpu")
 
 
 @pytest.mark.parametrize(
@@ -388,7 +388,7 @@ def test_a_stream_of_whole_lines() -> None:
             return super().write(text)
 
     stream = Kept()
-    lines = _WholeLines(stream, "> ")
+    lines = _LineBuffer(stream, "> ")
     for piece in ("a", " ", "b", "\n", "c\nd"):
         assert lines.write(piece) == len(piece)
     assert stream.writes == ["> a b\n", "> c\n"]

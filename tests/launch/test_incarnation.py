@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from accel.launch.errors import Refused
+from accel.launch.errors import LaunchConfigError
 from accel.launch.failure import Failure
-from accel.launch.incarnation import Incarnation, latest, planned, started
+from accel.launch.incarnation import Incarnation, count_start, incarnation_from_env, latest
 from schedulers.topology import Topology
 
 ALONE = Topology(node_rank=0, nodes=1, master="127.0.0.1")
@@ -41,15 +41,15 @@ def test_encoding() -> None:
 def test_starts_in_a_pod_are_counted(tmp_path: Path) -> None:
     env = {"ACCEL_POD_UID": "a", "ACCEL_STARTS": str(tmp_path / "starts")}
     for start in range(3):
-        found = started(planned(env, ALONE), env)
+        found = count_start(incarnation_from_env(env, ALONE), env)
         assert (found.pod, found.starts, found.attempt) == ("a", start, start)
     with open(env["ACCEL_STARTS"], "a") as file:
         file.write("17")  # all that a full disk took of a line
-    assert [started(planned(env, ALONE), env).starts for _ in range(2)] == [3, 4]
+    assert [count_start(incarnation_from_env(env, ALONE), env).starts for _ in range(2)] == [3, 4]
     inside = {**env, "ACCEL_LAUNCH_ID": "x"}  # started by a rank
-    assert started(planned(inside, ALONE), inside).attempt == 0
+    assert count_start(incarnation_from_env(inside, ALONE), inside).attempt == 0
     unwritable = {**env, "ACCEL_STARTS": str(tmp_path / "no" / "such")}
-    assert started(planned(unwritable, ALONE), unwritable).starts == 0
+    assert count_start(incarnation_from_env(unwritable, ALONE), unwritable).starts == 0
 
 
 @pytest.mark.parametrize(
@@ -57,12 +57,12 @@ def test_starts_in_a_pod_are_counted(tmp_path: Path) -> None:
     [({}, 4), ({"ACCEL_ATTEMPT": "2"}, 2), ({"ACCEL_POD_FAILURES": "1"}, 1), ({"ACCEL_POD_FAILURES": ""}, None)],
 )
 def test_the_attempt_that_is_known(env: dict[str, str], attempt: int | None) -> None:
-    assert planned(env, Topology(node_rank=0, nodes=1, master="a", attempt=4)).attempt == attempt
+    assert incarnation_from_env(env, Topology(node_rank=0, nodes=1, master="a", attempt=4)).attempt == attempt
 
 
 def test_an_attempt_that_is_no_number() -> None:
-    with pytest.raises(Refused, match="ACCEL_POD_FAILURES must be a whole number, not 'x'"):
-        planned({"ACCEL_POD_FAILURES": "x"}, ALONE)
+    with pytest.raises(LaunchConfigError, match="ACCEL_POD_FAILURES must be a whole number, not 'x'"):
+        incarnation_from_env({"ACCEL_POD_FAILURES": "x"}, ALONE)
 
 
 def test_the_attempt_of_a_gang_is_the_highest_of_its_nodes() -> None:

@@ -11,12 +11,12 @@ import pytest
 
 import accel.launch.plan
 from accel.launch.devices import Devices, only_cpu, visible
-from accel.launch.errors import LaunchError, Refused
+from accel.launch.errors import LaunchConfigError, LaunchError
 from accel.launch.flags import add_arguments
 from accel.launch.plan import Launch, plan
 from accel.launch.tee import parse
 from accel.launch.worker import Program
-from schedulers.kubernetes.logs.cursor import GREETING
+from schedulers.kubernetes.logs.cursor import LAUNCH_LINE
 
 UUIDS = ["GPU-a", "GPU-b", "GPU-c", "GPU-d"]
 
@@ -136,12 +136,12 @@ def test_numbers_that_mean_nothing(flags: tuple[str, ...], capsys: pytest.Captur
 def test_one_process_where_there_is_no_gpu() -> None:
     run = planned()
     assert (run.processes, run.nodes, run.node_rank, run.address, run.port) == (1, 1, 0, "127.0.0.1", 0)
-    assert run.alone
+    assert run.is_single_process
     assert run.env["ACCELERATE_USE_CPU"] == "true"
     assert "OMP_NUM_THREADS" not in run.env
-    assert not planned("--max_restarts", "1").alone
-    assert not planned("--num_processes", "2").alone
-    assert not planned("--rdzv_backend", "c10d").alone
+    assert not planned("--max_restarts", "1").is_single_process
+    assert not planned("--num_processes", "2").is_single_process
+    assert not planned("--rdzv_backend", "c10d").is_single_process
 
 
 @pytest.mark.usefixtures("gpus")
@@ -159,7 +159,7 @@ def test_one_process_a_gpu() -> None:
 def test_processes_are_counted_over_all_machines() -> None:
     run = planned(*MANY, "--num_processes", "6")
     assert (run.processes, run.nodes, run.node_rank, run.address, run.port) == (3, 2, 1, "node0", 29500)
-    assert not planned(*MANY, "--num_processes", "2").alone
+    assert not planned(*MANY, "--num_processes", "2").is_single_process
 
 
 def test_elastic_machines() -> None:
@@ -172,16 +172,16 @@ def test_the_schedulers_topology() -> None:
     run = planned("--num_processes", "8", **env)
     assert (run.node_rank, run.nodes, run.address, run.processes, run.run_id) == (3, 4, "head", 2, "j1")
     assert planned("--main_process_ip", "other", **env).address == "other"
-    assert run.told == ""  # by node 0 alone
+    assert run.start_message == ""  # by node 0 alone
     first = planned("--num_processes", "8", **{**env, "ACCEL_NODE_RANK": "0"})
-    assert first.told == "4 nodes, node 0 at head:29500, as the job's environment (ACCEL_NODES) says"
-    assert planned(**{**env, "ACCEL_NODE_RANK": "0", "ACCEL_LAUNCH_EVENTS": "e"}).told == ""
+    assert first.start_message == "4 nodes, node 0 at head:29500, as the job's environment (ACCEL_NODES) says"
+    assert planned(**{**env, "ACCEL_NODE_RANK": "0", "ACCEL_LAUNCH_EVENTS": "e"}).start_message == ""
     # A pod's log begins with the launcher's line on every node: else its beginning was rotated away.
     for pod in (env, {"ACCEL_JOB_ID": "j1"}):
-        line = f"accel launch: {planned(**pod, KUBERNETES_SERVICE_HOST='10.0.0.1').told}"
+        line = f"accel launch: {planned(**pod, KUBERNETES_SERVICE_HOST='10.0.0.1').start_message}"
         assert line == f"accel launch: started on {os.uname().nodename}"
-        assert GREETING.match(line.encode())
-    assert GREETING.match(f"accel launch: {first.told}".encode())
+        assert LAUNCH_LINE.match(line.encode())
+    assert LAUNCH_LINE.match(f"accel launch: {first.start_message}".encode())
 
 
 SLURM = {
@@ -215,7 +215,7 @@ def test_a_flag_that_contradicts_the_scheduler(source: str) -> None:
         other = run.node_names[1]
         refusals[f"--main_process_ip {other}"] = (f"--main_process_ip {other}", f"node 0 is {run.node_names[0]}")
     for flags, said in refusals.items():
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(LaunchConfigError) as refused:
             planned(*flags.split(), **env)
         assert all(word in str(refused.value) for word in (*said, source, "leave the machine flags out")), refused.value
     agreed = planned("--num_machines", "2", "--machine_rank", "1", "--main_process_ip", "x", **env)

@@ -33,7 +33,7 @@ def test_a_long_line_without_an_end_is_one_line(tmp_path: Path, capfdbinary: pyt
     for _ in range(40):
         _written(tmp_path, b"x" * 100_000)
         file.print_new()
-        assert len(file._rest) <= tee._MOST
+        assert len(file._rest) <= tee._MAX_LINE
     _written(tmp_path, b"\nshort\n")
     file.print_new()
     file.print_rest()
@@ -42,16 +42,16 @@ def test_a_long_line_without_an_end_is_one_line(tmp_path: Path, capfdbinary: pyt
 
 def test_a_long_line_that_nobody_ends(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     (file,) = _followed(tmp_path, 1)
-    _written(tmp_path, b"x" * (2 * tee._MOST))
+    _written(tmp_path, b"x" * (2 * tee._MAX_LINE))
     file.print_new()
     file.print_rest()
-    assert capfdbinary.readouterr().out == b"[rank 0] " + b"x" * (2 * tee._MOST) + b"\n"
+    assert capfdbinary.readouterr().out == b"[rank 0] " + b"x" * (2 * tee._MAX_LINE) + b"\n"
 
 
 def test_a_piece_ends_between_characters(
     tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tee, "_MOST", 10)
+    monkeypatch.setattr(tee, "_MAX_LINE", 10)
     for text in ("🏖" * 9, "ab" + "€" * 9, "é" * 20):
         (file,) = _followed(tmp_path, 1)
         _written(tmp_path, text.encode())
@@ -76,7 +76,7 @@ def test_every_byte_of_every_rank_comes_once(
     """Also where another rank's lines come in the midst of a line: its parts are marked, and can be put together."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("ACCEL_POD_UID", "a")
-        patched.setattr(tee, "_MOST", 8)
+        patched.setattr(tee, "_MAX_LINE", 8)
         patched.setattr(tee, "_CHUNK", 16)
         files = _followed(tmp_path, 2)
         expected = [b"", b""]
@@ -100,7 +100,7 @@ def test_every_byte_of_every_rank_comes_once(
 def test_outside_of_a_pod_nothing_is_marked(
     tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tee, "_MOST", 4)
+    monkeypatch.setattr(tee, "_MAX_LINE", 4)
     first, second = _followed(tmp_path, 2)
     _written(tmp_path, b"abcdefgh")
     first.print_new()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from accel.launch.errors import Refused
+from accel.launch.errors import LaunchConfigError
 from accel.launch.tpu import host
 from tests.waiting import until
 
@@ -94,7 +94,9 @@ def test_the_chips_of_this_host(tmp_path: Path) -> None:
     device(tmp_path, "6", "0x005e", shown=False)  # another container's
     assert chips() == ["0x005e"] * 4
     assert chips(TORCH_TPU_DEVICES_PER_HOST="2") == ["0x005e"] * 2
-    with pytest.raises(Refused, match=r"environment: TORCH_TPU_DEVICES_PER_HOST must be a whole number, not 'x'"):
+    with pytest.raises(
+        LaunchConfigError, match=r"environment: TORCH_TPU_DEVICES_PER_HOST must be a whole number, not 'x'"
+    ):
         chips(TORCH_TPU_DEVICES_PER_HOST="x")
 
 
@@ -146,7 +148,7 @@ def test_what_is_set_stays() -> None:
     ],
 )  # fmt: skip
 def test_what_cannot_be_told(nodes: int, processes: int, env: dict[str, str], said: str) -> None:
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(LaunchConfigError) as refused:
         variables("0x005e", nodes, processes, **env)
     assert said in str(refused.value)
 

@@ -89,7 +89,7 @@ def test_the_scaler_leaves_out_steps_that_overflowed_and_tells_the_scheduler() -
     assert optimizer.step_was_skipped
     assert weight.item() == 0.0
     assert scheduler.get_last_lr() == [0.05]
-    precision.settle()
+    precision.finish_pending()
     assert precision.scaler.get_scale() == 8.0
 
 

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from accel.cli import exit_status, main
-from schedulers.convert import as_moment, as_whole, parse_json
+from schedulers.convert import as_integer, as_timestamp, parse_json
 from schedulers.errors import SchedulerError, Unreachable
 from schedulers.hosts import replies
 from schedulers.hosts.errors import RemoteError
@@ -187,7 +187,7 @@ class Told(Pool):
 
     lines: Mapping[str, bytes] = {}
 
-    def on(self, host: Host | str) -> Any:
+    def remote(self, host: Host | str) -> Any:
         return _Remote(host if isinstance(host, Host) else Host(name=host))
 
 
@@ -291,13 +291,13 @@ def test_json_that_is_none_is_refused(text: str | bytes) -> None:
 @pytest.mark.parametrize("value", [-1, 1e300, 253_402_300_800, 10**400, True, None, "1", [1], float("nan")])
 def test_what_is_no_time_is_refused(value: object) -> None:
     with pytest.raises(ValueError, match=r"^at is .* not a time in seconds since 1970$"):
-        as_moment(value, "at")
+        as_timestamp(value, "at")
 
 
 @pytest.mark.parametrize("value", [-1, 1.0, 2**54, True, None, "1"])
 def test_what_is_no_whole_number_is_refused(value: object) -> None:
     with pytest.raises(ValueError, match=r"^attempt is .* not a whole number from 0 on$"):
-        as_whole(value, "attempt")
+        as_integer(value, "attempt")
 
 
 def test_what_could_not_be_read_again_is_not_written(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedulers.node.redaction import hide
+from schedulers.node.redaction import redact
 from schedulers.printable import one_line, printable, without_password
 
 HARMFUL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
@@ -83,8 +83,8 @@ def test_the_values_of_secrets_are_replaced_by_their_names() -> None:
     }
     text = "hf_s3cret, hf_s3cret_2; 'first line' then 'second\\\\line' and first line\nsecond\\line; 123"
     shown = "(secret TOKEN), (secret LONGER); '(secret KEY)' then '(secret KEY)' and (secret KEY); 123"
-    assert hide(text, secrets) == shown
-    assert hide("plain", {}) == "plain"
+    assert redact(text, secrets) == shown
+    assert redact("plain", {}) == "plain"
 
 
 @pytest.mark.parametrize(
@@ -110,12 +110,12 @@ def test_the_values_of_secrets_are_replaced_by_their_names() -> None:
 )
 def test_the_value_of_a_secret_is_replaced_however_it_is_escaped(value: str, escape: Callable[[str], str]) -> None:
     text = f"{{x={escape(value)}&y=1}}"
-    shown = hide(text, {"KEY": value})
+    shown = redact(text, {"KEY": value})
     assert re.fullmatch(r"\{x=(['\"\\]|''|'\\'')*\(secret KEY\)(['\"\\]|''|'\\'')*&y=1\}", shown)
 
 
 def test_the_secret_of_a_byte_that_is_no_text_is_replaced() -> None:
-    assert hide("x=%FFabc", {"KEY": "\udcffabc"}) == "x=(secret KEY)"
+    assert redact("x=%FFabc", {"KEY": "\udcffabc"}) == "x=(secret KEY)"
 
 
 @given(st.text(alphabet=st.one_of(st.characters(), st.sampled_from("\x1b[]0;mP\\\x07\x9b\x9c\r\n")), max_size=40))

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 
-from schedulers.processes import Identity, boot_id, ended, pid_namespace, pid_space, signal_name, space_of
+from schedulers.processes import Identity, boot_id, has_ended, pid_namespace, pid_space, signal_name, space_of
 
 NODE = os.uname().nodename
 
@@ -16,10 +16,10 @@ def test_only_a_process_of_this_space_can_be_missed() -> None:
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     here = pid_space()
-    assert not ended(os.getpid(), here)
-    assert ended(process.pid, here)
+    assert not has_ended(os.getpid(), here)
+    assert has_ended(process.pid, here)
     for space in (space_of("another-boot", NODE, pid_namespace()), space_of(boot_id(), NODE, "1"), ""):
-        assert not ended(process.pid, space)
+        assert not has_ended(process.pid, space)
 
 
 def test_a_process_that_cannot_be_seen_takes_no_signal() -> None:

@@ -184,7 +184,7 @@ def test_a_part_of_a_sweep_that_is_refused_leaves_the_other_jobs_alone(tmp_path:
     assert [record.status.state for record in again] == states
     assert [record.native_id for record in again] == ["n-0", "h1,h2/part", None, None, "n-4"]
     assert [record.incomplete for record in again] == [False, silent, True, True, False]
-    assert again[1].cancel_asked  # who asks next repeats it
+    assert again[1].cancel_requested  # who asks next repeats it
     assert target.cancelled == ["h1,h2/part"]
     why = "h2 refuses; it is not cancelled: h1 is silent" if silent else "h2 refuses"
     assert [record.warning for record in records] == ["", why, "h3 refuses", "h4 is silent", ""]

@@ -51,7 +51,7 @@ def test_rules(env: dict[str, str], expected: tuple[int, int, str, str]) -> None
 
 def test_a_container_without_the_toolkit(tmp_path: Path) -> None:
     env = {"TRAINING_JOB_NAME": "run", "ACCEL_SM_ROOT": str(tmp_path)}
-    assert Topology.placed(env) is None
+    assert Topology.from_scheduler(env) is None
     file = tmp_path / "input/config/resourceconfig.json"
     file.parent.mkdir(parents=True)
     file.write_text(json.dumps({"current_host": "algo-11", "hosts": HOSTS[::-1], "network_interface_name": "eth0"}))
@@ -66,7 +66,7 @@ def test_a_container_without_the_toolkit(tmp_path: Path) -> None:
 
 
 def test_nobody_has_placed_this_process() -> None:
-    assert Topology.placed({"PATH": "/bin"}) is None
+    assert Topology.from_scheduler({"PATH": "/bin"}) is None
     assert Topology.from_env({"PATH": "/bin"}).nodes == 1
 
 

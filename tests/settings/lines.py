@@ -9,7 +9,7 @@ import pytest
 
 import accel.launch.plan
 from accel.cli.arguments import Parser
-from accel.cli.launch import resolved
+from accel.cli.launch import resolve_settings
 from accel.launch import external
 from accel.launch.devices import Devices, only_cpu, visible
 from accel.launch.flags import add_arguments
@@ -30,7 +30,7 @@ def given(*words: str) -> dict[str, Any]:
 
 def found(*words: str, **env: str) -> dict[str, Value]:
     """Every setting with its source. Raises UsageError."""
-    return resolved(given(*words), env)
+    return resolve_settings(given(*words), env)
 
 
 def options(*words: str, **env: str) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def options(*words: str, **env: str) -> dict[str, Any]:
 
 
 def planned(*words: str, **env: str) -> Launch:
-    return external.planned(options(*words, **env), SCRIPT, env)
+    return external.plan_launch(options(*words, **env), SCRIPT, env)
 
 
 @pytest.fixture

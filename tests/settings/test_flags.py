@@ -172,7 +172,7 @@ def deepspeed(*words: str) -> str:
 def command(*words: str) -> list[str]:
     """What is run of a program with these flags."""
     found = options(*words)
-    return Program.of(["train.py"], module=found["module"], command=found["no_python"]).command(unbuffered=False)
+    return Program.parse(["train.py"], module=found["module"], command=found["no_python"]).command(unbuffered=False)
 
 
 def in_a_file(text: str) -> Mapping[str, str]:
@@ -236,7 +236,7 @@ def test_a_tpu_host_runs_the_function_of_the_script() -> None:
     run = planned("--tpu", "--main_training_function", "go")
     assert run.program == Program(argv=["accel.launch.xla", "script", "go", *SCRIPT.argv], entry="module")
     assert run.processes == 1
-    assert run.alone
+    assert run.is_single_process
 
 
 def test_a_switch_of_megatron_can_be_said_no() -> None:

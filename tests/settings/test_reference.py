@@ -10,7 +10,7 @@ import pytest
 
 from accel.cli import main
 from accel.cli.arguments import Parser
-from accel.cli.launch import resolved
+from accel.cli.launch import resolve_settings
 from accel.launch.flags import add_arguments
 from accel.settings import BY_NAME, GROUPS
 from accel.settings.reference import pages
@@ -69,7 +69,7 @@ def test_every_group_of_flags_has_an_example_that_holds(somewhere: Path) -> None
             add_arguments(parser, defaults_too=False)
             args, program = parser.read_before_script(words)
             assert program, group.title
-            resolved(vars(args), {})
+            resolve_settings(vars(args), {})
             assert group.title == "Amazon SageMaker" or {setting.name for setting in flags} & vars(args).keys()
 
 
@@ -80,6 +80,6 @@ def test_help_has_its_groups_and_examples(capsys: pytest.CaptureFixture[str]) ->
     assert ended.value.code == 0
     for group in GROUPS:
         if any(setting.flag for setting in group.settings):
-            assert f"\n{group.title}:\n  {group.about}\n  Example: accel launch {group.example}\n" in shown
-    assert all(setting.shown in shown for setting in BY_NAME.values() if setting.flag)
+            assert f"\n{group.title}:\n  {group.description}\n  Example: accel launch {group.example}\n" in shown
+    assert all(setting.display_name in shown for setting in BY_NAME.values() if setting.flag)
     assert max(map(len, shown.splitlines())) < 120

@@ -47,7 +47,7 @@ with open(Path(__file__).with_name("accelerate_flags.tsv"), encoding="utf-8", ne
     TABLE = [Row(**row) for row in csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)]
 LAUNCH = [row for row in TABLE if row.command == "launch" and row.flag]
 OTHERS = [row for row in TABLE if row.command != "launch"]
-SETTINGS = {setting.shown: setting for group in GROUPS.values() for setting in group}
+SETTINGS = {setting.display_name: setting for group in GROUPS.values() for setting in group}
 
 # The test of each option of the other commands, which uses it in one of its spellings.
 EFFECTS = {
@@ -167,4 +167,4 @@ def test_nothing_else_is_a_flag_by_accident() -> None:
     ours = {"--compat", "--explain", "--start_method", "--shutdown_timeout", "--rdzv_id", "--tpu_runtime",
             "--fsdp_activation_checkpointing_offload"}  # fmt: skip
     assert set(SETTINGS) - {row.flag for row in LAUNCH} == ours
-    assert ours <= {BY_NAME[flag[2:]].shown for flag in ours}
+    assert ours <= {BY_NAME[flag[2:]].display_name for flag in ours}

@@ -17,7 +17,15 @@ import yaml
 from accel.cli import exit_status, main
 from accel.enums import DynamoBackend
 from accel.settings import BY_NAME, Setting
-from accel.settings.config_file import _GONE, _PREFIXES, _RENAMED, _SECTIONS, BadEntry, read_document, to_document
+from accel.settings.config_file import (
+    _PREFIXES,
+    _REMOVED_KEYS,
+    _RENAMED,
+    _SECTIONS,
+    BadEntry,
+    read_document,
+    to_document,
+)
 from tests.needs import package
 
 from .lines import options
@@ -94,7 +102,7 @@ def test_a_file_with_all_its_keys(version: str, way: str, sagemaker: bool, form:
     again = {setting: entry.value for setting, entry in read_document(updated).items()}
     assert {key: again[key] for key in said} == said
     old = {(section, key) for section in ("", *_PREFIXES) for key in _keys(updated, section)}
-    assert not old & (_GONE | (_RENAMED.keys() - {("deepspeed_config", "gradient_accumulation_steps")}))
+    assert not old & (_REMOVED_KEYS | (_RENAMED.keys() - {("deepspeed_config", "gradient_accumulation_steps")}))
     text = Path(name).read_text()
     assert main(["config", "update", "--config_file", name]) == exit_status.OK
     assert Path(name).read_text() == text

@@ -47,12 +47,12 @@ _BUILDERS = ("docker", "podman", "buildah", "kaniko")
 def add_arguments(parser: Parser) -> None:
     parser.add_argument("words", nargs="*", metavar="build [DIRECTORY]", help="the project (default: this directory)")
     parser.add_argument("--tag", metavar="IMAGE", help="what the image is called: [HOST[:PORT]/]name[:tag]; needed")
-    what = parser.add_argument_group("what is in it")
-    what.add_argument("--variant", choices=("cpu", "cuda"), help="the torch that it gets (default: cuda)")
-    what.add_argument("--base", metavar="IMAGE", help="lay it over this image, which has torch, instead")
+    content = parser.add_argument_group("what is in it")
+    content.add_argument("--variant", choices=("cpu", "cuda"), help="the torch that it gets (default: cuda)")
+    content.add_argument("--base", metavar="IMAGE", help="lay it over this image, which has torch, instead")
     requirements = "what else it needs (default: requirements.txt, or what pyproject.toml depends on)"
-    what.add_argument("--requirements", metavar="FILE", help=requirements)
-    what.add_argument("--no-code", action="store_true", help="leave the project's code out: submit brings it")
+    content.add_argument("--requirements", metavar="FILE", help=requirements)
+    content.add_argument("--no-code", action="store_true", help="leave the project's code out: submit brings it")
     argument = "an argument of the Dockerfile: TORCH_INDEX, PYTHON_IMAGE, …; repeatable"
     pairs: dict[str, Any] = {
         "metavar": "NAME=VALUE",
@@ -60,33 +60,33 @@ def add_arguments(parser: Parser) -> None:
         "action": "append",
         "default": [],
     }
-    what.add_argument("--build-arg", **pairs, help=argument)
-    what.add_argument("--label", **pairs, help="a further label; repeatable")
-    how = parser.add_argument_group("how")
-    how.add_argument("--builder", choices=_BUILDERS, help="what builds it (default: the first that is there)")
-    how.add_argument("--push", action="store_true", help="push it, and print it with its digest")
-    how.add_argument("--write", metavar="TARGET", help="write it, pinned, into accel.yaml as this target's image")
-    how.add_argument("--print", action="store_true", help="print the Dockerfile and the commands, and do nothing")
-    how.add_argument("--kaniko-image", metavar="IMAGE", help="with kaniko: its own image")
-    how.add_argument("--registry-secret", metavar="NAME", help="with kaniko: the Secret for the registry")
-    how.add_argument("--namespace", metavar="NAME", help="with kaniko: where it builds")
-    how.add_argument("--json", action="store_true", help="answer in JSON")
+    content.add_argument("--build-arg", **pairs, help=argument)
+    content.add_argument("--label", **pairs, help="a further label; repeatable")
+    build = parser.add_argument_group("how")
+    build.add_argument("--builder", choices=_BUILDERS, help="what builds it (default: the first that is there)")
+    build.add_argument("--push", action="store_true", help="push it, and print it with its digest")
+    build.add_argument("--write", metavar="TARGET", help="write it, pinned, into accel.yaml as this target's image")
+    build.add_argument("--print", action="store_true", help="print the Dockerfile and the commands, and do nothing")
+    build.add_argument("--kaniko-image", metavar="IMAGE", help="with kaniko: its own image")
+    build.add_argument("--registry-secret", metavar="NAME", help="with kaniko: the Secret for the registry")
+    build.add_argument("--namespace", metavar="NAME", help="with kaniko: where it builds")
+    build.add_argument("--json", action="store_true", help="answer in JSON")
 
 
 def run_argv(argv: Sequence[str]) -> int:
     """Build the image. Raises UsageError, SpecError, ConfigError, SnapshotError, BuildError."""
     from .. import COMMANDS
 
-    ours, more = list(argv), []
-    if "--" in ours:
-        at = ours.index("--")
-        ours, more = ours[:at], ours[at + 1 :]
+    own_argv, extra_flags = list(argv), []
+    if "--" in own_argv:
+        index = own_argv.index("--")
+        own_argv, extra_flags = own_argv[:index], own_argv[index + 1 :]
     parser = Parser("image", COMMANDS["image"][1], EXAMPLES)
     add_arguments(parser)
-    return _build(parser.read(ours), more)
+    return _build(parser.read(own_argv), extra_flags)
 
 
-def _build(args: Namespace, more: list[str]) -> int:
+def _build(args: Namespace, extra_flags: list[str]) -> int:
     import tempfile
     from pathlib import Path
 
@@ -98,24 +98,24 @@ def _build(args: Namespace, more: list[str]) -> int:
     builder = builders.choose(args.builder)
     labels = _labels(args, directory)
     if args.print and builder != builders.KANIKO:
-        wanted = _wanted(args, "CONTEXT", arguments, labels, more)
-        return _show(builder, project, wanted, push=args.push, as_json=args.json)
+        build = _build_request(args, "CONTEXT", arguments, labels, extra_flags)
+        return _show(builder, project, build, push=args.push, as_json=args.json)
     with tempfile.TemporaryDirectory(prefix="accel-image-") as scratch:
         warnings = context.make(Path(scratch), project, _epoch())
         for warning in warnings:
             note(f"warning: {warning}")
-        wanted = _wanted(args, scratch, arguments, labels, more)
+        build = _build_request(args, scratch, arguments, labels, extra_flags)
         if builder == builders.KANIKO:
-            return _in_cluster(args, wanted)
-        builders.build(builder, wanted)
+            return _in_cluster(args, build)
+        builders.build(builder, build)
     digest = builders.push(builder, args.tag) if args.push else None
     image = args.tag if digest is None else f"{builders.repository(args.tag)}@{digest}"
     if file is not None:
         write_config_entry(file, args.write, image)
         note(f"{file}: target {args.write} runs this image")
     if args.json:
-        shown = {"image": image, "tag": args.tag, "digest": digest, "builder": builder}
-        print_json({**shown, "labels": dict(labels), "warnings": warnings})
+        output = {"image": image, "tag": args.tag, "digest": digest, "builder": builder}
+        print_json({**output, "labels": dict(labels), "warnings": warnings})
     else:
         print(image)
     return exit_status.OK
@@ -128,18 +128,18 @@ def _directory(args: Namespace) -> Path:
 
     from .builders import check_tag
 
-    words = args.words
-    if words[:1] != ["build"] or len(words) > 2:
-        raise UsageError(_COMMAND, f"expects build, or build DIRECTORY, not {' '.join(words)!r}")
+    positionals = args.words
+    if positionals[:1] != ["build"] or len(positionals) > 2:
+        raise UsageError(_COMMAND, f"expects build, or build DIRECTORY, not {' '.join(positionals)!r}")
     if args.tag is None:
         raise UsageError(_COMMAND, "build: say with --tag what the image is called")
     check_tag(args.tag)
-    directory = Path(os.path.realpath(words[1] if len(words) > 1 else "."))
+    directory = Path(os.path.realpath(positionals[1] if len(positionals) > 1 else "."))
     if not directory.is_dir():
         raise UsageError(_COMMAND, f"build: no directory {directory}")
     if args.builder != "kaniko":
-        for option, given in (("--kaniko-image", args.kaniko_image), ("--registry-secret", args.registry_secret)):
-            if given is not None:
+        for option, value in (("--kaniko-image", args.kaniko_image), ("--registry-secret", args.registry_secret)):
+            if value is not None:
                 raise UsageError(_COMMAND, f"{option} goes with --builder kaniko")
         if args.namespace is not None:
             raise UsageError(_COMMAND, "--namespace goes with --builder kaniko")
@@ -169,24 +169,27 @@ def _project(args: Namespace, directory: Path) -> tuple[Project, dict[str, str]]
         with_code=not args.no_code,
         on_base=args.base is not None,
     )
-    taken = dockerfile.arguments(project.dockerfile())
-    given = {"BASE": args.base} if args.base else {"VARIANT": args.variant or "cuda"}
+    accepted = dockerfile.arguments(project.dockerfile())
+    build_args = {"BASE": args.base} if args.base else {"VARIANT": args.variant or "cuda"}
     for name, value in args.build_arg:
-        if name not in taken:
+        if name not in accepted:
             raise UsageError(
-                _COMMAND, f"--build-arg: no argument {name!r}{nearest(name, taken)} (there are {', '.join(taken)})"
+                _COMMAND,
+                f"--build-arg: no argument {name!r}{nearest(name, accepted)} (there are {', '.join(accepted)})",
             )
-        if given.setdefault(name, value) != value:
+        if build_args.setdefault(name, value) != value:
             raise UsageError(_COMMAND, f"--build-arg {name} is said twice, with two values: keep one")
-    return project, given
+    return project, build_args
 
 
-def _wanted(
-    args: Namespace, context: str, arguments: Mapping[str, str], labels: Mapping[str, str], more: list[str]
+def _build_request(
+    args: Namespace, context: str, arguments: Mapping[str, str], labels: Mapping[str, str], extra_flags: list[str]
 ) -> Build:
     from .builders import Build
 
-    return Build(tag=args.tag, context=context, arguments=arguments, labels=labels, epoch=_epoch(), more=more)
+    return Build(
+        tag=args.tag, context=context, arguments=arguments, labels=labels, epoch=_epoch(), extra_flags=extra_flags
+    )
 
 
 def _labels(args: Namespace, directory: Path) -> dict[str, str]:
@@ -202,13 +205,13 @@ def _labels(args: Namespace, directory: Path) -> dict[str, str]:
 
     epoch = _epoch()
     created = time.gmtime(time.time() if epoch is None else epoch)
-    found = {
+    labels = {
         "org.opencontainers.image.created": time.strftime("%Y-%m-%dT%H:%M:%SZ", created),
         "org.opencontainers.image.revision": revision(directory),
         "org.opencontainers.image.source": origin_url(directory),
         "dev.accel.version": __version__,
     }
-    return {**{key: value for key, value in found.items() if value}, **dict(args.label)}
+    return {**{key: value for key, value in labels.items() if value}, **dict(args.label)}
 
 
 def _epoch() -> int | None:
@@ -225,38 +228,38 @@ def _epoch() -> int | None:
     return int(text)
 
 
-def _show(builder: str, project: Project, wanted: Build, *, push: bool, as_json: bool) -> int:
+def _show(builder: str, project: Project, build: Build, *, push: bool, as_json: bool) -> int:
     import shlex
 
     from . import builders
 
-    commands = [builders.command(builder, wanted)]
+    commands = [builders.command(builder, build)]
     if push:
-        commands.append([builder, "push", wanted.tag])
+        commands.append([builder, "push", build.tag])
     if as_json:
         print_json({"builder": builder, "dockerfile": project.dockerfile(), "commands": commands})
     else:
         print(project.dockerfile(), end="")
-        print("\n".join(f"$ {shlex.join(words)}" for words in commands))
+        print("\n".join(f"$ {shlex.join(argv)}" for argv in commands))
     return exit_status.OK
 
 
-def _in_cluster(args: Namespace, wanted: Build) -> int:
+def _in_cluster(args: Namespace, build: Build) -> int:
     from schedulers.kubernetes import names
     from schedulers.kubernetes.manifests.build import to_yaml
 
     from . import kaniko
 
-    python = wanted.arguments.get("PYTHON_IMAGE") or args.base or "python:3.12-slim"
+    python = build.arguments.get("PYTHON_IMAGE") or args.base or "python:3.12-slim"
     cluster = kaniko.Cluster(
         image=args.kaniko_image, python=python, namespace=args.namespace, secret=args.registry_secret
     )
-    context = kaniko.packed(wanted)
-    made, name = kaniko.objects(wanted, cluster, context), kaniko.called(wanted, context)
+    context = kaniko.pack_context(build)
+    objects, name = kaniko.objects(build, cluster, context), kaniko.object_name(build, context)
     if args.json:
-        print_json({"builder": "kaniko", "objects": made})
+        print_json({"builder": "kaniko", "objects": objects})
     else:
-        print(to_yaml(made), end="")
+        print(to_yaml(objects), end="")
     sys.stdout.flush()
     note("kubectl replace --force -f it; the message of its pod's end is the digest: image: NAME@DIGEST in accel.yaml")
     note(f"its ConfigMaps stay: kubectl delete configmaps --selector {names.JOB_ID}={name}")
@@ -268,15 +271,13 @@ def _in_cluster(args: Namespace, wanted: Build) -> int:
 
 def check_config_entry(target: str) -> Path:
     """Return the file that describes the target. Raises ConfigError if none does, or if the target has no image."""
-    described = {each.name: each for each in known_targets() if each.file is not None}
-    if target not in described:
-        known = f" (targets: {', '.join(described)})" if described else ""
-        raise ConfigError(
-            f"--write {target}: no accel.yaml has a target of that name{nearest(target, described)}{known}"
-        )
-    found = described[target]
-    if "image" not in load_kind(found.kind).Options.__dataclass_fields__:
-        raise ConfigError(f"--write {target}: {found.source}: a {found.kind} target keeps no image; give it to submit")
+    entries = {candidate.name: candidate for candidate in known_targets() if candidate.file is not None}
+    if target not in entries:
+        hint = f" (targets: {', '.join(entries)})" if entries else ""
+        raise ConfigError(f"--write {target}: no accel.yaml has a target of that name{nearest(target, entries)}{hint}")
+    entry = entries[target]
+    if "image" not in load_kind(entry.kind).Options.__dataclass_fields__:
+        raise ConfigError(f"--write {target}: {entry.source}: a {entry.kind} target keeps no image; give it to submit")
     # The one that wins is the one that is shown.
     return Path(next(path for path in reversed(config_files()) if _mapping(Path(path).read_text(), target) is not None))
 

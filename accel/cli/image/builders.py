@@ -35,7 +35,7 @@ class Build:
 
     context: a directory with its Dockerfile.
     epoch:   the time of all files in the image, in seconds since 1970.
-    more:    further words for the builder.
+    extra_flags:    further words for the builder.
     """
 
     tag: str
@@ -43,7 +43,7 @@ class Build:
     arguments: Mapping[str, str] = field(default_factory=dict)
     labels: Mapping[str, str] = field(default_factory=dict)
     epoch: int | None = None
-    more: Sequence[str] = ()
+    extra_flags: Sequence[str] = ()
 
 
 def check_tag(text: str) -> str:
@@ -57,77 +57,77 @@ def check_tag(text: str) -> str:
 
 def repository(tag: str) -> str:
     """Return the image's name without the tag."""
-    found = _REFERENCE.match(tag)
-    assert found is not None
-    return found["name"]
+    match = _REFERENCE.match(tag)
+    assert match is not None
+    return match["name"]
 
 
-def choose(wanted: str | None) -> str:
+def choose(requested: str | None) -> str:
     """Return the requested builder, else the first usable one here. Raises BuildError."""
-    if wanted == KANIKO:
+    if requested == KANIKO:
         return KANIKO
-    if wanted is not None:
-        if shutil.which(wanted) is None:
-            raise BuildError(f"--builder {wanted}: there is no {wanted} on PATH: {_REMEDY}")
-        return wanted
-    there = [program for program in PROGRAMS if shutil.which(program)]
-    found = next((program for program in there if program != "docker" or _has_daemon()), None)
-    if found is None:
-        why = "docker is there, and its daemon does not answer" if there else "nothing here builds images"
-        raise BuildError(f"{why}: {_REMEDY}")
-    return found
+    if requested is not None:
+        if shutil.which(requested) is None:
+            raise BuildError(f"--builder {requested}: there is no {requested} on PATH: {_REMEDY}")
+        return requested
+    installed = [program for program in PROGRAMS if shutil.which(program)]
+    builder = next((program for program in installed if program != "docker" or _has_daemon()), None)
+    if builder is None:
+        reason = "docker is there, and its daemon does not answer" if installed else "nothing here builds images"
+        raise BuildError(f"{reason}: {_REMEDY}")
+    return builder
 
 
 def command(builder: str, build: Build) -> list[str]:
     """Return the builder's command line."""
-    words = [builder, "build", "--file", os.path.join(build.context, "Dockerfile"), "--tag", build.tag]
+    argv = [builder, "build", "--file", os.path.join(build.context, "Dockerfile"), "--tag", build.tag]
     if build.epoch is not None:
-        words += ["--build-arg", f"SOURCE_DATE_EPOCH={build.epoch}"]
-        words += [] if builder == "docker" else ["--timestamp", str(build.epoch)]
+        argv += ["--build-arg", f"SOURCE_DATE_EPOCH={build.epoch}"]
+        argv += [] if builder == "docker" else ["--timestamp", str(build.epoch)]
     for key, value in build.arguments.items():
-        words += ["--build-arg", f"{key}={value}"]
+        argv += ["--build-arg", f"{key}={value}"]
     for key, value in build.labels.items():
-        words += ["--label", f"{key}={value}"]
-    return [*words, *build.more, build.context]
+        argv += ["--label", f"{key}={value}"]
+    return [*argv, *build.extra_flags, build.context]
 
 
-def build(builder: str, wanted: Build) -> None:
+def build(builder: str, image_build: Build) -> None:
     """Build the image; the builder's output goes to stderr. Raises BuildError."""
-    _run(command(builder, wanted), f"{builder} could not build {wanted.tag}")
+    _run(command(builder, image_build), f"{builder} could not build {image_build.tag}")
 
 
 def push(builder: str, tag: str) -> str:
     """Push the image and return its digest in the registry. Raises BuildError."""
-    failed = f"{builder} could not push {tag}"
+    problem = f"{builder} could not push {tag}"
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch, "digest")
         digest = "" if builder == "docker" else f"--digestfile={file}"
-        _run([word for word in (builder, "push", digest, tag) if word], failed)
-        found = _of_docker(tag) if builder == "docker" else file.read_text().strip()
-    if not _DIGEST.match(found):
-        raise BuildError(f"{builder} pushed {tag}, and does not tell its digest ({found or 'nothing'})")
-    return found
+        _run([argument for argument in (builder, "push", digest, tag) if argument], problem)
+        image_digest = _of_docker(tag) if builder == "docker" else file.read_text().strip()
+    if not _DIGEST.match(image_digest):
+        raise BuildError(f"{builder} pushed {tag}, and does not tell its digest ({image_digest or 'nothing'})")
+    return image_digest
 
 
 def _of_docker(tag: str) -> str:
-    words = ["docker", "image", "inspect", "--format", "{{json .RepoDigests}}", tag]
-    done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    if done.returncode:
-        raise BuildError(f"docker does not tell the digest of {tag}: {done.stderr.strip()}")
-    known = dict(reference.rsplit("@", 1) for reference in json.loads(done.stdout) or [])
+    argv = ["docker", "image", "inspect", "--format", "{{json .RepoDigests}}", tag]
+    completed = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if completed.returncode:
+        raise BuildError(f"docker does not tell the digest of {tag}: {completed.stderr.strip()}")
+    digests = dict(reference.rsplit("@", 1) for reference in json.loads(completed.stdout) or [])
     name = repository(tag)
-    return str(known.get(name) or known.get(name.removeprefix("docker.io/").removeprefix("library/")) or "")
+    return str(digests.get(name) or digests.get(name.removeprefix("docker.io/").removeprefix("library/")) or "")
 
 
 def _has_daemon() -> bool:
-    words = ["docker", "version", "--format", "{{.Server.Version}}"]
+    argv = ["docker", "version", "--format", "{{.Server.Version}}"]
     try:
-        return subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=30).returncode == 0
+        return subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=30).returncode == 0
     except subprocess.TimeoutExpired:
         return False
 
 
-def _run(words: Sequence[str], failed: str) -> None:
-    done = subprocess.run(words, stdin=subprocess.DEVNULL, stdout=2)
-    if done.returncode:
-        raise BuildError(f"{failed} (exit {done.returncode}): what it said is above")
+def _run(argv: Sequence[str], problem: str) -> None:
+    completed = subprocess.run(argv, stdin=subprocess.DEVNULL, stdout=2)
+    if completed.returncode:
+        raise BuildError(f"{problem} (exit {completed.returncode}): what it said is above")

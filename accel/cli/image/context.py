@@ -35,25 +35,25 @@ class Project:
     on_base: bool
 
     def dockerfile(self) -> str:
-        return dockerfile.of_project(
+        return dockerfile.project_dockerfile(
             on_base=self.on_base, requirements=self.requirements is not None, code=self.with_code
         )
 
 
-def requirements_of(code: Path, given: str | None) -> str | None:
+def requirements_of(code: Path, requirements_file: str | None) -> str | None:
     """Return the given file's text, else that of requirements.txt, else the dependencies in pyproject.toml.
 
     Raises ConfigError.
     """
     path = code / "requirements.txt"
-    if given is not None or path.is_file():
-        path = Path(given) if given is not None else path
+    if requirements_file is not None or path.is_file():
+        path = Path(requirements_file) if requirements_file is not None else path
         try:
             text = path.read_text()
         except (OSError, UnicodeDecodeError) as error:
-            why = error.strerror if isinstance(error, OSError) else "not UTF-8"
-            raise ConfigError(f"{path}: cannot be read: {why}") from None
-        return _alone(path, text)
+            reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+            raise ConfigError(f"{path}: cannot be read: {reason}") from None
+        return _check_standalone(path, text)
     return _declared(code / "pyproject.toml")
 
 
@@ -79,7 +79,7 @@ def make(directory: Path, project: Project, epoch: int | None) -> list[str]:
     return warnings
 
 
-def _alone(path: Path, text: str) -> str:
+def _check_standalone(path: Path, text: str) -> str:
     """Return the text. Raises ConfigError if it refers to other files, which the context does not have."""
     for number, line in enumerate(text.splitlines(), 1):
         if re.match(r"\s*(-r|--requirement|-c|--constraint|-e|--editable|\.{1,2}/|file:)(\s|=|\S)", line):
@@ -97,15 +97,15 @@ def _declared(path: Path) -> str | None:
     except ModuleNotFoundError:  # Python 3.10
         raise ConfigError(f"{path}: reading it needs Python 3.11; give --requirements FILE instead") from None
     try:
-        said = tomllib.loads(path.read_text())
+        document = tomllib.loads(path.read_text())
     except (OSError, ValueError) as error:  # not UTF-8, or not TOML
         raise ConfigError(f"{path}: {error}") from None
-    found = said.get("project", {}).get("dependencies")
-    if not found:
+    dependencies = document.get("project", {}).get("dependencies")
+    if not dependencies:
         return None
-    if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+    if not isinstance(dependencies, list) or not all(isinstance(dependency, str) for dependency in dependencies):
         raise ConfigError(f"{path}: project.dependencies is not a list of texts")
-    return "\n".join(found) + "\n"
+    return "\n".join(dependencies) + "\n"
 
 
 def _torch() -> str:
@@ -121,15 +121,15 @@ def _copy(code: Path, destination: Path) -> list[str]:
     entries, warnings = list_code(top, image=True)
     destination.mkdir()
     for entry in entries:
-        made = destination / entry.path
-        made.parent.mkdir(parents=True, exist_ok=True)
+        path = destination / entry.path
+        path.parent.mkdir(parents=True, exist_ok=True)
         if entry.type == "directory":
-            made.mkdir(exist_ok=True)
+            path.mkdir(exist_ok=True)
         elif entry.type == "link":
-            made.symlink_to(entry.link)
+            path.symlink_to(entry.link)
         else:
-            shutil.copyfile(os.path.join(top, entry.path), made)
-            made.chmod(entry.mode)
+            shutil.copyfile(os.path.join(top, entry.path), path)
+            path.chmod(entry.mode)
     return warnings
 
 
@@ -149,14 +149,14 @@ def origin_url(directory: Path) -> str:
     return without_password(_git(directory, "remote", "get-url", "origin"))
 
 
-def _git(directory: Path, *words: str) -> str:
+def _git(directory: Path, *arguments: str) -> str:
     try:
-        done = subprocess.run(
-            ["git", "-c", "core.fsmonitor=false", "-C", str(directory), *words],
+        completed = subprocess.run(
+            ["git", "-c", "core.fsmonitor=false", "-C", str(directory), *arguments],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             env=git_environment(),
         )
     except FileNotFoundError:
         return ""
-    return done.stdout.decode(errors="replace").strip() if done.returncode == 0 else ""
+    return completed.stdout.decode(errors="replace").strip() if completed.returncode == 0 else ""

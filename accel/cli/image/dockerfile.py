@@ -54,7 +54,7 @@ COPY schedulers schedulers
 {_PIP}RUN python -m pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 COPY constraints.txt /wheels/constraints.txt
 """
-_GIVEN = f"""\
+_WHEEL_STAGE = f"""\
 FROM scratch AS wheel
 COPY {WHEELS} /wheels
 """
@@ -154,30 +154,30 @@ COPY --chown=${{UID}}:${{GID}} {CODE} /workspace
 """
 
 
-def of_repository() -> str:
+def repository_dockerfile() -> str:
     """Return deploy/kubernetes/Dockerfile: accel and torch from this repository."""
     stages = [_FROM_SOURCES, _PACKAGES, _RUNTIME]
     return _REPOSITORY + "ARG PYTHON_IMAGE=python:3.12-slim\n\n" + "\n".join(stages)
 
 
-def of_sagemaker() -> str:
+def sagemaker_dockerfile() -> str:
     """Return deploy/sagemaker/Dockerfile: the same with boto3, running as root."""
     packages = _PACKAGES.replace("ARG EXTRAS=train\n", "ARG EXTRAS=train,sagemaker\n")
     stages = [_FROM_SOURCES, packages, _SYSTEM + _INSTALLED + _COMMAND]
     return _SAGEMAKER + "ARG PYTHON_IMAGE=python:3.12-slim\n\n" + "\n".join(stages)
 
 
-def of_project(*, on_base: bool, requirements: bool, code: bool) -> str:
+def project_dockerfile(*, on_base: bool, requirements: bool, code: bool) -> str:
     """Return a project's Dockerfile: accel and torch (or a base image with torch), requirements, code."""
     first = "ARG BASE\n" if on_base else "ARG PYTHON_IMAGE=python:3.12-slim\n"
-    stages = [_GIVEN, _ON_BASE] if on_base else [_GIVEN, _PACKAGES, _RUNTIME, _ON_RUNTIME]
+    stages = [_WHEEL_STAGE, _ON_BASE] if on_base else [_WHEEL_STAGE, _PACKAGES, _RUNTIME, _ON_RUNTIME]
     top = (_REQUIRED if requirements else "") + _USER + (_CODED if code else "") + _END
     return _PROJECT + first + "\n" + "\n".join(stages) + top
 
 
 def arguments(text: str) -> Mapping[str, str]:
     """Return the build arguments of a Dockerfile with their defaults."""
-    found: dict[str, str] = {}
+    defaults: dict[str, str] = {}
     for name, value in re.findall(r"^ARG (\w+)(?:=(.*))?$", text, re.MULTILINE):
-        found.setdefault(name, value.strip('"'))
-    return found
+        defaults.setdefault(name, value.strip('"'))
+    return defaults

@@ -19,7 +19,7 @@ from schedulers.kubernetes.manifests.pods import unexpanded
 from .builders import Build, repository
 
 # A few ConfigMaps are no burden for the cluster's database; more is not what it is for.
-MOST = 3 << 20
+MAX_CONTEXT_BYTES = 3 << 20
 _CONTEXT, _PARTS = "/accel/context", "/accel-parts"
 
 
@@ -38,20 +38,20 @@ class Cluster:
     secret: str | None = None
 
 
-def called(build: Build, context: bytes) -> str:
+def object_name(build: Build, context: bytes) -> str:
     """Return the name of the objects that build this context; its ConfigMaps have it in a label too."""
     return f"accel-image-{_slug(build.tag)}-{delivery.digest_of(context)[:8]}"
 
 
-def packed(build: Build) -> bytes:
+def pack_context(build: Build) -> bytes:
     """Return the packed context. Raises SpecError if it is too large."""
-    found = delivery.packed(_tar(build))
-    if len(found) > MOST:
+    archive = delivery.pack_snapshot(_tar(build))
+    if len(archive) > MAX_CONTEXT_BYTES:
         raise SpecError(
-            f"the context is {len(found) / (1 << 20):.1f} MiB, packed, and kaniko is given {MOST >> 20} MiB at most: "
+            f"the packed context is {len(archive) / (1 << 20):.1f} MiB; kaniko takes {MAX_CONTEXT_BYTES >> 20} MiB: "
             "leave out what the image does not need (.gitignore, .accelignore), or --no-code, or use another builder"
         )
-    return found
+    return archive
 
 
 def objects(build: Build, cluster: Cluster, context: bytes) -> list[delivery.Object]:
@@ -59,16 +59,16 @@ def objects(build: Build, cluster: Cluster, context: bytes) -> list[delivery.Obj
 
     The digest is the pod's termination message (`terminated.message`).
     """
-    name = called(build, context)
+    name = object_name(build, context)
     labels = {names.MANAGED_BY: "accel", "app.kubernetes.io/component": "image"}
     # No Job is there when they are made, so none owns them: by the label a cleanup finds them when it is gone.
     maps = delivery.config_maps(name, {**labels, names.JOB_ID: name}, cluster.namespace, context)
-    place = {"namespace": cluster.namespace} if cluster.namespace else {}
+    namespace = {"namespace": cluster.namespace} if cluster.namespace else {}
     pod = _pod(build, cluster, name, delivery.digest_of(context), maps)
     job = {
         "apiVersion": "batch/v1",
         "kind": "Job",
-        "metadata": {"name": name, **place, "labels": labels},
+        "metadata": {"name": name, **namespace, "labels": labels},
         "spec": {
             "backoffLimit": 0,
             "ttlSecondsAfterFinished": 3600,
@@ -79,11 +79,11 @@ def objects(build: Build, cluster: Cluster, context: bytes) -> list[delivery.Obj
 
 
 def _pod(build: Build, cluster: Cluster, name: str, digest: str, maps: list[delivery.Object]) -> dict[str, Any]:
-    parts = [f"{_PARTS}/{key}" for each in maps for key in each["binaryData"]]
+    parts = [f"{_PARTS}/{key}" for config_map in maps for key in config_map["binaryData"]]
     unpack = ["python3", "-c", delivery.UNPACK, digest, _CONTEXT, *parts]
-    home = {"name": "accel", "mountPath": "/accel"}
-    mounts: list[dict[str, Any]] = [home]
-    sources = [{"configMap": {"name": each["metadata"]["name"]}} for each in maps]
+    work_mount = {"name": "accel", "mountPath": "/accel"}
+    mounts: list[dict[str, Any]] = [work_mount]
+    sources = [{"configMap": {"name": config_map["metadata"]["name"]}} for config_map in maps]
     volumes: list[dict[str, Any]] = [
         {"name": "accel", "emptyDir": {}},
         {"name": "accel-parts", "projected": {"sources": sources}},
@@ -99,15 +99,15 @@ def _pod(build: Build, cluster: Cluster, name: str, digest: str, maps: list[deli
             {
                 "name": "context",
                 "image": cluster.python,
-                "command": [unexpanded(word) for word in unpack],
-                "volumeMounts": [home, {"name": "accel-parts", "mountPath": _PARTS, "readOnly": True}],
+                "command": [unexpanded(argument) for argument in unpack],
+                "volumeMounts": [work_mount, {"name": "accel-parts", "mountPath": _PARTS, "readOnly": True}],
             }
         ],
         "containers": [
             {
                 "name": "kaniko",
                 "image": cluster.image,
-                "args": [unexpanded(word) for word in _words(build)],
+                "args": [unexpanded(argument) for argument in _kaniko_args(build)],
                 "volumeMounts": mounts,
             }
         ],
@@ -115,29 +115,29 @@ def _pod(build: Build, cluster: Cluster, name: str, digest: str, maps: list[deli
     }
 
 
-def _words(build: Build) -> list[str]:
-    words = [f"--context=dir://{_CONTEXT}", f"--dockerfile={_CONTEXT}/Dockerfile", f"--destination={build.tag}"]
-    words += ["--digest-file=/dev/termination-log"]
+def _kaniko_args(build: Build) -> list[str]:
+    options = [f"--context=dir://{_CONTEXT}", f"--dockerfile={_CONTEXT}/Dockerfile", f"--destination={build.tag}"]
+    options += ["--digest-file=/dev/termination-log"]
     if build.epoch is not None:
-        words += ["--reproducible", f"--build-arg=SOURCE_DATE_EPOCH={build.epoch}"]
-    words += [f"--build-arg={key}={value}" for key, value in build.arguments.items()]
-    words += [f"--label={key}={value}" for key, value in build.labels.items()]
-    return [*words, *build.more]
+        options += ["--reproducible", f"--build-arg=SOURCE_DATE_EPOCH={build.epoch}"]
+    options += [f"--build-arg={key}={value}" for key, value in build.arguments.items()]
+    options += [f"--label={key}={value}" for key, value in build.labels.items()]
+    return [*options, *build.extra_flags]
 
 
 def _tar(build: Build) -> bytes:
     """Return the context as a tar file; the same bytes for the same files."""
 
-    def plain(member: tarfile.TarInfo) -> tarfile.TarInfo:
+    def normalize(member: tarfile.TarInfo) -> tarfile.TarInfo:
         member.uid = member.gid = 0
         member.uname = member.gname = ""
         member.mtime = build.epoch or 0
         return member
 
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as archive:
-        archive.add(build.context, arcname=".", filter=plain)
-    return out.getvalue()
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        archive.add(build.context, arcname=".", filter=normalize)
+    return buffer.getvalue()
 
 
 def _slug(tag: str) -> str:

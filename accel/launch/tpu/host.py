@@ -13,7 +13,7 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 
-from ..errors import Refused
+from ..errors import LaunchConfigError
 
 PCI = "/sys/bus/pci/devices"
 VFIO = "/dev/vfio"
@@ -36,14 +36,14 @@ _SHAPES: Mapping[str, Mapping[int, str]] = {
 
 def chips(env: Mapping[str, str], pci: str = PCI, vfio: str = VFIO) -> list[str]:
     """Return the PCI device id of each TPU device usable here. `TORCH_TPU_DEVICES_PER_HOST` limits their number."""
-    found = []
+    device_ids = []
     for path in sorted(glob.glob(f"{pci}/*")):
         kind = _read(f"{path}/device")
         group = os.path.basename(os.path.realpath(f"{path}/iommu_group"))
         if _read(f"{path}/vendor") == _GOOGLE and kind in _SHAPES and os.path.exists(f"{vfio}/{group}"):
-            found.append(kind)
-    count = _number(env, "TORCH_TPU_DEVICES_PER_HOST", len(found))
-    return (found or [""] * count)[:count]
+            device_ids.append(kind)
+    count = _number(env, "TORCH_TPU_DEVICES_PER_HOST", len(device_ids))
+    return (device_ids or [""] * count)[:count]
 
 
 def slice_environment(env: Mapping[str, str]) -> dict[str, str]:
@@ -59,14 +59,14 @@ def slice_environment(env: Mapping[str, str]) -> dict[str, str]:
         return {}
     # name:id:address of each worker, in their order.
     hosts = [end.split(":")[-1].strip() for end in endpoints.split(",")]
-    told = dict(re.findall(r"^(\w+): *'([^']*)'", _attribute(server, "tpu-env"), re.MULTILINE))
-    found = {
+    attributes = dict(re.findall(r"^(\w+): *'([^']*)'", _attribute(server, "tpu-env"), re.MULTILINE))
+    values = {
         "TPU_WORKER_HOSTNAMES": ",".join(hosts),
-        "TPU_WORKER_ID": _attribute(server, "agent-worker-number") or told.get("WORKER_ID", ""),
+        "TPU_WORKER_ID": _attribute(server, "agent-worker-number") or attributes.get("WORKER_ID", ""),
         "TPU_ACCELERATOR_TYPE": _attribute(server, "accelerator-type"),
-        "TPU_TOPOLOGY": told.get("TOPOLOGY", ""),
+        "TPU_TOPOLOGY": attributes.get("TOPOLOGY", ""),
     }
-    return {name: value for name, value in found.items() if value and name not in env}
+    return {name: value for name, value in values.items() if value and name not in env}
 
 
 def torch_tpu_variables(
@@ -76,19 +76,21 @@ def torch_tpu_variables(
 
     `devices` are the host's, as `chips` returns them. Raises Refused for what cannot be determined.
     """
-    found = dict.fromkeys(("TORCH_TPU_SLICEBUILDER_ADDRESSES", "TORCH_TPU_TOPOLOGY", "TORCH_TPU_XPROF_SESSION_ID"), "")
-    found |= {name: env[name] for name in found if env.get(name)}
-    addresses, topology, session = found
-    if int(env.get("MEGASCALE_NUM_SLICES") or 1) > 1 and not (found[addresses] and found[topology]):
-        raise Refused("--tpu: torch_tpu on several slices (MEGASCALE_NUM_SLICES) is not in this version: use one slice")
-    if not found[addresses]:
-        found[addresses] = ",".join(_addresses(env, nodes, processes))
-    if not found[topology]:
-        found[topology] = _topology(env, devices, nodes, processes)
-    if not found[session]:
-        number = int(hashlib.sha256(f"{run_id} {found[addresses]}".encode()).hexdigest()[:15], 16)
-        found[session] = str(number if nodes > 1 else time.time_ns())
-    return found
+    values = dict.fromkeys(("TORCH_TPU_SLICEBUILDER_ADDRESSES", "TORCH_TPU_TOPOLOGY", "TORCH_TPU_XPROF_SESSION_ID"), "")
+    values |= {name: env[name] for name in values if env.get(name)}
+    addresses, topology, session = values
+    if int(env.get("MEGASCALE_NUM_SLICES") or 1) > 1 and not (values[addresses] and values[topology]):
+        raise LaunchConfigError(
+            "--tpu: torch_tpu on several slices (MEGASCALE_NUM_SLICES) is not in this version: use one slice"
+        )
+    if not values[addresses]:
+        values[addresses] = ",".join(_addresses(env, nodes, processes))
+    if not values[topology]:
+        values[topology] = _topology(env, devices, nodes, processes)
+    if not values[session]:
+        number = int(hashlib.sha256(f"{run_id} {values[addresses]}".encode()).hexdigest()[:15], 16)
+        values[session] = str(number if nodes > 1 else time.time_ns())
+    return values
 
 
 def _addresses(env: Mapping[str, str], nodes: int, processes: int) -> list[str]:
@@ -97,8 +99,10 @@ def _addresses(env: Mapping[str, str], nodes: int, processes: int) -> list[str]:
         return [f"localhost:{port}" for port in _free_ports(processes)]
     hosts = [name.strip() for name in env.get("TPU_WORKER_HOSTNAMES", "").split(",") if name.strip()]
     if len(hosts) != nodes:
-        has = f"TPU_WORKER_HOSTNAMES names {len(hosts)}" if hosts else "TPU_WORKER_HOSTNAMES is not set"
-        raise Refused(f"--tpu on {nodes} machines: {has}: export the names of all, in the order of their ranks")
+        problem = f"TPU_WORKER_HOSTNAMES names {len(hosts)}" if hosts else "TPU_WORKER_HOSTNAMES is not set"
+        raise LaunchConfigError(
+            f"--tpu on {nodes} machines: {problem}: export the names of all, in the order of their ranks"
+        )
     base = _number(env, "TORCH_TPU_BASE_PORT", _PORT)
     return [f"{host}:{base + index}" for host in hosts for index in range(processes)]
 
@@ -110,21 +114,23 @@ def _topology(env: Mapping[str, str], devices: Sequence[str], nodes: int, proces
         return shapes[processes]
     if nodes == 1 and shapes:
         counts = ", ".join(map(str, shapes))
-        raise Refused(f"--num_processes {processes}: on one such TPU host it is one of {counts}")
+        raise LaunchConfigError(f"--num_processes {processes}: on one such TPU host it is one of {counts}")
     text = env.get("TPU_TOPOLOGY", "")
-    sides = re.split("[x,]", text)
-    if not all(side.isdecimal() for side in sides):
-        said = f"TPU_TOPOLOGY={text!r} is no topology" if text else "nothing says the slice's topology"
-        raise Refused(f"--tpu: {said}: export TORCH_TPU_TOPOLOGY, such as 2,2,2")
-    return ",".join([*sides, "1", "1"][: max(3, len(sides))] + (["2"] if kind == _V7 and len(sides) < 4 else []))
+    dimensions = re.split("[x,]", text)
+    if not all(dimension.isdecimal() for dimension in dimensions):
+        problem = f"TPU_TOPOLOGY={text!r} is no topology" if text else "nothing says the slice's topology"
+        raise LaunchConfigError(f"--tpu: {problem}: export TORCH_TPU_TOPOLOGY, such as 2,2,2")
+    return ",".join(
+        [*dimensions, "1", "1"][: max(3, len(dimensions))] + (["2"] if kind == _V7 and len(dimensions) < 4 else [])
+    )
 
 
 def _free_ports(count: int) -> list[int]:
-    with ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("localhost", 0))
-        return [int(one.getsockname()[1]) for one in sockets]
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for sock in sockets:
+            sock.bind(("localhost", 0))
+        return [int(sock.getsockname()[1]) for sock in sockets]
 
 
 def _attribute(server: str, name: str) -> str:
@@ -143,7 +149,7 @@ def _attribute(server: str, name: str) -> str:
 def _number(env: Mapping[str, str], name: str, default: int) -> int:
     text = env.get(name) or str(default)
     if not text.isdecimal():
-        raise Refused(f"environment: {name} must be a whole number, not {text!r}")
+        raise LaunchConfigError(f"environment: {name} must be a whole number, not {text!r}")
     return int(text)
 
 

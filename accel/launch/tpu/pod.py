@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import IO
 
-from accel.launch.signals import Told
+from accel.launch.signals import TerminationSignals
 from schedulers.processes import descendants, end_all, signal_name
 
 _GRACE_S = 10.0
@@ -44,72 +44,72 @@ def script(commands: Sequence[str]) -> str:
 def run(gcloud: Sequence[str], name: str, zone: str, commands: Sequence[str]) -> int:
     """Run commands with gcloud, as `on_each` does. Raises `PodError` without gcloud, or if the TPU is unknown."""
 
-    def lines(told: Told) -> list[list[str]]:
-        count = workers(gcloud, name, zone, told)
+    def lines(signals: TerminationSignals) -> list[list[str]]:
+        count = workers(gcloud, name, zone, signals)
         if count > 1:
-            _sign_in(gcloud, name, zone, told)
+            _sign_in(gcloud, name, zone, signals)
         return [ssh(gcloud, name, zone, str(index), commands) for index in range(count)]
 
     return on_each(lines)
 
 
-def on_each(lines: Callable[[Told], Sequence[Sequence[str]]]) -> int:
+def on_each(lines: Callable[[TerminationSignals], Sequence[Sequence[str]]]) -> int:
     """Run a command line per worker and print its output line by line. Return the first failing code, else 0.
 
     Ends the others when one has failed, and all on a termination signal, for which it returns 128 + its number.
     ``lines`` is called after the signal handlers are set, and may raise `PodError`.
     """
-    told = Told()
+    signals = TerminationSignals()
     running: list[_Worker] = []
     try:
-        for index, line in enumerate(lines(told)):
-            if not told.signum:
+        for index, line in enumerate(lines(signals)):
+            if not signals.signum:
                 running.append(_Worker(index, line))
-        return _first_failure(running, told)
-    except _ToldToEnd:
-        return told.exit_code
+        return _first_failure(running, signals)
+    except _Terminated:
+        return signals.exit_code
     finally:
-        if told.signum:
-            print(f"accel: told to end by {signal_name(told.signum)}; ending what runs", file=sys.stderr)
+        if signals.signum:
+            print(f"accel: told to end by {signal_name(signals.signum)}; ending what runs", file=sys.stderr)
         _end(running)
-        told.forget()
+        signals.forget()
 
 
-def workers(gcloud: Sequence[str], name: str, zone: str, told: Told) -> int:
+def workers(gcloud: Sequence[str], name: str, zone: str, signals: TerminationSignals) -> int:
     """Return the number of workers. Raises `PodError`."""
-    asked = [*gcloud, "describe", name, "--zone", zone, "--format", "json"]
+    argv = [*gcloud, "describe", name, "--zone", zone, "--format", "json"]
     try:
-        code, described, said = _answer(asked, told)
+        code, stdout, stderr = _run_gcloud(argv, signals)
     except FileNotFoundError:
         raise PodError(
             "there is no gcloud on PATH: install the Google Cloud CLI (https://cloud.google.com/sdk)"
         ) from None
     if code != 0:
-        raise PodError(f"gcloud cannot describe {name} in {zone}: {_error(said) or f'code {code}'}")
+        raise PodError(f"gcloud cannot describe {name} in {zone}: {_error(stderr) or f'code {code}'}")
     try:
-        found = json.loads(described)
-        ends, state = found.get("networkEndpoints") or [], found.get("state", "READY")
+        description = json.loads(stdout)
+        endpoints, state = description.get("networkEndpoints") or [], description.get("state", "READY")
     except (ValueError, AttributeError):
-        raise PodError(f"gcloud describes {name} in words that are not understood: {shlex.join(asked)}") from None
+        raise PodError(f"gcloud describes {name} in words that are not understood: {shlex.join(argv)}") from None
     if state != "READY":
         raise PodError(f"{name} in {zone} is {state}, not READY")
-    return max(1, len(ends))
+    return max(1, len(endpoints))
 
 
-def _sign_in(gcloud: Sequence[str], name: str, zone: str, told: Told) -> None:
+def _sign_in(gcloud: Sequence[str], name: str, zone: str, signals: TerminationSignals) -> None:
     """Let gcloud create its SSH key if it has none: several at once would overwrite each other's."""
     if os.path.exists(os.path.expanduser(_KEY)):
         return
-    code, _, said = _answer(ssh(gcloud, name, zone, "0", ["true"]), told)
+    code, _, stderr = _run_gcloud(ssh(gcloud, name, zone, "0", ["true"]), signals)
     if code != 0:
-        raise PodError(f"gcloud cannot sign in to worker 0 of {name}: {_error(said) or f'code {code}'}")
+        raise PodError(f"gcloud cannot sign in to worker 0 of {name}: {_error(stderr) or f'code {code}'}")
 
 
-class _ToldToEnd(Exception):
+class _Terminated(Exception):
     """A signal came while gcloud ran."""
 
 
-def _answer(command: Sequence[str], told: Told) -> tuple[int, str, str]:
+def _run_gcloud(command: Sequence[str], signals: TerminationSignals) -> tuple[int, str, str]:
     """Return gcloud's exit code, stdout and stderr. Raises _ToldToEnd after gcloud and its ssh have ended.
 
     Runs in this session, on whose terminal gcloud may prompt for a key's passphrase.
@@ -120,10 +120,10 @@ def _answer(command: Sequence[str], told: Told) -> tuple[int, str, str]:
         try:
             while True:
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    out, err = running.communicate(timeout=_POLL_S)
-                    return running.returncode, out, err
-                if told.signum:
-                    raise _ToldToEnd
+                    stdout, stderr = running.communicate(timeout=_POLL_S)
+                    return running.returncode, stdout, stderr
+                if signals.signum:
+                    raise _Terminated
         except BaseException:
             end_all(
                 lambda: [running.pid, *descendants(running.pid)] if running.poll() is None else [], grace_s=_GRACE_S
@@ -131,10 +131,10 @@ def _answer(command: Sequence[str], told: Told) -> tuple[int, str, str]:
             raise
 
 
-def _error(said: str) -> str:
+def _error(stderr: str) -> str:
     """Return gcloud's paragraph that begins with ERROR, as one line; without one, its last line."""
-    lines = said.strip().splitlines()
-    start = next((at for at, line in enumerate(lines) if line.startswith("ERROR")), len(lines) - 1)
+    lines = stderr.strip().splitlines()
+    start = next((index for index, line in enumerate(lines) if line.startswith("ERROR")), len(lines) - 1)
     return " ".join(line.strip() for line in itertools.takewhile(str.strip, lines[max(start, 0) :]))
 
 
@@ -151,12 +151,12 @@ class _Worker:
         for reader in self._readers:
             reader.start()
 
-    def _pass_on(self, lines: IO[bytes], to: IO[str]) -> None:
+    def _pass_on(self, lines: IO[bytes], stream: IO[str]) -> None:
         for line in lines:
             text = line.decode(errors="replace").rstrip("\r\n")
             try:
-                to.write(f"[worker {self.index}] {text}\n")
-                to.flush()
+                stream.write(f"[worker {self.index}] {text}\n")
+                stream.flush()
             except (OSError, ValueError):
                 continue  # nobody reads any more; the worker must still not wait for a full pipe
 
@@ -181,19 +181,19 @@ class _Worker:
         return True
 
 
-def _first_failure(running: Sequence[_Worker], told: Told) -> int:
-    left = list(running)
-    while left:
-        if told.signum:
-            return told.exit_code
-        for worker in [one for one in left if one.poll() is not None]:
-            left.remove(worker)
+def _first_failure(running: Sequence[_Worker], signals: TerminationSignals) -> int:
+    remaining = list(running)
+    while remaining:
+        if signals.signum:
+            return signals.exit_code
+        for worker in [candidate for candidate in remaining if candidate.poll() is not None]:
+            remaining.remove(worker)
             worker.finish(_GRACE_S)
             code = worker.poll() or 0
             if code:
                 code = 128 - code if code < 0 else code
-                others = f"; ending the other {len(left)}" if left else ""
-                print(f"accel: worker {worker.index} ended with code {code}{others}", file=sys.stderr)
+                suffix = f"; ending the other {len(remaining)}" if remaining else ""
+                print(f"accel: worker {worker.index} ended with code {code}{suffix}", file=sys.stderr)
                 return code
         time.sleep(_POLL_S)
     return 0

@@ -32,35 +32,35 @@ def clear(remote: Remote, *, root: str, python: str, unused_s: float, jobs: Sequ
     program = host_program("cleanup")
     request = {"root": root, "jobs": list(jobs), "unused_s": unused_s}
     argv = [python, "-I", "-S", "-c", program_loader(program)]
-    said = remote.run(argv, stdin=program + json.dumps(request).encode() + b"\n", timeout_s=_CLEARING_S)
-    return replies.decode(said.stdout, replies.Kept, remote.name, said.stderr)["kept"]
+    completed = remote.run(argv, stdin=program + json.dumps(request).encode() + b"\n", timeout_s=_CLEARING_S)
+    return replies.decode(completed.stdout, replies.CleanupResult, remote.name, completed.stderr)["kept"]
 
 
 def clear_jobs(hosts: Hosts, options: HostOptions, jobs: Sequence[Native]) -> list[str]:
     """Removes the jobs from their hosts, each host in one conversation; a line for each host that keeps something."""
-    on: dict[Host, list[str]] = {}
+    jobs_by_host: dict[Host, list[str]] = {}
     for native in jobs:
         for host in native.hosts:
-            on.setdefault(host, []).append(native.job_id)
+            jobs_by_host.setdefault(host, []).append(native.job_id)
 
-    def one(remote: Remote) -> Mapping[str, str]:
-        jobs = on[remote.host]
+    def clear_host(remote: Remote) -> Mapping[str, str]:
+        jobs = jobs_by_host[remote.host]
         return clear(remote, root=options.root, python=hosts.python, unused_s=unused_s(options), jobs=jobs)
 
     lines = []
-    for outcome in hosts.pool.map(one, list(on)):
-        count = len(on[outcome.host])
+    for outcome in hosts.pool.map(clear_host, list(jobs_by_host)):
+        count = len(jobs_by_host[outcome.host])
         if outcome.error is not None:
             lines.append(f"{outcome.error}; what it has of {count} job{'s' if count > 1 else ''} stays there")
         elif outcome.value:
-            kept = ", ".join(f"{job} ({why})" for job, why in outcome.value.items())
-            lines.append(f"{outcome.host}: not removed there: {kept}")
+            listing = ", ".join(f"{job} ({reason})" for job, reason in outcome.value.items())
+            lines.append(f"{outcome.host}: not removed there: {listing}")
     return lines
 
 
-def remove(hosts: Hosts, options: HostOptions, paths: Sequence[str], of: Sequence[Host]) -> None:
+def remove(hosts: Hosts, options: HostOptions, paths: Sequence[str], host_list: Sequence[Host]) -> None:
     """Removes what is at these paths, below `root`, from the hosts that can be reached."""
-    hosts.pool.map(lambda remote: Files(remote, root=options.root, python=hosts.python).remove(*paths), of)
+    hosts.pool.map(lambda remote: Files(remote, root=options.root, python=hosts.python).remove(*paths), host_list)
 
 
 __all__ = ["clear", "clear_jobs", "remove", "unused_s"]

@@ -8,40 +8,42 @@ from typing import Any
 
 from ...errors import SpecError, UnknownJob, Unreachable
 from ...job import JobSpec
-from ...target import Found, Plan
+from ...target import DiscoveredJob, Plan
 from ..errors import RemoteError
 from ..host_list import Host, parse_hosts
 from .native_id import Native
-from .status import Hosts, tell_all
+from .status import Hosts, query_all
 
 Settings = Mapping[str, Any]
 
 
-def find(hosts: Hosts, named: Sequence[Host], job_id: str, target: str) -> Found | None:
+def find(hosts: Hosts, host_list: Sequence[Host], job_id: str, target: str) -> DiscoveredJob | None:
     """Asks all these hosts at once; one that knows the job is enough, for it knows the job's other hosts.
 
     Raises UnknownJob for a job that was put there and never started, Unreachable when only hosts that cannot be asked
     may know it.
     """
-    told = tell_all(hosts, named, {"op": "find", "job": job_id})
-    knowing = {host: answer["settings"] for host, answer, _ in told if answer is not None and answer["started"]}
-    if knowing:
-        return _found(job_id, target, knowing)
-    problems = [str(error) for _, _, error in told if error is not None]
+    replies = query_all(hosts, host_list, {"op": "find", "job": job_id})
+    settings_by_host = {host: reply["settings"] for host, reply, _ in replies if reply is not None and reply["started"]}
+    if settings_by_host:
+        return _discovered_job(job_id, target, settings_by_host)
+    problems = [str(error) for _, _, error in replies if error is not None]
     if problems:
-        count = len(named) - len(problems)
-        rest = f"{count} other host{'s do' if count > 1 else ' does'} not know it" if count else "no host can be asked"
-        raise Unreachable(f"job {job_id} may be where nobody can look now ({rest}): {'; '.join(problems)}")
-    if any(answer is not None for _, answer, _ in told):
+        count = len(host_list) - len(problems)
+        summary = (
+            f"{count} other host{'s do' if count > 1 else ' does'} not know it" if count else "no host can be asked"
+        )
+        raise Unreachable(f"job {job_id} may be where nobody can look now ({summary}): {'; '.join(problems)}")
+    if any(reply is not None for _, reply, _ in replies):
         raise UnknownJob(f"job {job_id} is being submitted to target {target} this moment, or was never started there")
     return None
 
 
-def _found(job_id: str, target: str, knowing: Mapping[Host, Settings]) -> Found:
-    source, settings = next(iter(knowing.items()))
+def _discovered_job(job_id: str, target: str, settings_by_host: Mapping[Host, Settings]) -> DiscoveredJob:
+    source, settings = next(iter(settings_by_host.items()))
     try:
         spec = JobSpec.from_json(settings.get("spec"))
-        native = Native.of(job_id, _named_here(knowing))
+        native = Native.of(job_id, _job_hosts(settings_by_host))
     except (SpecError, KeyError, TypeError, ValueError) as error:
         raise RemoteError(str(source), f"another version of accel put job {job_id} there: {error}") from None
     shown = {key: value for key, value in settings.items() if key != "spec"}
@@ -53,15 +55,15 @@ def _found(job_id: str, target: str, knowing: Mapping[Host, Settings]) -> Found:
         settings={"nodes": spec.nodes},
         warnings=(f"submitted by another machine: this is what {source} was told",),
     )
-    return Found(native_id=str(native), spec=spec, plan=plan)
+    return DiscoveredJob(native_id=str(native), spec=spec, plan=plan)
 
 
-def _named_here(knowing: Mapping[Host, Settings]) -> list[Host]:
+def _job_hosts(settings_by_host: Mapping[Host, Settings]) -> list[Host]:
     """The job's hosts by their numbers: as they are called here, and those not named here as the submitter did."""
-    settings = next(iter(knowing.values()))
-    here = {int(of["node"]): host for host, of in knowing.items()}
+    settings = next(iter(settings_by_host.values()))
+    by_number = {int(host_settings["node"]): host for host, host_settings in settings_by_host.items()}
     names = [str(node["name"]) for node in (*settings["nodes"], *settings["spares"])]
-    return [here.get(number) or parse_hosts(name, source="the job")[0] for number, name in enumerate(names)]
+    return [by_number.get(number) or parse_hosts(name, source="the job")[0] for number, name in enumerate(names)]
 
 
 __all__ = ["find"]

@@ -9,11 +9,11 @@ from typing import Any
 
 from ..facts import Facts
 from ..host_list import Host
-from ..supervisor.slots import wanted
+from ..supervisor.slots import required_slots
 
 
 @dataclass(kw_only=True)
-class Room:
+class Capacity:
     """What a host has for jobs of one size: how many can run there at once, and how many run or wait already."""
 
     host: Host
@@ -32,30 +32,38 @@ def queue_settings(job: Mapping[str, Any], host: Host, facts: Facts) -> dict[str
     return {**job, "procs_per_node": procs, "devices": dataclasses.asdict(facts.devices)}
 
 
-def room(job: Mapping[str, Any], host: Host, facts: Facts) -> Room | str:
+def host_capacity(job: Mapping[str, Any], host: Host, facts: Facts) -> Capacity | str:
     """The host's room for such jobs; or a line that says why there can be none."""
-    wants = wanted(queue_settings(job, host, facts), dataclasses.asdict(facts.devices))
-    for want in wants:
-        if want.count > len(want.of):
-            return f"{host}: has {len(want.of)} {want.what}, {want.count} are asked for; ask for fewer, or leave it out"
+    requests = required_slots(queue_settings(job, host, facts), dataclasses.asdict(facts.devices))
+    for request in requests:
+        if request.count > len(request.slots):
+            return (
+                f"{host}: has {len(request.slots)} {request.what}, not the {request.count} requested; "
+                "request fewer, or leave it out"
+            )
     held = set(facts.queue.held)
-    capacity = min(len(want.of) // want.count for want in wants)
-    free = min(len([name for name in want.of if name.replace("/", "_") not in held]) // want.count for want in wants)
+    capacity = min(len(request.slots) // request.count for request in requests)
+    free = min(
+        len([name for name in request.slots if name.replace("/", "_") not in held]) // request.count
+        for request in requests
+    )
     # Whoever waits is served before: then nothing is free for those that come now.
     ahead = capacity + facts.queue.waiting if facts.queue.waiting else capacity - free
-    return Room(host=host, capacity=capacity, ahead=ahead)
+    return Capacity(host=host, capacity=capacity, ahead=ahead)
 
 
-def choose(rooms: Sequence[Room], jobs: int, nodes: int, spares: int) -> list[tuple[list[Host], list[Host]]]:
+def choose(capacities: Sequence[Capacity], jobs: int, nodes: int, spares: int) -> list[tuple[list[Host], list[Host]]]:
     """Members and spares of each job, in the target's order: the least loaded hosts, with the jobs placed before."""
     chosen = []
     for _ in range(jobs):
-        ranked = sorted(range(len(rooms)), key=lambda number: rooms[number].load)
+        ranked = sorted(range(len(capacities)), key=lambda number: capacities[number].load)
         members = sorted(ranked[:nodes])
         for number in members:
-            rooms[number].ahead += 1
-        chosen.append(([rooms[n].host for n in members], [rooms[n].host for n in ranked[nodes : nodes + spares]]))
+            capacities[number].ahead += 1
+        chosen.append(
+            ([capacities[n].host for n in members], [capacities[n].host for n in ranked[nodes : nodes + spares]])
+        )
     return chosen
 
 
-__all__ = ["Room", "choose", "queue_settings", "room"]
+__all__ = ["Capacity", "choose", "host_capacity", "queue_settings"]

@@ -17,9 +17,9 @@ from .status import Hosts
 
 # Bytes of one log, of all logs of a host, and of all hosts, that are read at once. A log gives a line or a piece of
 # one for each logfiles.MOST_BYTES.
-_LIMIT, _MOST, _MOST_OF_ALL = 4 << 20, 16 << 20, 64 << 20
-_SILENT = "unreachable"
-_WHEN = "since"  # of a host that could not be asked where its logs stood at a time: that time
+_LIMIT, _MAX_BYTES, _MAX_TOTAL_BYTES = 4 << 20, 16 << 20, 64 << 20
+_UNREACHABLE = "unreachable"
+_SINCE = "since"  # of a host that could not be asked where its logs stood at a time: that time
 
 T = TypeVar("T")
 
@@ -34,7 +34,7 @@ class _Piece:
     offset: int
     data: bytes
     ends: bool  # it reaches to the end of a file that nobody writes to any more
-    more: bool
+    has_more: bool
 
     @property
     def order(self) -> tuple[float, int, str]:
@@ -49,48 +49,48 @@ def read(hosts: Hosts, native: Native, since: Cursor | None) -> Iterator[LogLine
     """
     positions = _positions(since)
     numbers = {host: number for number, host in enumerate(native.hosts)}
-    asked = list(native.hosts)
-    most = max(log_lines.MOST_BYTES, min(_MOST, _MOST_OF_ALL // len(native.hosts)))
-    limits = {"limit": min(_LIMIT, most), "most": most}
+    pending = list(native.hosts)
+    max_bytes = max(log_lines.MAX_BYTES, min(_MAX_BYTES, _MAX_TOTAL_BYTES // len(native.hosts)))
+    limits = {"limit": min(_LIMIT, max_bytes), "most": max_bytes}
     unread: dict[Host, list[str]] = {}
     errors: dict[Host, SchedulerError] = {}
-    over, believe = False, True
-    while asked:
-        steps = {host: [_step(native, positions, numbers[host]) | limits | _only(unread.get(host))] for host in asked}
-        pieces: list[_Piece] = []
+    finished, believe_down = False, True
+    while pending:
+        steps = {host: [_step(native, positions, numbers[host]) | limits | _only(unread.get(host))] for host in pending}
+        chunks: list[_Piece] = []
         unread = {}
-        for host, outcome in hosts.ask(steps, believe_down=believe).items():
+        for host, outcome in hosts.query(steps, believe_down=believe_down).items():
             if outcome.error is not None or outcome.value is None:
                 errors[host] = outcome.error or Unreachable(f"{host}: no answer")
                 continue
-            over = over or bool(outcome.value.done[0]["over"])
-            found = _pieces(outcome.value.done[0], outcome.value.data, numbers[host])
-            pieces += found
-            more = [piece.source.partition("/")[2] for piece in found if piece.more]
-            if more:
-                unread[host] = more
-        for piece in sorted(pieces, key=lambda piece: piece.order):
-            for line in _lines(piece):
+            finished = finished or bool(outcome.value.done[0]["over"])
+            host_chunks = _pieces(outcome.value.done[0], outcome.value.data, numbers[host])
+            chunks += host_chunks
+            unfinished = [chunk.source.partition("/")[2] for chunk in host_chunks if chunk.has_more]
+            if unfinished:
+                unread[host] = unfinished
+        for chunk in sorted(chunks, key=lambda chunk: chunk.order):
+            for line in _lines(chunk):
                 positions[line.source] = line.position
                 yield line
-        asked = list(unread)
-        if not asked and over and believe:
+        pending = list(unread)
+        if not pending and finished and believe_down:
             # They may be back; what they do not give now is missing for good.
-            believe = False
-            asked = [host for host in errors if f"{numbers[host]}/{_SILENT}" not in positions]
-            for host in asked:
+            believe_down = False
+            pending = [host for host in errors if f"{numbers[host]}/{_UNREACHABLE}" not in positions]
+            for host in pending:
                 del errors[host]
-    yield from _of_silence(errors, numbers, positions, over=over)
+    yield from _unreachable_line(errors, numbers, positions, finished=finished)
 
 
 def cursor_at(hosts: Hosts, native: Native, when: float) -> Cursor:
     """Where the logs stood; a host that cannot be asked now will be when its lines are read."""
     step = {"op": "at", "job": native.job_id, "when": when}
-    found: dict[str, str] = {}
-    for number, outcome in enumerate(hosts.ask({host: [step] for host in native.hosts}).values()):
-        stood = {_WHEN: when} if outcome.value is None else outcome.value.done[0]
-        found |= {f"{number}/{name}": str(place) for name, place in stood.items()}
-    return Cursor(found)
+    positions: dict[str, str] = {}
+    for number, outcome in enumerate(hosts.query({host: [step] for host in native.hosts}).values()):
+        offsets = {_SINCE: when} if outcome.value is None else outcome.value.done[0]
+        positions |= {f"{number}/{name}": str(offset) for name, offset in offsets.items()}
+    return Cursor(positions)
 
 
 def tail_at(hosts: Hosts, native: Native, since: Cursor, count: int) -> Cursor:
@@ -102,15 +102,18 @@ def tail_at(hosts: Hosts, native: Native, since: Cursor, count: int) -> Cursor:
         for number, host in enumerate(native.hosts)
     }
 
-    def ask(counts: Mapping[str, int]) -> list[dict[str, Any]]:
-        found = []
-        asked = {host: [{**step, "counts": _of(counts, number)}] for number, (host, step) in enumerate(steps.items())}
-        for number, outcome in enumerate(hosts.ask(asked, believe_down=True).values()):
+    def read_tails(counts: Mapping[str, int]) -> list[dict[str, Any]]:
+        tails = []
+        requests = {
+            host: [{**step, "counts": _positions_of_host(counts, number)}]
+            for number, (host, step) in enumerate(steps.items())
+        }
+        for number, outcome in enumerate(hosts.query(requests, believe_down=True).values()):
             logs = [] if outcome.value is None else outcome.value.done[0]
-            found += [{**log, "name": f"{number}/{log['name']}"} for log in logs]
-        return found
+            tails += [{**log, "name": f"{number}/{log['name']}"} for log in logs]
+        return tails
 
-    return since.moved(log_lines.last_lines(ask, count))
+    return since.moved(log_lines.last_lines(read_tails, count))
 
 
 def _positions(since: Cursor | None) -> dict[str, str]:
@@ -119,19 +122,19 @@ def _positions(since: Cursor | None) -> dict[str, str]:
 
 
 def _step(native: Native, positions: Mapping[str, str], number: int) -> dict[str, Any]:
-    when = positions.get(f"{number}/{_WHEN}")
-    dated = {} if when is None else {"when": float(when)}
-    return {"op": "logs", "job": native.job_id, "from": _offsets(positions, number), **dated}
+    when = positions.get(f"{number}/{_SINCE}")
+    since = {} if when is None else {"when": float(when)}
+    return {"op": "logs", "job": native.job_id, "from": _offsets(positions, number), **since}
 
 
 def _offsets(positions: Mapping[str, str], number: int) -> dict[str, int]:
-    mine = _of(positions, number)
-    return {name: int(at) for name, at in mine.items() if at.isdigit() and name != _WHEN}
+    host_positions = _positions_of_host(positions, number)
+    return {name: int(position) for name, position in host_positions.items() if position.isdigit() and name != _SINCE}
 
 
-def _of(places: Mapping[str, T], number: int) -> dict[str, T]:
+def _positions_of_host(by_source: Mapping[str, T], number: int) -> dict[str, T]:
     """Those of one host, by the names that it knows."""
-    return {name.partition("/")[2]: place for name, place in places.items() if name.startswith(f"{number}/")}
+    return {name.partition("/")[2]: value for name, value in by_source.items() if name.startswith(f"{number}/")}
 
 
 def _only(logs: list[str] | None) -> dict[str, Any]:
@@ -139,41 +142,41 @@ def _only(logs: list[str] | None) -> dict[str, Any]:
 
 
 def _pieces(done: Mapping[str, Any], data: bytes, number: int) -> list[_Piece]:
-    pieces = []
-    at = 0
+    chunks = []
+    start = 0
     for file in done["files"]:
         end = file["offset"] + file["length"]
-        pieces.append(
+        chunks.append(
             _Piece(
                 source=f"{number}/{file['name']}",
                 rank=file["rank"],
                 attempt=file["attempt"],
                 offset=file["offset"],
-                data=data[at : at + file["length"]],
+                data=data[start : start + file["length"]],
                 ends=done["complete"] and end >= file["size"],
-                more=end < file["size"],
+                has_more=end < file["size"],
             )
         )
-        at += file["length"]
-    return pieces
+        start += file["length"]
+    return chunks
 
 
-def _lines(piece: _Piece) -> Iterator[LogLine]:
+def _lines(chunk: _Piece) -> Iterator[LogLine]:
     return log_lines.lines(
-        io.BytesIO(piece.data).read, piece.ends,
-        source=piece.source, rank=piece.rank, attempt=piece.attempt, offset=piece.offset,
+        io.BytesIO(chunk.data).read, chunk.ends,
+        source=chunk.source, rank=chunk.rank, attempt=chunk.attempt, offset=chunk.offset,
     )  # fmt: skip
 
 
-def _of_silence(
-    errors: Mapping[Host, SchedulerError], numbers: Mapping[Host, int], positions: Mapping[str, str], *, over: bool
+def _unreachable_line(
+    errors: Mapping[Host, SchedulerError], numbers: Mapping[Host, int], positions: Mapping[str, str], *, finished: bool
 ) -> Iterator[LogLine]:
     if not errors:
         return
-    if not over:
+    if not finished:
         raise Unreachable(f"its logs cannot be read: {'; '.join(map(str, errors.values()))}")
     for host, error in errors.items():
-        source = f"{numbers[host]}/{_SILENT}"
+        source = f"{numbers[host]}/{_UNREACHABLE}"
         if source not in positions:
             text = f"accel: its logs cannot be read: {error}\n"
             yield LogLine(rank=None, stream="missing", text=text, source=source, position="1")

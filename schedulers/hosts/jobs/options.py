@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from ...errors import SpecError
 from ..remote_files import ROOT
 
-_LEAST_HEARTBEAT_S = 5.0
+_MIN_HEARTBEAT_S = 5.0
 _LAST_PORT = 65535
-_LEAST_PORTS = 2  # node 0 has one for the ranks' rendezvous and one for its supervisor
-_LEAST_UNUSED_DAYS = 1.0
+_MIN_PORTS = 2  # node 0 has one for the ranks' rendezvous and one for its supervisor
+_MIN_UNUSED_DAYS = 1.0
 _VERSION = re.compile(r"3\.[1-9]\d(\.\d{1,3})?", re.ASCII)
 
 
@@ -65,36 +65,36 @@ class HostOptions:
 
 def check(options: HostOptions, name: str) -> None:
     """Raises SpecError, naming the key, for what cannot be meant."""
-    where = f"target {name}"
-    if options.heartbeat_s < _LEAST_HEARTBEAT_S or options.heartbeat_s == float("inf"):
-        raise SpecError(f"{where}: heartbeat_s must be {_LEAST_HEARTBEAT_S:g} or more, not {options.heartbeat_s:g}")
+    subject = f"target {name}"
+    if options.heartbeat_s < _MIN_HEARTBEAT_S or options.heartbeat_s == float("inf"):
+        raise SpecError(f"{subject}: heartbeat_s must be {_MIN_HEARTBEAT_S:g} or more, not {options.heartbeat_s:g}")
     for key in ("start_timeout_s", "disk_gb"):
         if not 0 < getattr(options, key) < float("inf"):
-            raise SpecError(f"{where}: {key} must be more than 0, not {getattr(options, key):g}")
-    if not options.unused_days >= _LEAST_UNUSED_DAYS:
-        raise SpecError(f"{where}: unused_days must be {_LEAST_UNUSED_DAYS:g} or more, not {options.unused_days:g}")
+            raise SpecError(f"{subject}: {key} must be more than 0, not {getattr(options, key):g}")
+    if not options.unused_days >= _MIN_UNUSED_DAYS:
+        raise SpecError(f"{subject}: unused_days must be {_MIN_UNUSED_DAYS:g} or more, not {options.unused_days:g}")
     if options.concurrency is not None and options.concurrency < 1:
-        raise SpecError(f"{where}: concurrency must be 1 or more, not {options.concurrency}")
+        raise SpecError(f"{subject}: concurrency must be 1 or more, not {options.concurrency}")
     if options.spares < 0:
-        raise SpecError(f"{where}: spares must be 0 or more, not {options.spares}")
+        raise SpecError(f"{subject}: spares must be 0 or more, not {options.spares}")
     if options.port is not None and not 0 < options.port <= _LAST_PORT:
-        raise SpecError(f"{where}: port must be 1 to {_LAST_PORT}, not {options.port}")
+        raise SpecError(f"{subject}: port must be 1 to {_LAST_PORT}, not {options.port}")
     if options.python is not None and options.venv is not None:
-        raise SpecError(f"{where}: python and venv are both given: keep one")
+        raise SpecError(f"{subject}: python and venv are both given: keep one")
     if options.requirements is not None and not options.requirements.strip():
-        raise SpecError(f"{where}: requirements must be the name of a file")
+        raise SpecError(f"{subject}: requirements must be the name of a file")
     if options.requirements_python is not None:
         if options.requirements is None:
-            raise SpecError(f"{where}: requirements_python is the Python of an environment: name its requirements")
+            raise SpecError(f"{subject}: requirements_python is the Python of an environment: name its requirements")
         if not _VERSION.fullmatch(options.requirements_python):
             raise SpecError(
-                f"{where}: requirements_python must be a version from 3.10 on, such as 3.12 or 3.12.4, "
+                f"{subject}: requirements_python must be a version from 3.10 on, such as 3.12 or 3.12.4, "
                 f"not {options.requirements_python!r}"
             )
     if any(not argv or not argv[0] for argv in options.setup):
-        raise SpecError(f"{where}: setup: a command has no program")
+        raise SpecError(f"{subject}: setup: a command has no program")
     if not (options.root == "~" or options.root.startswith(("~/", "/"))):
-        raise SpecError(f"{where}: root must begin with / or ~/, not {options.root!r}")
+        raise SpecError(f"{subject}: root must begin with / or ~/, not {options.root!r}")
     port_range(options, name)
 
 
@@ -104,11 +104,11 @@ def port_range(options: HostOptions, name: str) -> range:
         return range(20000, 32768)
     first, dash, last = options.ports.partition("-")
     if first.isdecimal() and (last.isdecimal() or not dash):
-        found = range(int(first), int(last or first) + 1)
-        if len(found) >= _LEAST_PORTS and found[0] > 0 and found[-1] <= _LAST_PORT:
-            return found
+        ports = range(int(first), int(last or first) + 1)
+        if len(ports) >= _MIN_PORTS and ports[0] > 0 and ports[-1] <= _LAST_PORT:
+            return ports
     raise SpecError(
-        f"target {name}: ports must be a range of {_LEAST_PORTS} or more, such as 29500-29599, not {options.ports!r}"
+        f"target {name}: ports must be a range of {_MIN_PORTS} or more, such as 29500-29599, not {options.ports!r}"
     )
 
 

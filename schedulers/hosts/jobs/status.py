@@ -20,8 +20,8 @@ from ..transport import Outcome, Pool, Remote
 from .native_id import Native
 from .options import HostOptions, python_of
 
-_ANSWER_S = 60.0
-_SOON_S = 1.0  # so long a host is waited for alone
+_REPLY_TIMEOUT_S = 60.0
+_REPLY_GRACE_S = 1.0  # so long a host is waited for alone
 _DOWN_S = 20.0  # a host that could not be reached is asked after the others for so long
 
 Step = Mapping[str, Any]
@@ -38,7 +38,7 @@ _PHASES: Mapping[str, State] = {
 
 
 @dataclass(frozen=True)
-class Answer:
+class Reply:
     """What a host answered: a value for each step, and the bytes that came after."""
 
     done: list[Any]
@@ -69,16 +69,18 @@ class Hosts:
     def python(self) -> str:
         return on_host(python_of(self._options))
 
-    def ask(self, asked: Mapping[Host, Sequence[Step]], *, believe_down: bool = False) -> dict[Host, Outcome[Answer]]:
+    def query(
+        self, steps_by_host: Mapping[Host, Sequence[Step]], *, believe_down: bool = False
+    ) -> dict[Host, Outcome[Reply]]:
         """All hosts at once, each in one conversation. With `believe_down`, those that could not be reached a moment
         ago are not tried again: the others' answers need not wait for them."""
-        known = {host: error for host in asked if believe_down and (error := self._why_down(host)) is not None}
-        tried = [host for host in asked if host not in known]
-        outcomes = self.pool.map(lambda remote: self._ask_one(remote, asked[remote.host]), tried)
+        down = {host: error for host in steps_by_host if believe_down and (error := self._down_error(host)) is not None}
+        tried = [host for host in steps_by_host if host not in down]
+        outcomes = self.pool.map(lambda remote: self._query_host(remote, steps_by_host[remote.host]), tried)
         for outcome in outcomes:
             self.note(outcome.host, outcome.error)
-        found = {outcome.host: outcome for outcome in outcomes}
-        return {host: found.get(host) or Outcome(host, error=known[host]) for host in asked}
+        by_host = {outcome.host: outcome for outcome in outcomes}
+        return {host: by_host.get(host) or Outcome(host, error=down[host]) for host in steps_by_host}
 
     def note(self, host: Host, error: SchedulerError | None) -> None:
         """How the last attempt to reach a host went."""
@@ -90,16 +92,16 @@ class Hosts:
 
     def is_down(self, host: Host) -> bool:
         """Whether it could not be reached a moment ago."""
-        return self._why_down(host) is not None
+        return self._down_error(host) is not None
 
     def likely_first(self, hosts: Sequence[Host]) -> list[Host]:
         """In their order, those last that could not be reached a moment ago."""
         return sorted(hosts, key=self.is_down)
 
-    def _why_down(self, host: Host) -> SchedulerError | None:
+    def _down_error(self, host: Host) -> SchedulerError | None:
         with self._lock:
-            until, error = self._down.get(host, (0.0, None))
-        return error if until > time.monotonic() else None
+            down_until, error = self._down.get(host, (0.0, None))
+        return error if down_until > time.monotonic() else None
 
     def close(self) -> None:
         with self._lock:
@@ -107,13 +109,13 @@ class Hosts:
         if pool is not None:
             pool.close()
 
-    def _ask_one(self, remote: Remote, steps: Sequence[Step]) -> Answer:
+    def _query_host(self, remote: Remote, steps: Sequence[Step]) -> Reply:
         program = host_programs("logs", "jobs")
         request = json.dumps({"root": self._options.root, "do": list(steps)}).encode()
         argv = [self.python, "-I", "-S", "-c", program_loader(program)]
-        said = remote.run(argv, stdin=program + request + b"\n", timeout_s=_ANSWER_S)
-        line, _, data = said.stdout.partition(b"\n")
-        return Answer(answers.decode_done(line, steps, answers.JOBS, remote.name, said.stderr), data)
+        completed = remote.run(argv, stdin=program + request + b"\n", timeout_s=_REPLY_TIMEOUT_S)
+        line, _, data = completed.stdout.partition(b"\n")
+        return Reply(answers.decode_done(line, steps, answers.JOBS, remote.name, completed.stderr), data)
 
 
 def on_host(path: str) -> str:
@@ -122,19 +124,19 @@ def on_host(path: str) -> str:
 
 
 @dataclass
-class _Asked:
+class _PollState:
     """One job on its way from host to host."""
 
     native: Native
-    ahead: list[Host]
-    heard: list[dict[str, Any]] = field(default_factory=list)
-    silent: list[str] = field(default_factory=list)
+    remaining_hosts: list[Host]
+    replies: list[dict[str, Any]] = field(default_factory=list)
+    unreachable: list[str] = field(default_factory=list)
     fenced: Status | None = None  # the result of a host that was cut off: the others may have gone on without it
     nodes: int = 1
-    asked: int = 0  # hosts that have yet to answer
+    pending: int = 0  # hosts that have yet to answer
 
 
-Answers: TypeAlias = "queue.SimpleQueue[tuple[list[str], Outcome[Answer]]]"
+ReplyQueue: TypeAlias = "queue.SimpleQueue[tuple[list[str], Outcome[Reply]]]"
 
 
 def statuses(hosts: Hosts, jobs: Mapping[str, Native]) -> tuple[dict[str, Status], dict[str, str]]:
@@ -143,89 +145,89 @@ def statuses(hosts: Hosts, jobs: Mapping[str, Native]) -> tuple[dict[str, Status
     Each job's hosts are asked in order until one has its result, or its supervisor alive; the next one, too, when the
     others have not answered for a moment.
     """
-    found: dict[str, Status] = {}
-    silent: dict[str, str] = {}
-    open_ones = {key: _Asked(native, hosts.likely_first(native.hosts)) for key, native in jobs.items()}
-    answers: Answers = queue.SimpleQueue()
-    _ask_next(hosts, open_ones, answers)
-    while open_ones:
+    job_statuses: dict[str, Status] = {}
+    unreachable: dict[str, str] = {}
+    pending = {key: _PollState(native, hosts.likely_first(native.hosts)) for key, native in jobs.items()}
+    reply_queue: ReplyQueue = queue.SimpleQueue()
+    _query_next(hosts, pending, reply_queue)
+    while pending:
         try:
-            keys, outcome = answers.get(timeout=_SOON_S)
+            keys, outcome = reply_queue.get(timeout=_REPLY_GRACE_S)
         except queue.Empty:
-            _ask_next(hosts, open_ones, answers)  # whoever answers first need not wait for one that may be cut off
+            _query_next(hosts, pending, reply_queue)  # whoever answers first need not wait for one that may be cut off
             continue
-        unsettled = {}
+        unresolved = {}
         for number, key in enumerate(keys):
-            job = open_ones.get(key)
+            job = pending.get(key)
             if job is None:
                 continue
-            job.asked -= 1
-            status = _heard(job, outcome, number)
+            job.pending -= 1
+            status = _status_from_reply(job, outcome, number)
             if status is not None:
-                found[key] = status
-                del open_ones[key]
-            elif job.ahead:
-                unsettled[key] = job
-            elif not job.asked:
-                _conclude(key, job, found, silent)
-                del open_ones[key]
-        _ask_next(hosts, unsettled, answers)
-    return found, silent
+                job_statuses[key] = status
+                del pending[key]
+            elif job.remaining_hosts:
+                unresolved[key] = job
+            elif not job.pending:
+                _conclude(key, job, job_statuses, unreachable)
+                del pending[key]
+        _query_next(hosts, unresolved, reply_queue)
+    return job_statuses, unreachable
 
 
-def _ask_next(hosts: Hosts, jobs: Mapping[str, _Asked], answers: Answers) -> None:
+def _query_next(hosts: Hosts, jobs: Mapping[str, _PollState], reply_queue: ReplyQueue) -> None:
     """Asks the next host of each job, those of one host together."""
-    asked: dict[Host, list[str]] = {}
+    keys_by_host: dict[Host, list[str]] = {}
     for key, job in jobs.items():
-        if job.ahead:
-            job.asked += 1
-            asked.setdefault(job.ahead.pop(0), []).append(key)
-    for host, keys in asked.items():
+        if job.remaining_hosts:
+            job.pending += 1
+            keys_by_host.setdefault(job.remaining_hosts.pop(0), []).append(key)
+    for host, keys in keys_by_host.items():
         steps = [{"op": "status", "job": jobs[key].native.job_id} for key in keys]
 
-        def ask(host: Host = host, keys: list[str] = keys, steps: Sequence[Step] = steps) -> None:
-            outcome: Outcome[Answer] = Outcome(host, error=RemoteError(host.name, "asking it failed (see the log)"))
+        def poll_host(host: Host = host, keys: list[str] = keys, steps: Sequence[Step] = steps) -> None:
+            outcome: Outcome[Reply] = Outcome(host, error=RemoteError(host.name, "asking it failed (see the log)"))
             try:
-                outcome = hosts.ask({host: steps})[host]
+                outcome = hosts.query({host: steps})[host]
             finally:
-                answers.put((keys, outcome))
+                reply_queue.put((keys, outcome))
 
-        threading.Thread(target=ask, name=f"asking {host}", daemon=True).start()
+        threading.Thread(target=poll_host, name=f"asking {host}", daemon=True).start()
 
 
-def _heard(job: _Asked, outcome: Outcome[Answer], number: int) -> Status | None:
+def _status_from_reply(job: _PollState, outcome: Outcome[Reply], number: int) -> Status | None:
     """The status, when this host's answer settles it."""
     if outcome.error is not None or outcome.value is None:
-        job.silent.append(str(outcome.error))
+        job.unreachable.append(str(outcome.error))
         return None
-    answer = outcome.value.done[number]
-    if answer["exit"] is not None:
-        status = _result(answer["exit"], outcome.host)
-        if not (isinstance(answer["exit"], dict) and answer["exit"].get("fenced")):
+    reply = outcome.value.done[number]
+    if reply["exit"] is not None:
+        status = _result(reply["exit"], outcome.host)
+        if not (isinstance(reply["exit"], dict) and reply["exit"].get("fenced")):
             return status
         job.fenced = job.fenced or status
-        state = answer["state"]
+        state = reply["state"]
         members = state.get("members") if isinstance(state, dict) else None
         job.nodes = max(job.nodes, len(members) if isinstance(members, list) else 0)
         return None
-    if answer["alive"]:
-        return _progress(answer["state"])
-    job.heard.append(answer)
+    if reply["alive"]:
+        return _progress(reply["state"])
+    job.replies.append(reply)
     return None
 
 
-def _conclude(key: str, job: _Asked, found: dict[str, Status], silent: dict[str, str]) -> None:
+def _conclude(key: str, job: _PollState, job_statuses: dict[str, Status], unreachable: dict[str, str]) -> None:
     """No host that can be asked has the job's own result or a living supervisor; those that cannot be may have both.
 
     When these are fewer than the job needs, it has ended as the hosts say that were cut off from them.
     """
-    if job.fenced is not None and len(job.silent) < job.nodes:
-        found[key] = job.fenced
-    elif job.silent:
-        silent[key] = job.silent[0]
-    elif any(answer["state"] is not None for answer in job.heard):
+    if job.fenced is not None and len(job.unreachable) < job.nodes:
+        job_statuses[key] = job.fenced
+    elif job.unreachable:
+        unreachable[key] = job.unreachable[0]
+    elif any(reply["state"] is not None for reply in job.replies):
         message = "its supervisors were killed, or their hosts restarted, and they left no result"
-        found[key] = Status(state=State.FAILED, reason=Reason.LOST, message=message)
+        job_statuses[key] = Status(state=State.FAILED, reason=Reason.LOST, message=message)
 
 
 def _result(document: Any, host: Host) -> Status:
@@ -252,13 +254,13 @@ def _progress(document: Any) -> Status:
     )
 
 
-def tell_all(hosts: Hosts, asked: Sequence[Host], step: Step) -> list[tuple[Host, Any, SchedulerError | None]]:
+def query_all(hosts: Hosts, host_list: Sequence[Host], step: Step) -> list[tuple[Host, Any, SchedulerError | None]]:
     """One step for each host: its answer, or why there is none."""
-    outcomes = hosts.ask({host: [step] for host in asked})
+    outcomes = hosts.query({host: [step] for host in host_list})
     return [
         (host, None if outcome.value is None else outcome.value.done[0], outcome.error)
         for host, outcome in outcomes.items()
     ]
 
 
-__all__ = ["Answer", "Hosts", "on_host", "statuses", "tell_all"]
+__all__ = ["Hosts", "Reply", "on_host", "query_all", "statuses"]

@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...config import secrets
-from ...convert import as_text, as_whole
+from ...convert import as_integer, as_text
 from ...errors import SchedulerError, SpecError, StoreError, Unreachable
 from ...job import Cursor, JobSpec, LogLine, Status
 from ...store import atomic_files
-from ...target import Checked, Found, Plan, TargetContext, parse_ids
+from ...target import CheckReport, DiscoveredJob, Plan, TargetContext, parse_ids
 from ..bundle import PROGRAM
-from . import options as meaning
+from . import options as host_options
 from .options import HostOptions
 
 if TYPE_CHECKING:
-    from ..facts import Wanted
+    from ..facts import HostRequirements
     from ..host_list import Host
     from ..preflight import Report
     from .status import Hosts
@@ -49,34 +49,34 @@ class HostsTarget(abc.ABC):
         self.name = context.name
         self._options: HostOptions = context.options
         self._jobs = context.jobs
-        self._asked: Hosts | None = None
+        self._connections: Hosts | None = None
         self._watch: Watch | None = None
-        meaning.check(self._options, self.name)
+        host_options.check(self._options, self.name)
 
     @abc.abstractmethod
-    def _named(self, code: str) -> list[Host]:
+    def _candidate_hosts(self, code: str) -> list[Host]:
         """The hosts that a job of the code directory may run on, in their order. Raises SpecError, ConfigError."""
 
     @abc.abstractmethod
     def _candidates(self) -> str:
         """The same for people, as far as it can be told without asking or reading anything. Raises SpecError."""
 
-    def _told(self) -> dict[str, Any]:
+    def _supervisor_settings(self) -> dict[str, Any]:
         """Settings of the supervisors that only this kind of target has."""
         return {}
 
-    def _packed(self, plan: Plan) -> Path:
+    def _snapshot_path(self, plan: Plan) -> Path:
         """The job's code, packed. Raises SnapshotError."""
         from ...store import snapshot
 
         return snapshot.pack(Path(plan.settings["code"]), self._jobs.parent).path
 
-    def _taken(self, asked: int, named: Sequence[Host]) -> int:
+    def _host_count(self, requested: int, hosts: Sequence[Host]) -> int:
         """How many of the hosts, which are about to be used, a job takes that asks for so many. Raises SpecError."""
         from . import placement as placing
 
-        placing.enough(named, asked, self._options.spares, self.name)
-        return asked
+        placing.enough(hosts, requested, self._options.spares, self.name)
+        return requested
 
     @property
     def python(self) -> str:
@@ -85,18 +85,18 @@ class HostsTarget(abc.ABC):
 
     @property
     def _hosts(self) -> Hosts:
-        if self._asked is None:
+        if self._connections is None:
             from .status import Hosts
 
-            self._asked = Hosts(self._options)
-        return self._asked
+            self._connections = Hosts(self._options)
+        return self._connections
 
     def plan(self, spec: JobSpec, job_id: str) -> Plan:
         """What every host gets, and what is done, with what only the hosts can tell left open. Raises SpecError."""
         options = self._options
         self._check(spec)
         command = self._command(spec)
-        ports = meaning.port_range(options, self.name)
+        ports = host_options.port_range(options, self.name)
         settings = {
             "schema": SCHEMA,
             "job_id": job_id,
@@ -124,7 +124,7 @@ class HostsTarget(abc.ABC):
                 "cpu_only": options.cpu,
                 "concurrency": options.concurrency,
             },
-            **self._told(),
+            **self._supervisor_settings(),
             "spec": spec.to_json(),  # for machines that did not submit the job, and follow it
         }
         return Plan(
@@ -152,10 +152,10 @@ class HostsTarget(abc.ABC):
 
     def submit(self, plan: Plan) -> str:
         """Raises what `submit_many` raises or returns."""
-        answer = self.submit_many([plan])[0]
-        if isinstance(answer, SchedulerError):
-            raise answer
-        return answer
+        outcome = self.submit_many([plan])[0]
+        if isinstance(outcome, SchedulerError):
+            raise outcome
+        return outcome
 
     def submit_many(self, plans: Sequence[Plan]) -> list[str | SchedulerError]:
         """Examines the hosts, puts everything on those that get the jobs and starts their supervisors.
@@ -166,11 +166,13 @@ class HostsTarget(abc.ABC):
         asked.
         """
         earlier = {plan.job_id: self._earlier(plan.job_id) for plan in plans}
-        answers: dict[str, str | SchedulerError] = {key: found for key, found in earlier.items() if found is not None}
-        fresh = [plan for plan in plans if plan.job_id not in answers]
-        if fresh:
-            answers |= self._submit(fresh)
-        return [answers[plan.job_id] for plan in plans]
+        outcomes: dict[str, str | SchedulerError] = {
+            key: native_id for key, native_id in earlier.items() if native_id is not None
+        }
+        new_plans = [plan for plan in plans if plan.job_id not in outcomes]
+        if new_plans:
+            outcomes |= self._submit(new_plans)
+        return [outcomes[plan.job_id] for plan in plans]
 
     def _submit(self, plans: Sequence[Plan]) -> dict[str, str | SchedulerError]:
         """Native ids, or errors, of jobs that differ in their arguments and names only."""
@@ -182,13 +184,13 @@ class HostsTarget(abc.ABC):
         values = secrets.values(common["secrets"])
         environments = self._environments(common["code"])
         templates = {plan.job_id: json.loads(plan.files[_SETTINGS]) for plan in plans}
-        named = self._named(common["code"])
-        nodes = self._taken(common["nodes"], named)
-        code = Blob.of(self._packed(plans[0]))
-        placements, refused = placing.place(
-            self._hosts, self._options, self.name, list(templates), named, nodes,
-            templates[plans[0].job_id]["queue"], wanted=self._wanted(),
-            python=environments.made if environments is not None else None,
+        hosts = self._candidate_hosts(common["code"])
+        nodes = self._host_count(common["nodes"], hosts)
+        code = Blob.of(self._snapshot_path(plans[0]))
+        placements, unplaced = placing.place(
+            self._hosts, self._options, self.name, list(templates), hosts, nodes,
+            templates[plans[0].job_id]["queue"], requirements=self._requirements_of_host(),
+            python=environments.ensure if environments is not None else None,
             same_slots=any(template["procs_per_node"] is None for template in templates.values()),
             in_order=self.in_order,
         )  # fmt: skip
@@ -196,12 +198,12 @@ class HostsTarget(abc.ABC):
             template = templates[placement.job_id]
             if template["procs_per_node"] is None:
                 template["procs_per_node"] = placing.slots([node.host for node in placement.nodes])
-        failed = refused | submit.ship(self._hosts, self._options, templates, placements, code=code)
+        failed = unplaced | submit.ship(self._hosts, self._options, templates, placements, code=code)
         placements = [placement for placement in placements if placement.job_id not in failed]
-        found = {placement.job_id: submit.native_id(placement) for placement in placements}
-        for job_id, native_id in found.items():
-            atomic_files.write_document(self._placed(job_id), {"native_id": native_id, "nodes": nodes})
-        return found | failed | submit.start(self._hosts, self._options, placements, secrets=values)
+        native_ids = {placement.job_id: submit.native_id(placement) for placement in placements}
+        for job_id, native_id in native_ids.items():
+            atomic_files.write_document(self._placement_path(job_id), {"native_id": native_id, "nodes": nodes})
+        return native_ids | failed | submit.start(self._hosts, self._options, placements, secrets=values)
 
     def poll(self, native_ids: Sequence[str]) -> Mapping[str, Status]:
         """Asks the jobs' hosts, each once, until one tells of each job. A job that none of its hosts knows is missing.
@@ -211,12 +213,12 @@ class HostsTarget(abc.ABC):
         from .native_id import Native
         from .status import statuses
 
-        natives, refused = parse_ids(Native.parse, native_ids)
-        found, silent = statuses(self._hosts, natives)
-        silent |= refused
-        if silent:
-            raise Unreachable("; ".join(dict.fromkeys(silent.values())), answers=found, silent=silent)
-        return found
+        natives, invalid = parse_ids(Native.parse, native_ids)
+        job_statuses, unreachable = statuses(self._hosts, natives)
+        unreachable |= invalid
+        if unreachable:
+            raise Unreachable("; ".join(dict.fromkeys(unreachable.values())), answers=job_statuses, silent=unreachable)
+        return job_statuses
 
     def logs(self, native_id: str, since: Cursor | None = None) -> Iterator[LogLine]:
         from . import logs
@@ -255,7 +257,7 @@ class HostsTarget(abc.ABC):
             self._watch = Watch(self._hosts)
         return self._watch.wait(Native.parse(native_id), timeout_s)
 
-    def find(self, job_id: str) -> Found | None:
+    def find(self, job_id: str) -> DiscoveredJob | None:
         """Looks for a job on the hosts where this machine has placed it; for one that another machine submitted, on all
         hosts of the target, at once.
 
@@ -263,26 +265,26 @@ class HostsTarget(abc.ABC):
         """
         from . import find
 
-        placed = self._placed_as(job_id)
-        if placed is not None:
+        native_id = self._placed_native_id(job_id)
+        if native_id is not None:
             from .native_id import Native
 
-            return find.find(self._hosts, Native.parse(placed).hosts, job_id, self.name)
-        if os.path.isdir(os.path.dirname(self._placed(job_id))):
+            return find.find(self._hosts, Native.parse(native_id).hosts, job_id, self.name)
+        if os.path.isdir(os.path.dirname(self._placement_path(job_id))):
             return None  # this machine submits it, and has started nothing
-        named = self._named(".")
-        return find.find(self._hosts, named, job_id, self.name)
+        hosts = self._candidate_hosts(".")
+        return find.find(self._hosts, hosts, job_id, self.name)
 
     def clear(self, jobs: Mapping[str, str | None]) -> list[str]:
         """Removes the jobs' directories from their hosts, and what nobody has used there for `unused_days`."""
         from . import cleanup
         from .native_id import Native
 
-        known = {job_id: native_id or self._placed_as(job_id) for job_id, native_id in jobs.items()}
-        natives = [Native.parse(native_id) for native_id in known.values() if native_id is not None]
+        native_ids = {job_id: native_id or self._placed_native_id(job_id) for job_id, native_id in jobs.items()}
+        natives = [Native.parse(native_id) for native_id in native_ids.values() if native_id is not None]
         return cleanup.clear_jobs(self._hosts, self._options, natives)
 
-    def check(self, gpus: int = 0) -> Checked:
+    def check(self, gpus: int = 0) -> CheckReport:
         """Examines all hosts of the target, as a submit of a job with so many GPUs on each node would.
 
         Raises SchedulerError when there are none to ask.
@@ -291,28 +293,28 @@ class HostsTarget(abc.ABC):
 
         from . import placement as placing
 
-        named = self._named(".")
+        hosts = self._candidate_hosts(".")
         environments = self._environments(".")
-        lacking = environments.lacking(self._hosts.pool, named) if environments is not None else []
-        wanted = replace(self._wanted(), gpus=gpus)
-        if lacking:  # the interpreter that makes it is examined
-            least = _NODE_PYTHON if self._options.requirements_python else wanted.python
-            wanted = replace(wanted, packages={}, python=least)
+        missing = environments.missing_on(self._hosts.pool, hosts) if environments is not None else []
+        requirements = replace(self._requirements_of_host(), gpus=gpus)
+        if missing:  # the interpreter that makes it is examined
+            minimum = _NODE_PYTHON if self._options.requirements_python else requirements.python
+            requirements = replace(requirements, packages={}, python=minimum)
         report: Report = placing.examined(
-            self._hosts, self._options, self.name, named, wanted,
-            python=environments.made if environments is not None and not lacking else None,
+            self._hosts, self._options, self.name, hosts, requirements,
+            python=environments.ensure if environments is not None and not missing else None,
         )  # fmt: skip
         lines = {
             severity: [str(f) for f in report.findings if f.severity == severity] for severity in ("fails", "warns")
         }
-        later = f"the environment for {self._options.requirements} is not there yet: the first submit makes it"
-        warnings = (*lines["warns"], *(f"{host}: {later}" for host in lacking))
-        return Checked(table=report.table(), failures=tuple(lines["fails"]), warnings=warnings)
+        note = f"the environment for {self._options.requirements} is not there yet: the first submit makes it"
+        warnings = (*lines["warns"], *(f"{host}: {note}" for host in missing))
+        return CheckReport(table=report.table(), failures=tuple(lines["fails"]), warnings=warnings)
 
     def close(self) -> None:
         """Ends the connections; they are made anew when they are needed."""
-        if self._asked is not None:
-            self._asked.close()
+        if self._connections is not None:
+            self._connections.close()
 
     def _environments(self, code: str) -> Environments | None:
         """What makes the environments on the hosts, when there are to be any. Raises ConfigError."""
@@ -322,45 +324,45 @@ class HostsTarget(abc.ABC):
         from .cleanup import unused_s
         from .venvs import Environments, read
 
-        found = read(options.requirements, code)
+        requirements_file = read(options.requirements, code)
         return Environments(
-            found, root=options.root, python=self._hosts.python, version=options.requirements_python,
+            requirements_file, root=options.root, python=self._hosts.python, version=options.requirements_python,
             unused_s=unused_s(options),
         )  # fmt: skip
 
-    def _placed(self, job_id: str) -> str:
+    def _placement_path(self, job_id: str) -> str:
         return str(Path(self._jobs) / job_id / "placed.json")
 
-    def _placed_as(self, job_id: str) -> str | None:
-        placed = self._read_placed(job_id)
-        return None if placed is None else placed[0]
+    def _placed_native_id(self, job_id: str) -> str | None:
+        record = self._read_placement(job_id)
+        return None if record is None else record[0]
 
-    def _read_placed(self, job_id: str) -> tuple[str, int] | None:
+    def _read_placement(self, job_id: str) -> tuple[str, int] | None:
         """The native id under which the job was started, and its number of nodes. Raises StoreError."""
-        path = self._placed(job_id)
+        path = self._placement_path(job_id)
         document = atomic_files.read_document(path)
         if document is None:
             return None
         try:
-            return as_text(document.get("native_id"), "native_id"), as_whole(document.get("nodes"), "nodes", least=1)
+            return as_text(document.get("native_id"), "native_id"), as_integer(document.get("nodes"), "nodes", least=1)
         except ValueError as error:
             raise StoreError(f"{path} is damaged: {error}") from None
 
     def _earlier(self, job_id: str) -> str | None:
         """The native id under which an earlier submit started this job, on at least one host."""
-        placed = self._read_placed(job_id)
-        if placed is None:
+        record = self._read_placement(job_id)
+        if record is None:
             return None
         from .native_id import Native
-        from .status import tell_all
+        from .status import query_all
 
-        native = Native.parse(placed[0])
-        told = tell_all(self._hosts, native.hosts, {"op": "status", "job": job_id})
-        if any(answer is not None and (answer["state"] or answer["exit"]) for _, answer, _ in told):
+        native = Native.parse(record[0])
+        replies = query_all(self._hosts, native.hosts, {"op": "status", "job": job_id})
+        if any(reply is not None and (reply["state"] or reply["exit"]) for _, reply, _ in replies):
             return str(native)
-        problems = [str(error) for _, _, error in told if error is not None]
+        problems = [str(error) for _, _, error in replies if error is not None]
         # It runs on as many hosts as it asked for, or on none.
-        if len(problems) >= placed[1]:
+        if len(problems) >= record[1]:
             raise Unreachable("; ".join(problems))
         return None
 
@@ -373,15 +375,15 @@ class HostsTarget(abc.ABC):
     def _launch_flags(self) -> list[str]:
         return ["--cpu"] if self._options.cpu else []
 
-    def _wanted(self) -> Wanted:
+    def _requirements_of_host(self) -> HostRequirements:
         """What a host must have for any job."""
-        from ..facts import Wanted
+        from ..facts import HostRequirements
 
-        return Wanted()
+        return HostRequirements()
 
     def _python(self) -> str:
         if self._options.requirements is None:
-            return meaning.python_of(self._options)
+            return host_options.python_of(self._options)
         return _join(self._options.root, "envs", f"{{digest of {self._options.requirements}}}", "bin/python")
 
     def _check(self, spec: JobSpec) -> None:
@@ -396,7 +398,7 @@ class HostsTarget(abc.ABC):
             raise SpecError(f"target {self.name} trains on the CPU (cpu: true), and the job asks for GPUs: drop one")
         secrets.check(spec.secrets, self.a_target)
 
-    def _chosen(self, spec: JobSpec) -> str:
+    def _describe_choice(self, spec: JobSpec) -> str:
         """Which of the hosts a job takes, for people."""
         count = spec.nodes + self._options.spares
         return f"the {'one' if count == 1 else count} of them with the most free slots"
@@ -404,20 +406,29 @@ class HostsTarget(abc.ABC):
     def _actions(self, spec: JobSpec, job_id: str, command: Sequence[str]) -> tuple[tuple[str, ...], ...]:
         options = self._options
         job = _join(options.root, "jobs", job_id)
-        made = ["with Python", options.requirements_python] if options.requirements_python else []
+        python_note = ["with Python", options.requirements_python] if options.requirements_python else []
         return (
             *(
-                [("make", _join(options.root, "envs"), "from", options.requirements, *made, "where it is lacking")]
+                [
+                    (
+                        "make",
+                        _join(options.root, "envs"),
+                        "from",
+                        options.requirements,
+                        *python_note,
+                        "where it is lacking",
+                    )
+                ]
                 if options.requirements
                 else []
             ),
             ("examine", self._candidates()),
-            ("take", self._chosen(spec)),
+            ("take", self._describe_choice(spec)),
             ("send", spec.code, "to", f"{job}/code", "where it is lacking"),
             ("put", f"{job}/settings.json", f"{job}/{PROGRAM}"),
             (
                 "start",
-                meaning.python_of(options),
+                host_options.python_of(options),
                 f"{job}/{PROGRAM}",
                 "on each, in its queue",
                 *(["with the secrets on its standard input"] if spec.secrets else []),
@@ -426,8 +437,8 @@ class HostsTarget(abc.ABC):
         )
 
     def _warnings(self, spec: JobSpec) -> tuple[str, ...]:
-        unkept = [name for name in ("memory_gb", "shm_gb") if getattr(spec.resources, name) is not None]
-        return tuple(f"{name} is not enforced on {self.a_target}" for name in unkept)
+        unenforced = [name for name in ("memory_gb", "shm_gb") if getattr(spec.resources, name) is not None]
+        return tuple(f"{name} is not enforced on {self.a_target}" for name in unenforced)
 
 
 def _join(root: str, *parts: str) -> str:

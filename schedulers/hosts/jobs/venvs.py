@@ -22,7 +22,7 @@ from .cleanup import clear
 
 MAIN = "requirements.txt"
 _MAKING_S = 3600.0
-_ANSWER_S = 60.0
+_REPLY_TIMEOUT_S = 60.0
 
 _COMMENT = re.compile(r"(?:^|\s)#.*$")
 _OPTION = re.compile(r"(?P<name>--[a-z-]+|-[a-z])(?:\s*=\s*|\s+|(?<=^-[a-z]))(?P<value>\S.*)")
@@ -48,12 +48,12 @@ def read(file: str, code: str) -> Requirements:
     A path means one on the hosts and must be absolute. Raises ConfigError, with file and line.
     """
     path = os.path.join(code, os.path.expanduser(file))
-    found: dict[str, str] = {MAIN: ""}
-    found[MAIN] = "".join(line + "\n" for line in _flattened(path, found, (path,)))
-    return Requirements(file, found)
+    files: dict[str, str] = {MAIN: ""}
+    files[MAIN] = "".join(line + "\n" for line in _flattened(path, files, (path,)))
+    return Requirements(file, files)
 
 
-def _flattened(path: str, found: dict[str, str], within: tuple[str, ...]) -> Iterator[str]:
+def _flattened(path: str, files: dict[str, str], chain: tuple[str, ...]) -> Iterator[str]:
     for number, line in _lines(path):
         option = _OPTION.fullmatch(line)
         name, value = (option["name"], option["value"].strip()) if option else ("", "")
@@ -61,17 +61,17 @@ def _flattened(path: str, found: dict[str, str], within: tuple[str, ...]) -> Ite
             _check(name, value if option else line, f"{path}:{number}")
             yield line
             continue
-        other = os.path.normpath(os.path.join(os.path.dirname(path), value.strip("'\"")))
-        if other in within:
+        included = os.path.normpath(os.path.join(os.path.dirname(path), value.strip("'\"")))
+        if included in chain:
             raise ConfigError(f"{path}:{number}: {line}: the files include each other")
-        text = _flattened(other, found, (*within, other))
+        text = _flattened(included, files, (*chain, included))
         if name in _INCLUDES:
             yield from text
         else:
-            own = f"constraints-{len(found)}.txt"
-            found[own] = ""
-            found[own] = "".join(line + "\n" for line in text)
-            yield f"-c {own}"
+            constraints = f"constraints-{len(files)}.txt"
+            files[constraints] = ""
+            files[constraints] = "".join(line + "\n" for line in text)
+            yield f"-c {constraints}"
 
 
 def _lines(path: str) -> Iterator[tuple[int, str]]:
@@ -83,36 +83,36 @@ def _lines(path: str) -> Iterator[tuple[int, str]]:
         raise ConfigError(f"requirements {path}: it is not text") from None
     except OSError as error:
         raise ConfigError(f"requirements {path}: {(error.strerror or str(error)).lower()}") from None
-    whole, first = "", 0
+    joined, first = "", 0
     for number, line in enumerate([*physical, ""], 1):
         first = first or number
         if line.endswith("\\") and not line.lstrip().startswith("#"):
-            whole += line[:-1] + " "
+            joined += line[:-1] + " "
             continue
-        text = _COMMENT.sub("", whole + line).strip()
+        text = _COMMENT.sub("", joined + line).strip()
         if text:
             yield first, text
-        whole, first = "", 0
+        joined, first = "", 0
 
 
-def _check(option: str, text: str, where: str) -> None:
+def _check(option: str, text: str, location: str) -> None:
     """Refuses what means a file of this machine: the hosts do not have it."""
     if option and option not in _PLACES:
         return
     match = _AT.match(text)
-    place = match["place"] if match else re.split(r"\s|;", text, maxsplit=1)[0]
-    if place.startswith("file:"):
-        local = not place.startswith(("file:///", "file://localhost/"))
-    elif _URL.match(place) or place.startswith("/"):
+    source = match["place"] if match else re.split(r"\s|;", text, maxsplit=1)[0]
+    if source.startswith("file:"):
+        local = not source.startswith(("file:///", "file://localhost/"))
+    elif _URL.match(source) or source.startswith("/"):
         local = False
     elif option in ("-f", "--find-links"):
-        local = not place.startswith("~")
+        local = not source.startswith("~")
     else:
-        bare = re.split(r"[\[<>=!~]", place, maxsplit=1)[0]
-        local = bool(option) or bare.startswith(".") or "/" in bare or place.lower().endswith(_ARCHIVES)
+        name = re.split(r"[\[<>=!~]", source, maxsplit=1)[0]
+        local = bool(option) or name.startswith(".") or "/" in name or source.lower().endswith(_ARCHIVES)
     if local:
         raise ConfigError(
-            f"{where}: {place} is relative, and hosts have no such file: give a path that each host has, or a URL "
+            f"{location}: {source} is relative, and hosts have no such file: give a path that each host has, or a URL "
             "(what is in the code directory can be installed by setup:)"
         )
 
@@ -135,25 +135,25 @@ class Environments:
         self._python = python
         self._unused_s = unused_s
 
-    def made(self, remote: Remote) -> str:
+    def ensure(self, remote: Remote) -> str:
         """The environment's interpreter on a host; it is made when it is not there. Takes as long as pip does.
 
         Where one had to be made, those go that no job there needs and nobody has used for `unused_s` seconds.
 
         Raises HostUnreachable, and RemoteError with pip's last words.
         """
-        return str(self._ask(remote, make=True))
+        return str(self._query(remote, make=True))
 
-    def there(self, remote: Remote) -> str | None:
+    def find(self, remote: Remote) -> str | None:
         """The environment's interpreter on a host, if it has been made. Raises HostUnreachable, RemoteError."""
-        return self._ask(remote, make=False)
+        return self._query(remote, make=False)
 
-    def lacking(self, pool: Pool, hosts: Sequence[Host]) -> list[Host]:
+    def missing_on(self, pool: Pool, hosts: Sequence[Host]) -> list[Host]:
         """The hosts that can be asked and have no environment yet."""
-        asked = pool.map(self.there, hosts)
-        return [outcome.host for outcome in asked if outcome.error is None and outcome.value is None]
+        outcomes = pool.map(self.find, hosts)
+        return [outcome.host for outcome in outcomes if outcome.error is None and outcome.value is None]
 
-    def _ask(self, remote: Remote, *, make: bool) -> str | None:
+    def _query(self, remote: Remote, *, make: bool) -> str | None:
         program = host_program("venv")
         files = dict(self._requirements.files)
         request = {"root": self._root, "files": files, "version": self._version, "make": make}
@@ -161,12 +161,12 @@ class Environments:
             session.write(program + json.dumps(request).encode() + b"\n")
             line = session.read_line(_MAKING_S)
             if not line.endswith(b"\n"):
-                ended = session.finish(_ANSWER_S)
-                raise RemoteError(remote.name, f"{self._python}: {one_line(ended.stderr)}", ended.status)
+                completed = session.finish(_REPLY_TIMEOUT_S)
+                raise RemoteError(remote.name, f"{self._python}: {one_line(completed.stderr)}", completed.status)
         try:
-            answer = replies.decode(line, replies.Made, remote.name)
+            reply = replies.decode(line, replies.VenvResult, remote.name)
         except RemoteError as error:
             raise RemoteError(remote.name, f"{self._requirements.source}: {error.problem}") from None
-        if answer["made"] and self._unused_s != float("inf"):
+        if reply["made"] and self._unused_s != float("inf"):
             clear(remote, root=self._root, python=self._python, unused_s=self._unused_s)
-        return answer["python"]
+        return reply["python"]

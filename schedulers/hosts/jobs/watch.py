@@ -17,9 +17,9 @@ from .native_id import Native
 from .status import Hosts
 
 _LIFETIME_S = 600.0  # of a conversation: one whose client was cut off ends by itself
-_LATE_S = 60.0
-_AT_ONCE = 2  # hosts that are listened to for one job: the first may be the one that is cut off
-_AGAIN_S = 20.0  # before a host is tried again with which it failed
+_READ_SLACK_S = 60.0
+_HOSTS_PER_JOB = 2  # hosts that are listened to for one job: the first may be the one that is cut off
+_RETRY_S = 20.0  # before a host is tried again with which it failed
 
 
 @dataclass
@@ -28,8 +28,8 @@ class _Watched:
 
     native: Native
     hosts: set[Host] = field(default_factory=set)
-    passed: set[Host] = field(default_factory=set)
-    news: threading.Event = field(default_factory=threading.Event)
+    reported: set[Host] = field(default_factory=set)
+    changed: threading.Event = field(default_factory=threading.Event)
 
 
 class Watch:
@@ -39,7 +39,7 @@ class Watch:
         self._hosts = hosts
         self._lock = threading.Lock()
         self._jobs: dict[str, _Watched] = {}
-        self._conversations: dict[Host, _Conversation] = {}
+        self._conversations: dict[Host, _HostWatch] = {}
         self._not_before: dict[Host, float] = {}  # where a conversation failed
 
     def wait(self, native: Native, timeout_s: float) -> bool:
@@ -49,45 +49,45 @@ class Watch:
         """
         with self._lock:
             job = self._jobs.setdefault(native.job_id, _Watched(native))
-            if len(job.hosts) < _AT_ONCE and not job.news.is_set():
-                self._give(job)
-        if not job.news.wait(timeout_s):
+            if len(job.hosts) < _HOSTS_PER_JOB and not job.changed.is_set():
+                self._assign_hosts(job)
+        if not job.changed.wait(timeout_s):
             return False
-        job.news.clear()
+        job.changed.clear()
         return True
 
-    def _give(self, job: _Watched) -> None:
+    def _assign_hosts(self, job: _Watched) -> None:
         for host in job.native.hosts:
-            if host in job.passed or host in job.hosts or self._not_before.get(host, 0.0) > time.monotonic():
+            if host in job.reported or host in job.hosts or self._not_before.get(host, 0.0) > time.monotonic():
                 continue
             job.hosts.add(host)
             if host not in self._conversations:
-                self._conversations[host] = _Conversation(self, self._hosts, host)
+                self._conversations[host] = _HostWatch(self, self._hosts, host)
                 self._conversations[host].start()
             self._conversations[host].add(job.native.job_id)
-            if len(job.hosts) == _AT_ONCE:
+            if len(job.hosts) == _HOSTS_PER_JOB:
                 return
 
-    def told(self, host: Host, job_id: str) -> None:
+    def job_ended(self, host: Host, job_id: str) -> None:
         with self._lock:
             job = self._jobs.get(job_id)
             if job is None:  # the host names a job that nobody asked about
                 return
-            job.passed.add(host)
+            job.reported.add(host)
             job.hosts.discard(host)
-            job.news.set()
+            job.changed.set()
 
-    def ended(self, host: Host, *, failed: bool) -> None:
+    def connection_closed(self, host: Host, *, failed: bool) -> None:
         """The conversation is over: what was asked there is asked elsewhere, or there once more."""
         with self._lock:
             self._conversations.pop(host, None)
             if failed:
-                self._not_before[host] = time.monotonic() + _AGAIN_S
+                self._not_before[host] = time.monotonic() + _RETRY_S
             for job in self._jobs.values():
                 job.hosts.discard(host)
 
 
-class _Conversation(threading.Thread):
+class _HostWatch(threading.Thread):
     def __init__(self, watch: Watch, hosts: Hosts, host: Host) -> None:
         super().__init__(name=f"watching {host}", daemon=True)
         self._watch = watch
@@ -105,31 +105,31 @@ class _Conversation(threading.Thread):
     def run(self) -> None:
         failed = True
         try:
-            self._listen()
+            self._read_events()
             failed = False
         except SchedulerError as error:
             self._hosts.note(self._host, error)
         finally:
-            self._watch.ended(self._host, failed=failed)
+            self._watch.connection_closed(self._host, failed=failed)
 
-    def _listen(self) -> None:
+    def _read_events(self) -> None:
         program = host_programs("logs", "jobs")
         argv = [self._hosts.python, "-I", "-S", "-c", program_loader(program)]
         request = json.dumps({"root": self._hosts.root, "watch_s": _LIFETIME_S}).encode()
-        with self._hosts.pool.on(self._host).open(argv) as session:
+        with self._hosts.pool.remote(self._host).open(argv) as session:
             session.write(program + request + b"\n")
             with self._lock:
                 self._session = session
                 self._send()
             try:
-                while line := session.read_line(_LIFETIME_S + _LATE_S):
-                    self._watch.told(self._host, line.decode("ascii", "replace").strip())
+                while line := session.read_line(_LIFETIME_S + _READ_SLACK_S):
+                    self._watch.job_ended(self._host, line.decode("ascii", "replace").strip())
             finally:
                 with self._lock:
                     self._session = None
-            ended = session.finish(_LATE_S)
-            if ended.status != 0:
-                raise RemoteError(str(self._host), f"its watch ended with status {ended.status}", ended.status)
+            completed = session.finish(_READ_SLACK_S)
+            if completed.status != 0:
+                raise RemoteError(str(self._host), f"its watch ended with status {completed.status}", completed.status)
 
     def _send(self) -> None:
         if self._session is None:

@@ -30,22 +30,22 @@ class Announcements:
         opener.addheaders = [("Metadata-Flavor", "Google")]
         for key in _QUIET:
             url = f"http://{server}/computeMetadata/v1/instance/{key}"
-            threading.Thread(target=self._listen, args=(opener, key, url), daemon=True).start()
+            threading.Thread(target=self._poll_server, args=(opener, key, url), daemon=True).start()
 
     def take(self) -> str:
         """One that has come since the last call; nothing if there is none."""
         return self._new.pop(0) if self._new else ""
 
-    def _listen(self, opener: OpenerDirector, key: str, url: str) -> None:
-        etag, before = "0", _QUIET[key]
+    def _poll_server(self, opener: OpenerDirector, key: str, url: str) -> None:
+        etag, previous = "0", _QUIET[key]
         while True:
             query = f"{url}?wait_for_change=true&timeout_sec={_WAIT_S}&last_etag={etag}"
             try:
-                with opener.open(query, timeout=_WAIT_S + _ALLOWANCE_S) as answer:
-                    etag, said = answer.headers.get("ETag", "0"), answer.read().decode().strip()
+                with opener.open(query, timeout=_WAIT_S + _ALLOWANCE_S) as response:
+                    etag, event = response.headers.get("ETag", "0"), response.read().decode().strip()
             except self._trouble:
                 time.sleep(_RETRY_S)
                 continue
-            if said not in (before, _QUIET[key]):
-                self._new.append(f"{key}: {said}")
-            before = said
+            if event not in (previous, _QUIET[key]):
+                self._new.append(f"{key}: {event}")
+            previous = event

@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from typing import Any
 
 SCHEMA = 1
-ROOM = 1 << 16
+RESERVED_BYTES = 1 << 16
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _FALLOC_FL_KEEP_SIZE = 1
 _LIBC = ctypes.CDLL(None)
 
 
-class Document:
+class AtomicJsonFile:
     """A JSON file that is replaced in one step: a reader sees the old or the new, or that there is none yet.
 
     What is written next has its place beside it (`.next`). Raises OSError where nothing can be written.
@@ -29,14 +29,14 @@ class Document:
         self.path = path
         self._next = f"{path}.next"
         self._size = size
-        self._make_room()
+        self._preallocate()
 
     def write(self, document: dict[str, Any]) -> None:
         """Blanks at the end make up for what is shorter than before: blocks that are given up are not had again."""
         self._put(document, padded=True)
         if not _exchange(self._next, self.path):
             os.replace(self._next, self.path)
-            self._make_room()
+            self._preallocate()
 
     def write_once(self, document: dict[str, Any]) -> None:
         """For how a job ended: what is there stays; what is written is on the disk when this returns."""
@@ -58,12 +58,12 @@ class Document:
         finally:
             os.close(fd)
 
-    def _make_room(self) -> None:
+    def _preallocate(self) -> None:
         with contextlib.suppress(OSError):  # it may be there when it is needed
             self._put({}, padded=True)
 
 
-def make_room(path: str, size: int = ROOM) -> None:
+def preallocate(path: str, size: int = RESERVED_BYTES) -> None:
     """Lets so many bytes be appended to a file whatever fills the disk meanwhile, where its file system can do that."""
     with contextlib.suppress(OSError, AttributeError):
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -74,7 +74,7 @@ def make_room(path: str, size: int = ROOM) -> None:
             os.close(fd)
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     """Into the supervisor's log; a full disk loses it."""
     with contextlib.suppress(OSError):
         os.write(2, text.rstrip("\n").encode(errors="replace") + b"\n")
@@ -85,10 +85,10 @@ def _write_all(fd: int, data: bytes) -> None:
         data = data[os.write(fd, data) :]
 
 
-def _exchange(one: str, other: str) -> bool:
+def _exchange(path: str, other: str) -> bool:
     """Swaps two files' names. False where there is no other yet, or the system cannot do that."""
     try:
-        failed = _LIBC.renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE)
+        failed = _LIBC.renameat2(_AT_FDCWD, os.fsencode(path), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE)
     except AttributeError:  # an old C library
         return False
     return not failed

@@ -37,13 +37,13 @@ class Leader:
         """`last` is the order of the leader before this one, which has been lost."""
         self._settings = settings
         self._hosts = settings["nodes"] + settings["spares"]
-        self._needed = len(settings["nodes"])
+        self._required_hosts = len(settings["nodes"])
         self._heartbeat_s = float(settings["heartbeat_s"])
-        self._own = own
+        self._index = own
         self._began = self.since = now
         self._states: dict[int, State] = {}
-        self._heard: dict[int, float] = {}
-        self._silent: dict[int, float] = {}  # lost hosts, and how long they had been silent
+        self._last_heard: dict[int, float] = {}
+        self._lost_hosts: dict[int, float] = {}  # lost hosts, and how long they had been silent
         self._former = own  # who led the last attempt: half of the hosts are enough with it
         self._lost_end_at = now  # from then on nothing runs any more on the hosts that were lost
         self._cause: dict[str, Any] | None = None
@@ -53,12 +53,12 @@ class Leader:
             "queue": self._queue,
             "setup": self._setup,
             "arm": self._arm,
-            "go": self._go,
+            "go": self._run_phase,
             "stop": self._stop,
         }
-        self._turn: int | None = None
+        self._next_in_queue: int | None = None
         self._release: list[int] = []  # told to, and not yet known to have done so
-        self._waits = ""
+        self._waiting_for = ""
         self.do = "wait"
         self.attempt = int(settings.get("attempt", 0))
         self.members: list[int] = []
@@ -66,15 +66,15 @@ class Leader:
         self.address, self.port = "", 0
         self.status: dict[str, Any] | None = None
         self.fenced = False
-        self._began_nothing = False
+        self._nothing_started = False
         if last is not None:
             self._take_over(last, now)
 
-    def hear(self, index: int, state: State, now: float) -> None:
+    def receive_state(self, index: int, state: State, now: float) -> None:
         """Takes in what a host says of itself. One that has been given up stays so."""
-        if index not in self._silent:
+        if index not in self._lost_hosts:
             self._states[index] = state
-            self._heard[index] = now
+            self._last_heard[index] = now
 
     def order(self) -> Order:
         return {
@@ -83,29 +83,29 @@ class Leader:
             "members": self.members,
             "address": self.address,
             "port": self.port,
-            "leader": self._own,
-            "lost": sorted(self._silent),
+            "leader": self._index,
+            "lost": sorted(self._lost_hosts),
             "restarts_left": self.restarts_left,
             "cause": self._cause,
             "status": self.status,
             "at_once": not self._quorum(),
-            "turn": self._turn,
+            "turn": self._next_in_queue,
             "release": self._release,
-            "waits": self._waits,
+            "waits": self._waiting_for,
         }
 
     def ages(self, now: float) -> dict[str, float]:
         """How long ago each host was heard of, in seconds."""
-        return {str(index): round(now - heard, 3) for index, heard in sorted(self._heard.items())}
+        return {str(index): round(now - heard_at, 3) for index, heard_at in sorted(self._last_heard.items())}
 
     def step(self, now: float) -> bool:
         """Decides what follows from what has been heard. True when the job has ended on all hosts that answer."""
         if self.do == "end":
-            alive = [index for index in self._states if now - self._heard[index] <= self._heartbeat_s]
-            return all(self._states[index]["phase"] == "ended" for index in alive if index != self._own)
-        before = None
-        while before != (self.do, self.attempt, self.status is None):
-            before = (self.do, self.attempt, self.status is None)
+            alive = [index for index in self._states if now - self._last_heard[index] <= self._heartbeat_s]
+            return all(self._states[index]["phase"] == "ended" for index in alive if index != self._index)
+        previous = None
+        while previous != (self.do, self.attempt, self.status is None):
+            previous = (self.do, self.attempt, self.status is None)
             self._look_for_silence(now)
             self._look_for_ends(now)
             if self.do != "end":
@@ -116,13 +116,13 @@ class Leader:
 
     def _wait(self, now: float) -> None:
         present = sorted(self._states)
-        named = range(self._needed)
-        late = now - self._began >= self._settings["start_timeout_s"]
-        if all(index in self._states for index in named) or (late and len(present) >= self._needed):
-            self.members = present[: self._needed]
+        node_indices = range(self._required_hosts)
+        timed_out = now - self._began >= self._settings["start_timeout_s"]
+        if all(index in self._states for index in node_indices) or (timed_out and len(present) >= self._required_hosts):
+            self.members = present[: self._required_hosts]
             self._enter("queue", now)
-        elif late:
-            missing = ", ".join(self._name(index) for index in named if index not in self._states)
+        elif timed_out:
+            missing = ", ".join(self._name(index) for index in node_indices if index not in self._states)
             self._conclude("failed", "node_failure", f"{missing} did not come within "
                       f"{self._settings['start_timeout_s']:g} s: the job did not start", now)  # fmt: skip
 
@@ -136,10 +136,10 @@ class Leader:
         if holding == order:
             self._enter("setup", now)
             return
-        self._turn = next(index for index in order if index not in holding)
-        self._waits = self._states[self._turn]["waits"]
-        if self._waits:
-            self._release = [index for index in order[order.index(self._turn) :] if index in holding]
+        self._next_in_queue = next(index for index in order if index not in holding)
+        self._waiting_for = self._states[self._next_in_queue]["waits"]
+        if self._waiting_for:
+            self._release = [index for index in order[order.index(self._next_in_queue) :] if index in holding]
 
     def _setup(self, now: float) -> None:
         if self._all("ready"):
@@ -149,18 +149,18 @@ class Leader:
         if self._all("armed", now_attempt=True):
             first = self.members[0]
             self.address, self.port = self._hosts[first]["address"], self._states[first]["port"]
-            self._former = self._own
+            self._former = self._index
             self._enter("go", now)
 
-    def _go(self, now: float) -> None:
+    def _run_phase(self, now: float) -> None:
         limit = self._settings["time_limit_s"]
         ended = [index for index in self.members if self._in_phase(index, "done")]
         failed = [index for index in ended if self._states[index]["code"] != 0]
         if failed:
             failure = self._failure(failed)
             # Launchers feel that another host is gone before its silence is long enough to be said of it.
-            patience = self._heartbeat_s + 1 if failure["reason"] == "node_failure" else SETTLE_S
-            if len(ended) == len(self.members) or now - self._failed_since(now) >= patience:
+            wait_s = self._heartbeat_s + 1 if failure["reason"] == "node_failure" else SETTLE_S
+            if len(ended) == len(self.members) or now - self._failed_since(now) >= wait_s:
                 self._stop_for(failure, now)
         elif len(ended) == len(self.members):
             self._conclude("succeeded", "none", "", now, exit_code=0)
@@ -168,45 +168,48 @@ class Leader:
             self._stop_for(_status("failed", "time_limit", f"its time limit of {limit:g} s was reached"), now)
 
     def _stop(self, now: float) -> None:
-        left = [index for index in self.members if index not in self._silent]
+        live_members = [index for index in self.members if index not in self._lost_hosts]
         # After a leader was lost, even spares may be on their way here.
-        if not all(self._in_phase(index, "stopped") for index in left) or self._heard.keys() - self._states.keys():
+        if (
+            not all(self._in_phase(index, "stopped") for index in live_members)
+            or self._last_heard.keys() - self._states.keys()
+        ):
             return
         cause = self._cause
         assert cause is not None
         usable = sorted(index for index, state in self._states.items() if not state["message"])
-        again = cause["reason"] not in ("user", "time_limit", "setup") and self.restarts_left > 0
-        again = again and not self._began_nothing
-        if again and len(usable) >= self._needed and self._quorum():
+        may_restart = cause["reason"] not in ("user", "time_limit", "setup") and self.restarts_left > 0
+        may_restart = may_restart and not self._nothing_started
+        if may_restart and len(usable) >= self._required_hosts and self._quorum():
             if now < self._lost_end_at:
                 return
             self.restarts_left -= 1
             self.attempt += 1
             # Spares have the highest indices, and so the last ranks: as many as can be stay as they are.
-            self.members = usable[: self._needed]
+            self.members = usable[: self._required_hosts]
             self._cause = None
             self._enter("queue", now)
             return
-        if again and not self._quorum():
+        if may_restart and not self._quorum():
             cause["message"] += f"; only {len(usable)} of the {len(self._hosts)} hosts are left here, too few to go on"
-        elif again:
-            cause["message"] += f"; {len(usable)} hosts are left of the {self._needed} that the job needs"
+        elif may_restart:
+            cause["message"] += f"; {len(usable)} hosts are left of the {self._required_hosts} that the job needs"
         self._finish(cause, now)
 
     # What is looked for in every stage.
 
     def _look_for_silence(self, now: float) -> None:
-        for index, heard in list(self._heard.items()):
-            if now - heard > self._heartbeat_s and index not in self._silent and index != self._own:
-                self._lose(index, now - heard, now)
+        for index, heard_at in list(self._last_heard.items()):
+            if now - heard_at > self._heartbeat_s and index not in self._lost_hosts and index != self._index:
+                self._lose(index, now - heard_at, now)
         if self.do not in ("wait", "stop", "end") and (self._lost_members() or self._outvoted()):
             self._stop_for(self._loss(), now)
 
     def _lose(self, index: int, silent_s: float, now: float) -> None:
         self._states.pop(index, None)
-        self._heard.pop(index, None)
+        self._last_heard.pop(index, None)
         if self.do != "wait":  # nothing has been begun with it: it may come back
-            self._silent[index] = silent_s
+            self._lost_hosts[index] = silent_s
             self._await_end_of_lost(now)
 
     def _await_end_of_lost(self, now: float) -> None:
@@ -226,23 +229,23 @@ class Leader:
         for index in self.members:
             state = self._states.get(index)
             if state is not None and state["phase"] == "failed" and self.do in ("queue", "setup", "arm"):
-                said = f"{self._name(index)}: {state['message']}"
-                self._stop_for(_status("failed", "setup", said, exit_code=state["code"]), now)
+                message = f"{self._name(index)}: {state['message']}"
+                self._stop_for(_status("failed", "setup", message, exit_code=state["code"]), now)
 
     # Small parts.
 
     def _take_over(self, last: Order, now: float) -> None:
-        self.attempt, self.members = last["attempt"], last["members"] or list(range(self._needed))
-        self._began_nothing = last["do"] == "wait"  # the leader that was lost may still begin, with other hosts
+        self.attempt, self.members = last["attempt"], last["members"] or list(range(self._required_hosts))
+        self._nothing_started = last["do"] == "wait"  # the leader that was lost may still begin, with other hosts
         self.restarts_left = last["restarts_left"]
         self._former = last["leader"]
         for index in last["lost"]:
-            self._silent[index] = self._heartbeat_s
-        self._silent[last["leader"]] = last["silent_s"]
+            self._lost_hosts[index] = self._heartbeat_s
+        self._lost_hosts[last["leader"]] = last["silent_s"]
         self._await_end_of_lost(now)
         for index in range(len(self._hosts)):
-            if index not in self._silent:
-                self._heard[index] = now  # they have as long as anybody to be heard of
+            if index not in self._lost_hosts:
+                self._last_heard[index] = now  # they have as long as anybody to be heard of
         if last["status"] is not None:
             self.status, self.fenced = last["status"], last["status"]["fenced"]
             self._enter("end", now)
@@ -250,10 +253,10 @@ class Leader:
         self._cause = last["cause"] or self._loss()
         self._enter("stop", now)
 
-    def _enter(self, do: str, now: float) -> None:
-        self.do, self.since, self._first_failure = do, now, None
-        if do != "queue":
-            self._turn, self._waits, self._release = None, "", []
+    def _enter(self, stage: str, now: float) -> None:
+        self.do, self.since, self._first_failure = stage, now, None
+        if stage != "queue":
+            self._next_in_queue, self._waiting_for, self._release = None, "", []
 
     def _failed_since(self, now: float) -> float:
         if self._first_failure is None:
@@ -275,42 +278,42 @@ class Leader:
         self._enter("stop", now)
 
     def _lost_members(self) -> list[int]:
-        return [index for index in self.members if index in self._silent]
+        return [index for index in self.members if index in self._lost_hosts]
 
     def _loss(self) -> dict[str, Any]:
-        lost = self._lost_members() or sorted(self._silent)
-        said = ", ".join(f"{self._name(index)} was silent for {self._silent[index]:.1f} s" for index in lost)
-        return _status("failed", "node_failure", said)
+        lost = self._lost_members() or sorted(self._lost_hosts)
+        message = ", ".join(f"{self._name(index)} was silent for {self._lost_hosts[index]:.1f} s" for index in lost)
+        return _status("failed", "node_failure", message)
 
     def _failure(self, failed: list[int]) -> dict[str, Any]:
         """The gang's first failure, by the time that its launchers tell."""
         states = [(index, self._states[index]) for index in failed]
-        told = [state["report"]["failure"] for _, state in states if state["report"]["failure"]]
-        if told:
-            first = min(told, key=lambda failure: float(failure["time"]) or float("inf"))
-            status = _status("failed", first["reason"], _said(first), exit_code=first["exit_code"])
+        failures = [state["report"]["failure"] for _, state in states if state["report"]["failure"]]
+        if failures:
+            first = min(failures, key=lambda failure: float(failure["time"]) or float("inf"))
+            status = _status("failed", first["reason"], _failure_text(first), exit_code=first["exit_code"])
             status["failure"] = first
             return status
         index, state = min(states, key=lambda pair: (pair[1]["report"]["ended"], pair[0]))
-        said = (
+        message = (
             _killed(state["code"]) or state["report"]["words"] or f"accel launch ended with exit code {state['code']}"
         )
-        return _status("failed", state["report"]["refused"], f"{self._name(index)}: {said}", exit_code=state["code"])
+        return _status("failed", state["report"]["refused"], f"{self._name(index)}: {message}", exit_code=state["code"])
 
     def _quorum(self) -> bool:
         """Whether no other part of the hosts can think that it is to go on."""
-        here = len(self._states)
-        former = self._former in self._states
-        return 2 * here > len(self._hosts) or (2 * here == len(self._hosts) and former)
+        present = len(self._states)
+        has_former = self._former in self._states
+        return 2 * present > len(self._hosts) or (2 * present == len(self._hosts) and has_former)
 
     def _outvoted(self) -> bool:
         """Whether the hosts that are silent here may, if they hear each other, start again without these."""
-        enough = len(self._silent) >= self._needed and 2 * len(self._silent) > len(self._hosts)
+        enough = len(self._lost_hosts) >= self._required_hosts and 2 * len(self._lost_hosts) > len(self._hosts)
         return enough and self.restarts_left > 0
 
-    def _speaks_for_the_job(self) -> bool:
+    def _has_majority(self) -> bool:
         lost = self._lost_members()
-        if self._began_nothing or self._outvoted():
+        if self._nothing_started or self._outvoted():
             return False
         return not lost or (len(lost) < len(self.members) and self._quorum())
 
@@ -320,11 +323,11 @@ class Leader:
     def _finish(self, status: dict[str, Any], now: float) -> None:
         status["attempt"] = self.attempt
         self.status = status
-        self.fenced = not self._speaks_for_the_job()
+        self.fenced = not self._has_majority()
         status["fenced"] = self.fenced
         warned = sorted((index, state["warning"]) for index, state in self._states.items() if state.get("warning"))
-        said = [status["message"], *(f"{self._name(index)}: {warning}" for index, warning in warned)]
-        status["message"] = "; ".join(filter(None, said))
+        messages = [status["message"], *(f"{self._name(index)}: {warning}" for index, warning in warned)]
+        status["message"] = "; ".join(filter(None, messages))
         self._enter("end", now)
 
     def _name(self, index: int) -> str:
@@ -349,8 +352,8 @@ def _killed(code: int) -> str:
     return f"accel launch was killed by {signal.Signals(code - 128).name}" if code in (134, 137, 139) else ""
 
 
-def _said(failure: dict[str, Any]) -> str:
-    who = f"rank {failure['rank']}" if failure["rank"] is not None else f"the launcher on {failure['host']}"
+def _failure_text(failure: dict[str, Any]) -> str:
+    subject = f"rank {failure['rank']}" if failure["rank"] is not None else f"the launcher on {failure['host']}"
     message = str(failure["message"] or failure["how"])
-    text = message if message.startswith(who) else f"{who}: {message}"
+    text = message if message.startswith(subject) else f"{subject}: {message}"
     return f"{text} ({failure['cause']})" if failure["cause"] else text

@@ -21,9 +21,9 @@ import time
 import traceback
 
 from . import wire
-from .documents import SCHEMA, Document, make_room, say
+from .documents import SCHEMA, AtomicJsonFile, log, preallocate
 from .member import Supervisor
-from .reaper import Ending, adopt_orphans
+from .reaper import ProcessReaper, adopt_orphans
 from .slots import lock_soon
 
 TYPE_CHECKING = False
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     Settings = dict[str, Any]
 
 
-RESULT_ROOM = 1 << 16
+RESULT_RESERVED_BYTES = 1 << 16
 WRITE_TRIES = 60
-MOST_FILES = 1 << 16
+MAX_OPEN_FILES = 1 << 16
 KILLED = "the supervisor on {} was killed, or the host restarted, while the job was there"
 
 
@@ -59,11 +59,11 @@ def read_settings(directory: str, node: int | None = None) -> Settings:
     return settings
 
 
-def check_secrets(settings: Settings, said: bytes) -> dict[str, str]:
+def check_secrets(settings: Settings, secrets_json: bytes) -> dict[str, str]:
     """The secrets' values: all that the settings name. A client that was cut off while it sent them starts nothing."""
     names = settings.get("secrets", [])
     try:
-        secrets: dict[str, str] = json.loads(said or b"{}")
+        secrets: dict[str, str] = json.loads(secrets_json or b"{}")
     except ValueError:
         secrets = {}
     absent = [name for name in names if name not in secrets]
@@ -72,10 +72,10 @@ def check_secrets(settings: Settings, said: bytes) -> dict[str, str]:
     return {name: secrets[name] for name in names}
 
 
-def clean_up(settings: Settings, result: Document, message: str, grace_s: float) -> None:
+def clean_up(settings: Settings, result: AtomicJsonFile, message: str, grace_s: float) -> None:
     """Nothing of the job stays on this host, and how it ended here is said."""
     adopt_orphans()
-    ending = Ending(settings["job_id"])
+    ending = ProcessReaper(settings["job_id"])
     while not ending.done(grace_s):
         time.sleep(0.05)
     status = {"state": "failed", "reason": "node_failure", "exit_code": None, "attempt": 0, "message": message,
@@ -85,7 +85,7 @@ def clean_up(settings: Settings, result: Document, message: str, grace_s: float)
         try:
             return result.write_once(status)
         except OSError as error:
-            say(f"{result.path}: {error.strerror}")
+            log(f"{result.path}: {error.strerror}")
             if not os.path.isdir(os.path.dirname(result.path)):
                 return None
             time.sleep(1)
@@ -102,75 +102,75 @@ def main(directory: str, node: str | None = None) -> NoReturn:
     if node is None:
         tidy(directory)
         os._exit(0)
-    said = sys.stdin.buffer.read()
-    reading, telling = os.pipe()
+    secrets_json = sys.stdin.buffer.read()
+    ready_fd, notify_fd = os.pipe()
     if os.fork():
-        os.close(telling)
-        told = b"".join(iter(lambda: os.read(reading, 4096), b""))
-        if told != b"ok":
-            print(told.decode(errors="replace") or "the supervisor died as it started", file=sys.stderr)
+        os.close(notify_fd)
+        reply = b"".join(iter(lambda: os.read(ready_fd, 4096), b""))
+        if reply != b"ok":
+            print(reply.decode(errors="replace") or "the supervisor died as it started", file=sys.stderr)
         sys.stderr.flush()
-        os._exit(0 if told == b"ok" else 1)
-    os.close(reading)
+        os._exit(0 if reply == b"ok" else 1)
+    os.close(ready_fd)
     try:
         os.setsid()
-        become_supervisor(directory, int(node), telling, said)
+        become_supervisor(directory, int(node), notify_fd, secrets_json)
     except Problem as problem:
-        os.write(telling, str(problem).encode())
+        os.write(notify_fd, str(problem).encode())
     except BaseException:
         with contextlib.suppress(OSError):
-            os.write(telling, traceback.format_exc().strip().splitlines()[-1].encode())
-        say(traceback.format_exc())
+            os.write(notify_fd, traceback.format_exc().strip().splitlines()[-1].encode())
+        log(traceback.format_exc())
     os._exit(1)
 
 
-def become_supervisor(directory: str, node: int, telling: int, said: bytes) -> NoReturn:
+def become_supervisor(directory: str, node: int, notify_fd: int, secrets_json: bytes) -> NoReturn:
     """This process becomes the guard of the one that does."""
     settings = read_settings(directory, node)
     os.makedirs(os.path.join(directory, "logs"), exist_ok=True)
-    if not taken(directory) or exists(directory, "exit.json"):  # it has its supervisor, or needs none
-        tell(telling)
+    if not try_lock(directory) or exists(directory, "exit.json"):  # it has its supervisor, or needs none
+        signal_ready(notify_fd)
         os._exit(0)
     if exists(directory, "state.json"):
         leave_session(directory)
-        tell(telling)
-        end_what_is_left(settings, directory)
+        signal_ready(notify_fd)
+        end_remaining(settings, directory)
         os._exit(0)
-    secrets = check_secrets(settings, said)
-    host = own_host(settings)
+    secrets = check_secrets(settings, secrets_json)
+    host = host_of_this_node(settings)
     try:
         server = wire.listen(host["control_port"]) if len(settings["nodes"] + settings["spares"]) > 1 else None
     except OSError as error:
         raise Problem(f"port {host['control_port']} of {host['name']} cannot be had: {error.strerror}") from None
     leave_session(directory)
-    result = Document(os.path.join(directory, "exit.json"), RESULT_ROOM)
+    result = AtomicJsonFile(os.path.join(directory, "exit.json"), RESULT_RESERVED_BYTES)
     child = os.fork()
     if child:
         if server is not None:
             server.close()
-        os.close(telling)
-        guard(child, settings, directory, result)
+        os.close(notify_fd)
+        run_guard(child, settings, directory, result)
     adopt_orphans()
     allow_many_files()
     supervisor = Supervisor(settings, directory, secrets, server, result)
     supervisor.note(time.monotonic())
-    tell(telling)
+    signal_ready(notify_fd)
     try:
         supervisor.run()
     except Exception as error:  # a defect of ours, or its directory was removed: nothing may go on unwatched
-        say(traceback.format_exc())
+        log(traceback.format_exc())
         message = f"the supervisor on {host['name']} failed: {error!r} (see supervisor.log there)"
-        clean_up(settings, result, message, most_grace_s(settings))
+        clean_up(settings, result, message, max_grace_s(settings))
     os._exit(0)
 
 
-def guard(supervisor: int, settings: Settings, directory: str, result: Document) -> NoReturn:
+def run_guard(supervisor: int, settings: Settings, directory: str, result: AtomicJsonFile) -> NoReturn:
     adopt_orphans()
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
     _, status = os.waitpid(supervisor, 0)
     if status != 0 and exists(directory, "state.json"):
-        clean_up(settings, result, KILLED.format(own_host(settings)["name"]), most_grace_s(settings))
+        clean_up(settings, result, KILLED.format(host_of_this_node(settings)["name"]), max_grace_s(settings))
     os._exit(0)
 
 
@@ -180,31 +180,31 @@ def tidy(directory: str) -> None:
         settings = read_settings(directory)
     except Problem:
         return
-    if exists(directory, "state.json") and taken(directory) and not exists(directory, "exit.json"):
-        end_what_is_left(settings, directory)
+    if exists(directory, "state.json") and try_lock(directory) and not exists(directory, "exit.json"):
+        end_remaining(settings, directory)
 
 
-def end_what_is_left(settings: Settings, directory: str) -> None:
-    result = Document(os.path.join(directory, "exit.json"), RESULT_ROOM)
-    clean_up(settings, result, KILLED.format(own_host(settings)["name"]), grace_s=0.0)
+def end_remaining(settings: Settings, directory: str) -> None:
+    result = AtomicJsonFile(os.path.join(directory, "exit.json"), RESULT_RESERVED_BYTES)
+    clean_up(settings, result, KILLED.format(host_of_this_node(settings)["name"]), grace_s=0.0)
 
 
-def own_host(settings: Settings) -> dict[str, Any]:
+def host_of_this_node(settings: Settings) -> dict[str, Any]:
     host: dict[str, Any] = (settings["nodes"] + settings["spares"])[settings["node"]]
     return host
 
 
-def most_grace_s(settings: Settings) -> float:
+def max_grace_s(settings: Settings) -> float:
     """With other hosts there is none left after a heartbeat's limit: they may go on with the job."""
-    own = float(settings["grace_s"])
-    return own if len(settings["nodes"] + settings["spares"]) == 1 else min(own, float(settings["heartbeat_s"]))
+    grace_s = float(settings["grace_s"])
+    return grace_s if len(settings["nodes"] + settings["spares"]) == 1 else min(grace_s, float(settings["heartbeat_s"]))
 
 
 def exists(directory: str, name: str) -> bool:
     return os.path.exists(os.path.join(directory, name))
 
 
-def taken(directory: str) -> bool:
+def try_lock(directory: str) -> bool:
     """Whether this process now holds the lock, until it ends. Who only looks whether there is a supervisor holds it for
     a moment."""
     try:
@@ -213,15 +213,15 @@ def taken(directory: str) -> bool:
         return False
 
 
-def tell(telling: int) -> None:
-    os.write(telling, b"ok")
-    os.close(telling)
+def signal_ready(notify_fd: int) -> None:
+    os.write(notify_fd, b"ok")
+    os.close(notify_fd)
 
 
 def leave_session(directory: str) -> None:
     os.chdir("/")
     path = os.path.join(directory, "supervisor.log")
-    make_room(path)
+    preallocate(path)
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     null = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((null, 0), (log, 1), (log, 2)):
@@ -233,7 +233,7 @@ def leave_session(directory: str) -> None:
 def allow_many_files() -> None:
     """A connection for each host: a thousand hosts are more than the usual limit. What runs here has its own back."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
-    if soft != resource.RLIM_INFINITY and soft < most:
+    limit = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < limit:
         with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))

@@ -10,9 +10,9 @@ import signal
 import time
 
 from . import wire
-from .documents import SCHEMA, Document, say
+from .documents import SCHEMA, AtomicJsonFile, log
 from .leader import BEATS, Leader
-from .runner import Work
+from .runner import NodeRunner
 from .slots import boot_id
 
 TYPE_CHECKING = False
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 TICK_S = 0.25
 _ENDING_TICK_S = 0.05
 LINGER_S = 2.0
-MOST_STRANGERS = 200  # that call and have yet to prove who they are
+MAX_UNVERIFIED_LINKS = 200  # that call and have yet to prove who they are
 STATE_S = 5.0
-STATE_ROOM, HOST_ROOM = 1024, 32
+STATE_RESERVED_BYTES, STATE_BYTES_PER_HOST = 1024, 32
 RETRY_S = 1.0
 WRITE_S = 60.0  # so long it is tried to write how the job ended
 PHASES = {"stopping": "ending", "stopped": "ending", "done": "ending", "ready": "setup", "failed": "ending"}
@@ -42,35 +42,37 @@ class Supervisor:
         directory: str,
         secrets: dict[str, str],
         server: socket.socket | None,
-        result: Document,
+        result: AtomicJsonFile,
     ) -> None:
         """`server` takes the other hosts' calls; None where there is no other."""
         self._settings = settings
         self._directory = directory
-        self._own = int(settings["node"])
+        self._index = int(settings["node"])
         self._hosts = settings["nodes"] + settings["spares"]
-        self._party = wire.Party(str(settings["job_id"]), str(settings["token"]).encode(), self._own)
+        self._party = wire.Party(str(settings["job_id"]), str(settings["token"]).encode(), self._index)
         self._heartbeat_s = float(settings["heartbeat_s"])
         self._beat_s = self._heartbeat_s / BEATS
-        self._work = Work(settings, directory, secrets)
+        self._work = NodeRunner(settings, directory, secrets)
         self._server = server
-        self._calls = wire.Calls(server, self._party, MOST_STRANGERS + len(self._hosts))
+        self._calls = wire.Calls(server, self._party, MAX_UNVERIFIED_LINKS + len(self._hosts))
         self._result = result
-        self._state = Document(os.path.join(directory, "state.json"), STATE_ROOM + HOST_ROOM * len(self._hosts))
+        self._state = AtomicJsonFile(
+            os.path.join(directory, "state.json"), STATE_RESERVED_BYTES + STATE_BYTES_PER_HOST * len(self._hosts)
+        )
         self._boot = boot_id()
         self._turned = _awake()
         self._uplink: wire.Link | None = None
         self._began = time.monotonic()
         self._leader = 0
-        self._given_up: set[int] = set()
-        self._heard = self._began  # of the leader
-        self._met = False  # the leader, since it is that
+        self._lost_leaders: set[int] = set()
+        self._leader_heard_at = self._began  # of the leader
+        self._has_met_leader = False  # the leader, since it is that
         self._leading: Leader | None = None
         self._order: dict[str, Any] | None = None
         self._sent: tuple[float, object] = (0.0, None)
         self._next_call = 0.0
-        self._noted: tuple[float, object] = (0.0, None)
-        self._alone: dict[str, Any] | None = None  # how it ends when there is nobody to ask
+        self._last_note: tuple[float, object] = (0.0, None)
+        self._own_result: dict[str, Any] | None = None  # how it ends when there is nobody to ask
         self._woken, waker = os.pipe()
         for end in (self._woken, waker):
             os.set_blocking(end, False)
@@ -78,31 +80,31 @@ class Supervisor:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGHUP, lambda *_: None)  # what is ignored would be so in the ranks too
         signal.signal(signal.SIGTERM, self._on_end)
-        if self._own == 0:
+        if self._index == 0:
             self._lead(self._began)
 
     def run(self) -> None:
-        before: object = None
-        while not self._ended():
-            stands = (self._work.state, self._order)
-            self._listen(wait=stands == before)  # what has just been done here may have consequences here
-            before = stands
+        previous: object = None
+        while not self._is_done():
+            current = (self._work.state, self._order)
+            self._poll_links(wait=current == previous)  # what has just been done here may have consequences here
+            previous = current
             self._look_for_standstill()
             self._look_for_cancel()
-            if self._leading is None and self._alone is None:
+            if self._leading is None and self._own_result is None:
                 self._follow(time.monotonic())
             self._work.tick()
             if self._leading is not None:
-                self._direct(self._leading, time.monotonic())
+                self._lead_tick(self._leading, time.monotonic())
             self._finish()
-            self._tell(time.monotonic())
+            self._send_update(time.monotonic())
             self.note(time.monotonic())
         self.note(time.monotonic())
 
     # Hearing.
 
-    def _listen(self, *, wait: bool) -> None:
-        patience = _ENDING_TICK_S if self._work.state["phase"] == "stopping" else min(TICK_S, self._beat_s / 2)
+    def _poll_links(self, *, wait: bool) -> None:
+        timeout_s = _ENDING_TICK_S if self._work.state["phase"] == "stopping" else min(TICK_S, self._beat_s / 2)
         poller = select.poll()  # no select(): a thousand hosts have higher numbers than it takes
         poller.register(self._woken, select.POLLIN)
         if self._server is not None and time.monotonic() >= self._deaf_until:
@@ -112,7 +114,7 @@ class Supervisor:
         }
         for number, link in links.items():
             poller.register(number, select.POLLIN | (select.POLLOUT if link.wants_to_write else 0))
-        for number, events in poller.poll(patience * 1000 if wait else 0):
+        for number, events in poller.poll(timeout_s * 1000 if wait else 0):
             if number in links:
                 self._serve(links[number], events)
             elif number == self._woken:
@@ -128,76 +130,80 @@ class Supervisor:
             link.flush()
         if (events & select.POLLIN or broken) and not link.closed:
             for message in link.receive():
-                self._take(link, message)
+                self._handle_message(link, message)
 
-    def _take(self, link: wire.Link, message: dict[str, Any]) -> None:
+    def _handle_message(self, link: wire.Link, message: dict[str, Any]) -> None:
         assert link.peer is not None
         now = time.monotonic()
         if link is not self._uplink:
             if self._leading is None:
-                link.send({"leader": self._leader if self._met else None})
+                link.send({"leader": self._leader if self._has_met_leader else None})
             else:
-                self._leading.hear(link.peer, message, now)
+                self._leading.receive_state(link.peer, message, now)
                 if not link.greeted:
                     link.greeted = True
-                    for former in self._calls.links:  # what is still on its way there is old
-                        if former is not link and former.peer == link.peer:
-                            former.close()
+                    for old_link in self._calls.links:  # what is still on its way there is old
+                        if old_link is not link and old_link.peer == link.peer:
+                            old_link.close()
                     link.send(self._leading.order())
         elif "do" in message:
-            self._heard, self._met, self._order = now, True, message
-            if self._own in message["lost"]:
-                self._end_alone(f"{self._name(self._leader)} gave this host up as silent")
-        elif message["leader"] not in (None, self._leader, *self._given_up):
-            self._turn_to(int(message["leader"]), now)
+            self._leader_heard_at, self._has_met_leader, self._order = now, True, message
+            if self._index in message["lost"]:
+                self._end_without_leader(f"{self._name(self._leader)} gave this host up as silent")
+        elif message["leader"] not in (None, self._leader, *self._lost_leaders):
+            self._switch_leader(int(message["leader"]), now)
 
     # Following.
 
     def _follow(self, now: float) -> None:
         self._call(now)
         if self._order is not None:
-            self._work.obey(self._order)
-        elif not self._given_up:  # nobody has been met yet
-            self._seek(now)
+            self._work.apply_order(self._order)
+        elif not self._lost_leaders:  # nobody has been met yet
+            self._find_leader(now)
             return
-        patience = self._heartbeat_s if self._met else max(1.0, self._heartbeat_s / 2)
-        silent = now - self._heard
-        if silent <= patience or self._work.state["phase"] == "ended":
+        timeout_s = self._heartbeat_s if self._has_met_leader else max(1.0, self._heartbeat_s / 2)
+        silent_s = now - self._leader_heard_at
+        if silent_s <= timeout_s or self._work.state["phase"] == "ended":
             return
-        if self._met:
-            self._lost_s = silent
+        if self._has_met_leader:
+            self._lost_s = silent_s
             # Fencing: the others may soon go on without this host.
             assert self._order is not None
             self._work.stop(int(self._order["attempt"]), within_s=0.0)
-        self._given_up.add(self._leader)
-        self._turn_to(min(set(range(len(self._hosts))) - self._given_up), now)
+        self._lost_leaders.add(self._leader)
+        self._switch_leader(min(set(range(len(self._hosts))) - self._lost_leaders), now)
 
-    def _seek(self, now: float) -> None:
+    def _find_leader(self, now: float) -> None:
         """Until a leader is met: the first host leads, unless it was lost before this one came; another knows then."""
         if now - self._began > self._settings["start_timeout_s"]:
             limit = self._settings["start_timeout_s"]
-            self._end_alone(f"{self._name(0)} did not come within {limit:g} s: the job did not start")
-        elif now - self._heard > max(0.5, 2 * self._beat_s):
+            self._end_without_leader(f"{self._name(0)} did not come within {limit:g} s: the job did not start")
+        elif now - self._leader_heard_at > max(0.5, 2 * self._beat_s):
             self._sought += 1
-            others = [index for index in range(1, len(self._hosts)) if index != self._own]
-            self._turn_to(others[self._sought // 2 % len(others)] if self._sought % 2 and others else 0, now)
+            others = [index for index in range(1, len(self._hosts)) if index != self._index]
+            self._switch_leader(others[self._sought // 2 % len(others)] if self._sought % 2 and others else 0, now)
 
-    def _turn_to(self, leader: int, now: float) -> None:
+    def _switch_leader(self, leader: int, now: float) -> None:
         self._drop_uplink()
-        self._leader, self._heard, self._met, self._next_call = leader, now, False, 0.0
-        if leader == self._own:
+        self._leader, self._leader_heard_at, self._has_met_leader, self._next_call = leader, now, False, 0.0
+        if leader == self._index:
             self._lead(now)
 
     def _lead(self, now: float) -> None:
         last = None
         if self._order is not None:
-            last = {**self._order, "silent_s": self._lost_s, "lost": sorted({*self._order["lost"], *self._given_up})}
-        self._leader, self._met = self._own, True
-        self._leading = Leader(self._settings, self._own, now, last)
+            last = {
+                **self._order,
+                "silent_s": self._lost_s,
+                "lost": sorted({*self._order["lost"], *self._lost_leaders}),
+            }
+        self._leader, self._has_met_leader = self._index, True
+        self._leading = Leader(self._settings, self._index, now, last)
 
     def _call(self, now: float) -> None:
         link = self._uplink
-        if link is not None and now - link.heard > self._heartbeat_s / 2:
+        if link is not None and now - link.last_byte_at > self._heartbeat_s / 2:
             link.close()  # packets may vanish on this way only, or the way back be long to be found by TCP
         if (link is None or link.closed) and now >= self._next_call:
             self._next_call = now + min(1.0, self._beat_s)
@@ -213,17 +219,17 @@ class Supervisor:
 
     # Leading.
 
-    def _direct(self, leader: Leader, now: float) -> None:
-        leader.hear(self._own, self._work.state, now)
+    def _lead_tick(self, leader: Leader, now: float) -> None:
+        leader.receive_state(self._index, self._work.state, now)
         if leader.step(now) or (leader.do == "end" and now - leader.since > self._heartbeat_s):
             self._all_know = True
         self._order = leader.order()
-        self._work.obey(self._order)
+        self._work.apply_order(self._order)
 
     # Ending.
 
     _deaf_until = 0.0
-    _told_to_end = False
+    _end_requested = False
     _all_know = False
     _sought = 0
     _write_next = 0.0
@@ -232,52 +238,53 @@ class Supervisor:
     _lost_s = 0.0
 
     def _on_end(self, *_: object) -> None:
-        self._told_to_end = True
+        self._end_requested = True
 
     def _look_for_standstill(self) -> None:
         """After more than a heartbeat without a turn the others have given this host up, whatever it still hears of
         what they said before: it must not lead them, nor run its ranks beside theirs."""
         stood_s, self._turned = _awake() - self._turned, _awake()
-        if self._told_to_end:
+        if self._end_requested:
             alone = len(self._hosts) == 1
-            message = f"{self._name(self._own)}: the supervisor was told to end (SIGTERM)"
-            self._resign(message, within_s=math.inf if alone else self._heartbeat_s)
+            message = f"{self._name(self._index)}: the supervisor was told to end (SIGTERM)"
+            self._step_down(message, within_s=math.inf if alone else self._heartbeat_s)
         elif stood_s > self._heartbeat_s and len(self._hosts) > 1 and (self._order or {}).get("do", "wait") != "wait":
-            self._resign(f"{self._name(self._own)}: the supervisor stood still for {stood_s:.1f} s")
+            self._step_down(f"{self._name(self._index)}: the supervisor stood still for {stood_s:.1f} s")
 
-    def _resign(self, message: str, within_s: float = 0.0) -> None:
-        if (self._order or {}).get("status") is None and self._alone is None:
-            self._leading, self._met = None, False
+    def _step_down(self, message: str, within_s: float = 0.0) -> None:
+        if (self._order or {}).get("status") is None and self._own_result is None:
+            self._leading, self._has_met_leader = None, False
             self._drop_uplink()
-            self._end_alone(message, within_s=within_s)
+            self._end_without_leader(message, within_s=within_s)
 
     def _look_for_cancel(self) -> None:
         if self._work.state["cancel"] or not os.path.exists(os.path.join(self._directory, "cancel")):
             return
         self._work.state = {**self._work.state, "cancel": True}
-        if self._leading is None and not self._met and not self._given_up:
-            self._end_alone("cancelled before it started", state="cancelled", reason="user")
+        if self._leading is None and not self._has_met_leader and not self._lost_leaders:
+            self._end_without_leader("cancelled before it started", state="cancelled", reason="user")
 
-    def _end_alone(
+    def _end_without_leader(
         self, message: str, *, state: str = "failed", reason: str = "node_failure", within_s: float = 0.0
     ) -> None:
-        if self._alone is None:
+        if self._own_result is None:
             attempt = int(self._work.state["attempt"])
-            self._alone = {"state": state, "reason": reason, "exit_code": None, "attempt": attempt, "message": message,
+            self._own_result = {"state": state, "reason": reason, "exit_code": None, "attempt": attempt,
+                           "message": message,
                            "native_state": "", "failure": None, "fenced": True}  # fmt: skip
             self._work.stop(attempt, within_s)
 
     def _finish(self) -> None:
-        status = self._alone or (self._order or {}).get("status")
+        status = self._own_result or (self._order or {}).get("status")
         now = time.monotonic()
         if status is None or not self._work.stopped or self._written_at is not None or now < self._write_next:
             return
-        status = {**status, "observed_at": time.time(), "schema": SCHEMA, "node": self._own}
+        status = {**status, "observed_at": time.time(), "schema": SCHEMA, "node": self._index}
         self._write_until = self._write_until or now + WRITE_S
         try:
             self._result.write_once(status)
         except OSError as error:  # the other hosts have it, and may wait for this one's beat
-            say(f"{self._result.path}: {error.strerror}")
+            log(f"{self._result.path}: {error.strerror}")
             if now < self._write_until:
                 self._write_next = now + RETRY_S
                 return
@@ -285,7 +292,7 @@ class Supervisor:
         self._work.release()
         self._work.state = {**self._work.state, "phase": "ended"}
 
-    def _ended(self) -> bool:
+    def _is_done(self) -> bool:
         if self._written_at is None:
             return False
         if self._leading is not None:
@@ -295,38 +302,38 @@ class Supervisor:
 
     # Telling.
 
-    def _tell(self, now: float) -> None:
-        told: Any = self._order if self._leading is not None else self._work.state
-        if told == self._sent[1] and now - self._sent[0] < self._beat_s:
+    def _send_update(self, now: float) -> None:
+        message: Any = self._order if self._leading is not None else self._work.state
+        if message == self._sent[1] and now - self._sent[0] < self._beat_s:
             return
-        self._sent = (now, told)
+        self._sent = (now, message)
         if self._leading is not None:
             for link in self._calls.links:
-                link.send(told)
+                link.send(message)
         elif self._uplink is not None and not self._uplink.closed:
-            self._uplink.send(told)
+            self._uplink.send(message)
 
     def note(self, now: float) -> None:
         """Writes state.json, when there is something new to say or the last one has become old."""
         phase, order = self._work.state["phase"], self._order or {}
         attempt = order.get("attempt", 0)
         message = self._message(phase)
-        shown = (phase, attempt, self._leader, order.get("do"), message)
-        if shown == self._noted[1] and now - self._noted[0] < min(STATE_S, 2 * self._beat_s):
+        summary = (phase, attempt, self._leader, order.get("do"), message)
+        if summary == self._last_note[1] and now - self._last_note[0] < min(STATE_S, 2 * self._beat_s):
             return
-        if self._noted[1] is None or shown[0] != self._noted[1][0]:  # type: ignore[index]
+        if self._last_note[1] is None or summary[0] != self._last_note[1][0]:  # type: ignore[index]
             self._since = time.time()
-        self._noted = (now, shown)
-        mine = self._own in order.get("members", [])
-        heard = self._leading.ages(now) if self._leading else {str(self._leader): round(now - self._heard, 3)}
+        self._last_note = (now, summary)
+        is_member = self._index in order.get("members", [])
+        ages = self._leading.ages(now) if self._leading else {str(self._leader): round(now - self._leader_heard_at, 3)}
         state = {
             "schema": SCHEMA,
             "phase": PHASES.get(phase, phase),
             "attempt": attempt,
-            "rank": self._work.rank if mine else None,
+            "rank": self._work.rank if is_member else None,
             "members": order.get("members", []),
             "since": self._since,
-            "heard": heard,
+            "heard": ages,
             "message": message,
             "queued": order.get("do") == "queue",
             "leader": self._leader,
@@ -343,8 +350,8 @@ class Supervisor:
         if (self._order or {}).get("do") == "queue":
             return str(self._order["waits"])  # type: ignore[index]
         if phase == "waiting" and self._leading is not None:
-            heard = self._leading.ages(time.monotonic())
-            missing = [host["name"] for index, host in enumerate(self._hosts) if str(index) not in heard]
+            ages = self._leading.ages(time.monotonic())
+            missing = [host["name"] for index, host in enumerate(self._hosts) if str(index) not in ages]
             return f"waits for {', '.join(missing)}" if missing else ""
         if phase == "waiting":
             return f"waits for {self._name(self._leader)}"

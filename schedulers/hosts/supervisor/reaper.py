@@ -10,7 +10,7 @@ import time
 
 PR_SET_CHILD_SUBREAPER = 36
 MARKER = "ACCEL_JOB_ID"  # in the environment of everything that a job starts
-_STARTED = 19  # of the fields of /proc/PID/stat that come after the name
+_STARTTIME_FIELD = 19  # of the fields of /proc/PID/stat that come after the name
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -18,34 +18,34 @@ def adopt_orphans() -> None:
     _LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-class Ending:
+class ProcessReaper:
     """Ends everything of a job on this host but the supervisor: SIGTERM, then SIGKILL until nothing is left."""
 
     def __init__(self, job_id: str) -> None:
         self._mark = os.fsencode(f"{MARKER}={job_id}")
-        self._began: float | None = None
-        self._told: set[tuple[int, bytes]] = set()
+        self._started_at: float | None = None
+        self._terminated: set[tuple[int, bytes]] = set()
 
     def done(self, grace_s: float) -> bool:
         """Goes on with it, without waiting; True once nothing is left. To be called again until then."""
-        left = self._left()
-        if not left:
-            self._began, self._told = None, set()
+        processes = self._remaining()
+        if not processes:
+            self._started_at, self._terminated = None, set()
             return True
         now = time.monotonic()
-        if self._began is None:
-            self._began = now
-        late = now - self._began >= grace_s
-        for pid, started in left if late else left - self._told:
-            _send(pid, started, signal.SIGKILL if late else signal.SIGTERM)
-        self._told |= left
+        if self._started_at is None:
+            self._started_at = now
+        grace_over = now - self._started_at >= grace_s
+        for pid, started in processes if grace_over else processes - self._terminated:
+            _send(pid, started, signal.SIGKILL if grace_over else signal.SIGTERM)
+        self._terminated |= processes
         return False
 
-    def _left(self) -> set[tuple[int, bytes]]:
+    def _remaining(self) -> set[tuple[int, bytes]]:
         """Process ids, each with when it was started: numbers are used again."""
-        own = os.getpid()
+        own_pid = os.getpid()
         parents: dict[int, int] = {}
-        found: dict[int, bytes] = {}
+        start_times: dict[int, bytes] = {}
         for name in os.listdir("/proc"):
             if not name.isdigit():
                 continue
@@ -56,16 +56,16 @@ class Ending:
             pid = int(name)
             parents[pid] = int(fields[1])
             if fields[0] in b"ZX":
-                _collect(pid if parents[pid] == own else 0)
+                _collect(pid if parents[pid] == own_pid else 0)
             else:
-                found[pid] = fields[_STARTED]
+                start_times[pid] = fields[_STARTTIME_FIELD]
         return {
             (pid, started)
-            for pid, started in found.items()
-            if pid != own and (_below(pid, own, parents) or self._marked(pid))
+            for pid, started in start_times.items()
+            if pid != own_pid and (_below(pid, own_pid, parents) or self._has_marker(pid))
         }
 
-    def _marked(self, pid: int) -> bool:
+    def _has_marker(self, pid: int) -> bool:
         try:
             with open(f"/proc/{pid}/environ", "rb") as file:
                 return self._mark in file.read().split(b"\0")
@@ -82,15 +82,15 @@ def _send(pid: int, started: bytes, signum: int) -> None:
     """To that process and no other that has come to its number since."""
     with contextlib.suppress(OSError):  # gone, or a set-user-id program that only root may end
         if not hasattr(os, "pidfd_open"):  # Python 3.8
-            if _stat(pid)[_STARTED] == started:
+            if _stat(pid)[_STARTTIME_FIELD] == started:
                 os.kill(pid, signum)
             return
-        handle = os.pidfd_open(pid)
+        pidfd = os.pidfd_open(pid)
         try:
-            if _stat(pid)[_STARTED] == started:
-                signal.pidfd_send_signal(handle, signum)
+            if _stat(pid)[_STARTTIME_FIELD] == started:
+                signal.pidfd_send_signal(pidfd, signum)
         finally:
-            os.close(handle)
+            os.close(pidfd)
 
 
 def _below(pid: int, top: int, parents: dict[int, int]) -> bool:

@@ -15,16 +15,16 @@ import time
 
 from . import wire
 from .announcements import Announcements
-from .documents import make_room, say
-from .reaper import MARKER, Ending
-from .slots import Slots, TooMany, visible, wanted
+from .documents import log, preallocate
+from .reaper import MARKER, ProcessReaper
+from .slots import NotEnoughSlots, Slots, required_slots, visible
 
 try:
     from ...node import logs
-    from ...node.redaction import hide
+    from ...node.redaction import redact
 except (ImportError, ValueError):  # sent to a host, with this; ValueError: Python 3.8
     import logs  # type: ignore[import-not-found, no-redef]
-    from redaction import hide  # type: ignore[import-not-found, no-redef]
+    from redaction import redact  # type: ignore[import-not-found, no-redef]
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -38,12 +38,12 @@ NOTE_S = 1.0
 FILES_LIMIT = resource.getrlimit(resource.RLIMIT_NOFILE)  # as it was when this program began, and
 UMASK = os.umask(0o077)
 os.umask(UMASK)
-_LONGEST_WORDS = 500
-_OF_THE_SESSION = ("SSH_CLIENT", "SSH_CONNECTION", "SSH_TTY", "SSH_AUTH_SOCK", "SSH_ORIGINAL_COMMAND")
+_MAX_MESSAGE = 500
+_SESSION_VARIABLES = ("SSH_CLIENT", "SSH_CONNECTION", "SSH_TTY", "SSH_AUTH_SOCK", "SSH_ORIGINAL_COMMAND")
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-class Work:
+class NodeRunner:
     """This host's part of the job. `state` is what the leader is told of it; `tick` lets it come true."""
 
     def __init__(self, settings: dict[str, Any], directory: str, secrets: dict[str, str]) -> None:
@@ -53,45 +53,45 @@ class Work:
         self._secrets = secrets
         self._index = int(settings["node"])
         self._process: subprocess.Popen[bytes] | None = None
-        self._setup_left: list[list[str]] | None = None
-        self._ending = Ending(settings["job_id"])
+        self._remaining_setup: list[list[str]] | None = None
+        self._reaper = ProcessReaper(settings["job_id"])
         self._kill_at = self._over_at = math.inf  # once it is being stopped
         self._clock = logs.Clock(self._logs)
         server = settings.get("metadata_server")
         self._announcements = Announcements(server) if server else None
         self._events_from = 0
-        self._noted = 0.0
+        self._noted_at = 0.0
         self.rank = -1
         root = os.path.dirname(os.path.dirname(directory))
         host = (settings["nodes"] + settings["spares"])[self._index]["name"]
         self._slots = Slots(root, settings["job_id"], host)
         self._visible: dict[str, str] = {}
-        self._my_turn = False
-        self._look_at = 0.0
+        self._is_next_in_queue = False
+        self._next_look_at = 0.0
         self.state: dict[str, Any] = {
             "phase": "waiting", "attempt": 0, "port": 0, "code": None, "report": None, "message": "", "warning": "",
             "cancel": False, "queue": self._slots.id, "holds": False, "waits": "",
         }  # fmt: skip
 
-    def obey(self, order: dict[str, Any]) -> None:
+    def apply_order(self, order: dict[str, Any]) -> None:
         """Begins what an order asks for; the same one may come any number of times."""
-        do, phase, attempt = order["do"], self.state["phase"], int(order["attempt"])
-        mine = self._index in order["members"]
-        self._my_turn = do == "queue" and order["turn"] == self._index and phase != "failed"
-        if not self._my_turn:
-            self._step_out()
+        stage, phase, attempt = order["do"], self.state["phase"], int(order["attempt"])
+        is_member = self._index in order["members"]
+        self._is_next_in_queue = stage == "queue" and order["turn"] == self._index and phase != "failed"
+        if not self._is_next_in_queue:
+            self._dequeue()
         if self._index in order["release"]:
             self.release()
-        if do in ("stop", "end"):
+        if stage in ("stop", "end"):
             self.stop(attempt, 0.0 if order["at_once"] else math.inf)
-        elif do in ("setup", "arm", "go") and phase == "waiting":
+        elif stage in ("setup", "arm", "go") and phase == "waiting":
             self._begin_setup()
-        elif do == "setup" and phase == "stopped" and attempt > self.state["attempt"]:
+        elif stage == "setup" and phase == "stopped" and attempt > self.state["attempt"]:
             if not self.state["message"]:
                 self._begin_setup(attempt=attempt)
-        elif do == "arm" and mine and phase == "ready":
+        elif stage == "arm" and is_member and phase == "ready":
             self._arm(order)
-        elif do == "go" and mine and phase == "armed" and attempt == self.state["attempt"]:
+        elif stage == "go" and is_member and phase == "armed" and attempt == self.state["attempt"]:
             self._start(order)
 
     def stop(self, attempt: int, within_s: float = math.inf) -> None:
@@ -102,7 +102,7 @@ class Work:
         if self.stopped and self.state["attempt"] >= attempt:
             return
         self._attempt_stopped = attempt
-        self._step_out()
+        self._dequeue()
         now = time.monotonic()
         if self.state["phase"] != "stopping":
             self._set("stopping")
@@ -113,14 +113,14 @@ class Work:
 
     def release(self) -> None:
         """Gives up this host's slots and the job's place in its queue."""
-        self._step_out()
+        self._dequeue()
         self._slots.release()
         if self.state["holds"]:
             self.state = {**self.state, "holds": False}
 
-    def _step_out(self) -> None:
-        self._my_turn = False
-        self._slots.step_out()
+    def _dequeue(self) -> None:
+        self._is_next_in_queue = False
+        self._slots.dequeue()
         if self.state["waits"]:
             self.state = {**self.state, "waits": ""}
 
@@ -132,16 +132,16 @@ class Work:
         """Looks at what runs. To be called after every change of a child, and now and then."""
         self._collect_adopted()
         self._note_sizes()
-        if self._my_turn and not self.state["holds"] and time.monotonic() >= self._look_at:
+        if self._is_next_in_queue and not self.state["holds"] and time.monotonic() >= self._next_look_at:
             self._queue()
         phase = self.state["phase"]
         if phase == "setup":
-            self._go_on_with_setup()
+            self._continue_setup()
         elif phase == "running":
             assert self._process is not None
             self._warn(self._process)
             code = self._process.poll()
-            if code is not None and self._ending.done(LEFTOVER_GRACE_S):
+            if code is not None and self._reaper.done(LEFTOVER_GRACE_S):
                 self._note_sizes(now=True)
                 self._process = None
                 self._set("done", code=_as_exit_code(code), report=self._report())
@@ -151,67 +151,67 @@ class Work:
                 if now < min(self._kill_at, self._over_at):
                     return
                 self._process.kill()
-            if self._ending.done(LEFTOVER_GRACE_S if now < self._over_at else 0.0):
+            if self._reaper.done(LEFTOVER_GRACE_S if now < self._over_at else 0.0):
                 self._note_sizes(now=True)
                 self._process = None
                 self._set("stopped", attempt=self._attempt_stopped)
 
     def _warn(self, launcher: subprocess.Popen[bytes]) -> None:
         """Hands on that this host will be taken away, as the warning that ranks know of."""
-        said = self._announcements.take() if self._announcements is not None else ""
-        if said:
-            say(f"{said}: warning the ranks")
+        announcement = self._announcements.take() if self._announcements is not None else ""
+        if announcement:
+            log(f"{announcement}: warning the ranks")
             launcher.send_signal(signal.SIGUSR1)
 
     def _collect_adopted(self) -> None:
         """Those that the job has left to themselves and that have ended since, lest they stay as zombies."""
         with contextlib.suppress(ChildProcessError):
             while True:
-                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-                if ended is None or (self._process is not None and ended.si_pid == self._process.pid):
+                child = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                if child is None or (self._process is not None and child.si_pid == self._process.pid):
                     return  # that one is asked after by its owner
-                os.waitpid(ended.si_pid, os.WNOHANG)
+                os.waitpid(child.si_pid, os.WNOHANG)
 
     def _queue(self) -> None:
         """Looks whether the slots are free and it is this job's turn."""
         job = self._settings["queue"]
         try:
-            slots, why = self._slots.attempt(wanted(job, job["devices"]))
-        except (TooMany, OSError) as error:
+            slots, reason = self._slots.attempt(required_slots(job, job["devices"]))
+        except (NotEnoughSlots, OSError) as error:
             self._fail(1, str(error))
             return
-        self._look_at = time.monotonic() + self._slots.pause_s
+        self._next_look_at = time.monotonic() + self._slots.pause_s
         self._visible = visible(slots, job["devices"])
-        self.state = {**self.state, "holds": not why, "waits": why}
+        self.state = {**self.state, "holds": not reason, "waits": reason}
 
     # Setup.
 
     def _begin_setup(self, **facts: Any) -> None:
         """From its beginning, or from the command that the end of an attempt has interrupted."""
-        if self._setup_left is None:
-            self._setup_left = [list(argv) for argv in self._settings["setup"]]
+        if self._remaining_setup is None:
+            self._remaining_setup = [list(argv) for argv in self._settings["setup"]]
         self._set("setup", **facts)
-        self._go_on_with_setup()
+        self._continue_setup()
 
-    def _go_on_with_setup(self) -> None:
-        left = self._setup_left
-        assert left is not None
+    def _continue_setup(self) -> None:
+        commands = self._remaining_setup
+        assert commands is not None
         if self._process is not None:
             code = self._process.poll()
             if code is None:
                 return
             self._process = None
             if code != 0:
-                self._fail(_as_exit_code(code), f"the setup command {left[0][0]!r} failed with exit code {code}")
+                self._fail(_as_exit_code(code), f"the setup command {commands[0][0]!r} failed with exit code {code}")
                 return
-            left.pop(0)
-        if not left:
+            commands.pop(0)
+        if not commands:
             self._set("ready")
             return
         try:
-            self._process = self._run(left[0], "setup.log", {})
+            self._process = self._run(commands[0], "setup.log", {})
         except OSError as error:
-            self._fail(127, f"the setup command {left[0][0]!r} cannot be run: {error.strerror}")
+            self._fail(127, f"the setup command {commands[0][0]!r} cannot be run: {error.strerror}")
 
     def _fail(self, code: int, message: str) -> None:
         self._set("failed", code=code, message=message)
@@ -232,17 +232,17 @@ class Work:
     def _start(self, order: dict[str, Any]) -> None:
         members, attempt = list(order["members"]), int(order["attempt"])
         self.rank = members.index(self._index)
-        self._ending = Ending(self._settings["job_id"])
+        self._reaper = ProcessReaper(self._settings["job_id"])
         try:
             command = self._command(order, len(members))
             for name in ("launch.jsonl", f"node-{self._index}.log"):
-                make_room(os.path.join(self._logs, name))
+                preallocate(os.path.join(self._logs, name))
             self._events_from = logs.size_of(os.path.join(self._logs, "launch.jsonl"))
             self._process = self._run(command, f"node-{self._index}.log", {"ACCEL_ATTEMPT": str(attempt)})
             self._set("running")
         except OSError as error:
-            words = f"cannot run {command[0]!r}: {error.strerror}"
-            report = {"failure": None, "refused": "setup", "words": words, "ended": time.time()}
+            message = f"cannot run {command[0]!r}: {error.strerror}"
+            report = {"failure": None, "refused": "setup", "words": message, "ended": time.time()}
             self._set("done", code=127, report=report)
 
     def _command(self, order: dict[str, Any], nodes: int) -> list[str]:
@@ -262,24 +262,26 @@ class Work:
         if settings["procs_per_node"] is not None:
             flags["num_processes"] = nodes * settings["procs_per_node"]
         command = list(settings["command"])
-        at = command.index("launch") + 1
+        index = command.index("launch") + 1
         return (
-            command[:at] + [word for name, value in flags.items() for word in (f"--{name}", str(value))] + command[at:]
+            command[:index]
+            + [argument for name, value in flags.items() for argument in (f"--{name}", str(value))]
+            + command[index:]
         )
 
     def _run(self, argv: list[str], log: str, extra: dict[str, str]) -> subprocess.Popen[bytes]:
-        own, warned = os.getpid(), self._announcements is not None and log != "setup.log"
+        own_pid, warned = os.getpid(), self._announcements is not None and log != "setup.log"
 
-        def enter() -> None:
+        def prepare_child() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, FILES_LIMIT)
             os.umask(UMASK)
             _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-            if os.getppid() != own:
+            if os.getppid() != own_pid:
                 os._exit(128 + signal.SIGTERM)
             if warned:  # the signal must not end a launcher that has yet to take it
                 signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
-        env = {name: value for name, value in os.environ.items() if name not in _OF_THE_SESSION}
+        env = {name: value for name, value in os.environ.items() if name not in _SESSION_VARIABLES}
         env.update(_of_interpreter(self._settings["command"][0], env.get("PATH") or os.defpath))
         for name, value in self._network().items():
             env.setdefault(name, value)
@@ -296,7 +298,7 @@ class Work:
         with open(os.path.join(self._logs, log), "ab") as output:
             return subprocess.Popen(
                 argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd=workdir, env=env,
-                start_new_session=True, preexec_fn=enter,
+                start_new_session=True, preexec_fn=prepare_child,
             )  # fmt: skip
 
     def _network(self) -> dict[str, str]:
@@ -314,11 +316,11 @@ class Work:
         failures = [event["failure"] for event in events if event["event"] == "failure"]
         failures = [failure for failure in failures if failure["attempt"] == attempt]
         started = any(event["event"] == "attempt" and event["attempt"] == attempt for event in events)
-        refused = events[-1]["reason"] if events and events[-1]["event"] == "refused" else None
+        reason = events[-1]["reason"] if events and events[-1]["event"] == "refused" else None
         return {
             "failure": failures[-1] if failures else None,
-            "refused": refused or ("exit_code" if started else "setup"),
-            "words": self._last_words(),
+            "refused": reason or ("exit_code" if started else "setup"),
+            "words": self._last_log_line(),
             "ended": time.time(),
         }
 
@@ -336,10 +338,10 @@ class Work:
             except ValueError:  # cut short by a crash
                 continue
 
-    def _last_words(self) -> str:
-        words = logs.last_line(os.path.join(self._logs, f"node-{self._index}.log"), logs.BLOCK)
-        words = hide(words, self._secrets)[:_LONGEST_WORDS]
-        return words[len("accel launch: ") :] if words.startswith("accel launch: ") else words
+    def _last_log_line(self) -> str:
+        line = logs.last_line(os.path.join(self._logs, f"node-{self._index}.log"), logs.BLOCK)
+        line = redact(line, self._secrets)[:_MAX_MESSAGE]
+        return line[len("accel launch: ") :] if line.startswith("accel launch: ") else line
 
     # Bookkeeping.
 
@@ -348,14 +350,14 @@ class Work:
 
     def _note_sizes(self, now: bool = False) -> None:
         """Notes how long the logs are, so that lines which carry no time can be asked for by it."""
-        if not now and time.monotonic() < self._noted + NOTE_S:
+        if not now and time.monotonic() < self._noted_at + NOTE_S:
             return
-        self._noted = time.monotonic()
+        self._noted_at = time.monotonic()
         self._clock.note()
         if self._clock.full:
-            self._say_that_it_is_full()
+            self._report_full_disk()
 
-    def _say_that_it_is_full(self) -> None:
+    def _report_full_disk(self) -> None:
         """Once, where the job's log lines are read, for those of the ranks may be lost; and in how the job ends."""
         if self._process is None or self.state["phase"] == "setup" or self.state["warning"]:
             return

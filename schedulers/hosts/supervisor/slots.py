@@ -26,36 +26,42 @@ _LOCK_TRIES, _LOCK_S = 20, 0.05
 VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
 
 
-class TooMany(Exception):
+class NotEnoughSlots(Exception):
     """More slots than this machine has; one line for people."""
 
 
-class Want:
+class SlotRequest:
     """So many of these slots, whichever are free."""
 
     def __init__(self, *, what: str, count: int, of: Sequence[str]) -> None:
-        self.what, self.count, self.of = what, count, of
+        self.what, self.count, self.slots = what, count, of
 
 
-def wanted(job: Mapping[str, Any], devices: Mapping[str, Any]) -> list[Want]:
+def required_slots(job: Mapping[str, Any], devices: Mapping[str, Any]) -> list[SlotRequest]:
     """The slots that a job takes: its GPUs, or a processor for each process; and a place, where places are counted.
 
     On a machine with GPUs a job that names no number of them, nor of processes, takes all, as `accel launch` would.
     """
-    wants = []
+    requests = []
     on_gpus = devices["kind"] in VISIBLE and not job["cpu_only"]
     if on_gpus or job["gpus"]:
-        here = [f"gpu-{name}" for name in devices["ids"]] if on_gpus else []
-        wants.append(Want(what="GPUs", count=job["gpus"] or job["procs_per_node"] or len(here), of=here))
+        gpu_slots = [f"gpu-{name}" for name in devices["ids"]] if on_gpus else []
+        requests.append(
+            SlotRequest(what="GPUs", count=job["gpus"] or job["procs_per_node"] or len(gpu_slots), of=gpu_slots)
+        )
     processors = [f"cpu-{number}" for number in range(devices["cpus"])]
     if job["cpus"] is not None:
-        wants.append(Want(what="processors", count=job["cpus"], of=processors))
-    elif not wants and job["concurrency"] is None:
+        requests.append(SlotRequest(what="processors", count=job["cpus"], of=processors))
+    elif not requests and job["concurrency"] is None:
         # More processes than processors is slow and not wrong: such a job takes the whole machine.
-        wants.append(Want(what="processors", count=min(job["procs_per_node"] or 1, len(processors)), of=processors))
+        requests.append(
+            SlotRequest(what="processors", count=min(job["procs_per_node"] or 1, len(processors)), of=processors)
+        )
     if job["concurrency"] is not None:
-        wants.append(Want(what="places", count=1, of=[f"place-{number}" for number in range(job["concurrency"])]))
-    return wants
+        requests.append(
+            SlotRequest(what="places", count=1, of=[f"place-{number}" for number in range(job["concurrency"])])
+        )
+    return requests
 
 
 def visible(slots: Sequence[str], devices: Mapping[str, Any]) -> dict[str, str]:
@@ -75,7 +81,7 @@ class Slots:
             os.makedirs(directory, exist_ok=True)
         self._job_id = job_id
         self._host = host
-        self._held: list[int] = []
+        self._lock_fds: list[int] = []
         self._ticket: int | None = None
         self.ahead = 0  # so many jobs were before this one when it last looked
 
@@ -90,33 +96,33 @@ class Slots:
         queue = os.stat(self._queue)
         return f"{boot_id()} {queue.st_dev} {queue.st_ino}"
 
-    def line_up(self) -> None:
+    def enqueue(self) -> None:
         """Takes the job's place in the queue, unless it has it. Raises OSError."""
         path = os.path.join(self._queue, self._job_id)
         while self._ticket is None:
             fd = _lock(path, wait=True)
             assert fd is not None  # it has waited
             self._ticket = fd
-            if not _is_at(fd, path):  # taken for a dead job's, and removed, before it was locked
+            if not _is_same_file(fd, path):  # taken for a dead job's, and removed, before it was locked
                 self._ticket = None
                 os.close(fd)
 
-    def attempt(self, wants: Sequence[Want]) -> tuple[list[str], str]:
+    def attempt(self, requests: Sequence[SlotRequest]) -> tuple[list[str], str]:
         """The names of the slots, when it is this job's turn and they are free; else none, and why not.
 
         Never waits for another job; the job's place in the queue is kept meanwhile. Raises TooMany, OSError.
         """
-        _check(wants)
-        self.line_up()
-        while before := self._before():
-            if not self._void(before):
-                return [], f"waits for its turn{f' on {self._host}' if self._host else ''} behind job {before}"
-        names, why = self._take(wants)
-        if not why:
-            self.step_out()
-        return names, why
+        _check(requests)
+        self.enqueue()
+        while predecessor := self._position():
+            if not self._is_stale(predecessor):
+                return [], f"waits for its turn{f' on {self._host}' if self._host else ''} behind job {predecessor}"
+        names, reason = self._acquire(requests)
+        if not reason:
+            self.dequeue()
+        return names, reason
 
-    def step_out(self) -> None:
+    def dequeue(self) -> None:
         """Gives up the job's place in the queue, where it has one."""
         if self._ticket is not None:
             with contextlib.suppress(FileNotFoundError):
@@ -125,48 +131,48 @@ class Slots:
             self._ticket = None
 
     def release(self) -> None:
-        for fd in self._held:
+        for fd in self._lock_fds:
             os.close(fd)
-        self._held.clear()
+        self._lock_fds.clear()
 
-    def _before(self) -> str | None:
+    def _position(self) -> str | None:
         """The ticket just before ours. Job ids sort by time."""
         earlier = [name for name in os.listdir(self._queue) if name < self._job_id]
         self.ahead = len(earlier)
         return max(earlier) if earlier else None
 
-    def _void(self, ticket: str) -> bool:
+    def _is_stale(self, ticket: str) -> bool:
         """Removes the ticket of a job that has gone on or died. False while it waits."""
         path = os.path.join(self._queue, ticket)
         fd = _lock(path, wait=False)
         if fd is None:
             return False
-        if _is_at(fd, path):
+        if _is_same_file(fd, path):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
         os.close(fd)
         return True
 
-    def _take(self, wants: Sequence[Want]) -> tuple[list[str], str]:
+    def _acquire(self, requests: Sequence[SlotRequest]) -> tuple[list[str], str]:
         """All or none."""
         names: list[str] = []
-        for want in wants:
-            got = self._try(want)
-            if len(got) < want.count:
+        for request in requests:
+            slot_names = self._acquire_one(request)
+            if len(slot_names) < request.count:
                 self.release()
                 machine = f"{self._host}'s" if self._host else "this machine's"
-                return [], f"waits for {want.count} of {machine} {len(want.of)} {want.what}"
-            names += got
+                return [], f"waits for {request.count} of {machine} {len(request.slots)} {request.what}"
+            names += slot_names
         return names, ""
 
-    def _try(self, want: Want) -> list[str]:
+    def _acquire_one(self, request: SlotRequest) -> list[str]:
         names: list[str] = []
-        for name in want.of:
-            if len(names) == want.count:
+        for name in request.slots:
+            if len(names) == request.count:
                 break
             fd = _lock(os.path.join(self._slots, name.replace("/", "_")), wait=False)
             if fd is not None:
-                self._held.append(fd)
+                self._lock_fds.append(fd)
                 names.append(name)
         return names
 
@@ -180,13 +186,13 @@ def boot_id() -> str:
         return ""
 
 
-def _check(wants: Sequence[Want]) -> None:
-    for want in wants:
-        if want.count > len(want.of):
-            raise TooMany(f"{want.count} {want.what} asked for, and this machine has {len(want.of)}")
+def _check(requests: Sequence[SlotRequest]) -> None:
+    for request in requests:
+        if request.count > len(request.slots):
+            raise NotEnoughSlots(f"{request.count} {request.what} asked for, and this machine has {len(request.slots)}")
 
 
-def _is_at(fd: int, path: str) -> bool:
+def _is_same_file(fd: int, path: str) -> bool:
     """Whether the open file is the one of this name."""
     try:
         return os.fstat(fd).st_ino == os.stat(path).st_ino

@@ -36,30 +36,28 @@ class Party:
     """This end of every link: the host's index in the job, the job's id and its token."""
 
     def __init__(self, job: str, token: bytes, own: int) -> None:
-        self.job, self.token, self.own = job, token, own
+        self.job, self.token, self.index = job, token, own
 
-    def derived(self, purpose: str, caller: int, called: int, nonces: tuple[str, str]) -> bytes:
+    def derived(self, purpose: str, caller: int, callee: int, nonces: tuple[str, str]) -> bytes:
         """A value that only those who know the token can compute, and that no other link shares."""
-        bound = json.dumps([purpose, self.job, caller, called, *nonces])
+        bound = json.dumps([purpose, self.job, caller, callee, *nonces])
         return hmac.new(self.token, bound.encode(), hashlib.sha256).digest()
 
 
 class Link:
     """One connection. `peer` is the index of the host at its other end once it has proved that.
 
-    heard:  when the last byte came, by the monotonic clock.
+    last_byte_at:  when the last byte came, by the monotonic clock.
     origin: what strangers are counted by (see `origin`).
     """
 
-    def __init__(
-        self, connected: socket.socket, party: Party, expected: int | None = None, origin: bytes = b""
-    ) -> None:
+    def __init__(self, sock: socket.socket, party: Party, expected: int | None = None, origin: bytes = b"") -> None:
         """`expected` is the host that this end called; None: this end was called."""
-        self.socket = connected
+        self.socket = sock
         self.peer: int | None = None
         self.closed = False
         self.greeted = False  # for its owner: whether the other end has been told anything
-        self.heard = self.opened = time.monotonic()
+        self.last_byte_at = self.opened = time.monotonic()
         self.origin = origin
         self._party = party
         self._expected = expected
@@ -67,11 +65,11 @@ class Link:
         self._nonce = os.urandom(16).hex()
         self._read = b""
         self._unsent = b""
-        self._held: list[Message] = []  # until the proof
+        self._held_messages: list[Message] = []  # until the proof
         self._proof_due = ""  # what the called end has to answer
         self._keys = (b"", b"")  # for what is sent, and for what comes
         self._counts = [0, 0]
-        connected.setblocking(False)
+        sock.setblocking(False)
         if expected is None:
             self._write({"nonce": self._nonce})
 
@@ -85,7 +83,7 @@ class Link:
     def send(self, message: Message) -> None:
         """Sends as soon as the other end has proved itself."""
         if self.peer is None:
-            self._held.append(message)
+            self._held_messages.append(message)
             return
         data = json.dumps(message).encode()
         self._put(self._mac(0, data) + b" " + data + b"\n")
@@ -127,11 +125,11 @@ class Link:
                 if self.peer is None:
                     self._prove(json.loads(line))
                 else:
-                    messages.append(self._checked(line))
+                    messages.append(self._verified(line))
             except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
                 self.close()
         if self.peer is not None:
-            self.heard = time.monotonic()
+            self.last_byte_at = time.monotonic()
         return messages
 
     def close(self) -> None:
@@ -143,37 +141,37 @@ class Link:
         its own."""
         if self._expected is None:
             caller = int(message["from"])
-            proof, due = self._derive(caller, self._party.own, (str(message["nonce"]), self._nonce))
+            proof, reply_proof = self._derive(caller, self._party.index, (str(message["nonce"]), self._nonce))
             _compare(message["proof"], proof)
-            self._write({"proof": due})
+            self._write({"proof": reply_proof})
             self._admit(caller)
         elif not self._proof_due:
             nonces = (self._nonce, str(message["nonce"]))
-            proof, self._proof_due = self._derive(self._party.own, self._expected, nonces)
-            self._write({"nonce": self._nonce, "from": self._party.own, "proof": proof})
+            proof, self._proof_due = self._derive(self._party.index, self._expected, nonces)
+            self._write({"nonce": self._nonce, "from": self._party.index, "proof": proof})
         else:
             _compare(message["proof"], self._proof_due)
             self._admit(self._expected)
 
-    def _derive(self, caller: int, called: int, nonces: tuple[str, str]) -> tuple[str, str]:
+    def _derive(self, caller: int, callee: int, nonces: tuple[str, str]) -> tuple[str, str]:
         """The proofs of the caller and of the called end; keeps the keys that belong to them."""
-        keys = [self._party.derived(f"{who} key", caller, called, nonces) for who in ("caller", "called")]
+        keys = [self._party.derived(f"{role} key", caller, callee, nonces) for role in ("caller", "called")]
         self._keys = (keys[0], keys[1]) if self._expected is not None else (keys[1], keys[0])
-        proofs = [self._party.derived(f"{who} proof", caller, called, nonces).hex() for who in ("caller", "called")]
+        proofs = [self._party.derived(f"{role} proof", caller, callee, nonces).hex() for role in ("caller", "called")]
         return proofs[0], proofs[1]
 
     def _admit(self, peer: int) -> None:
         self.peer = peer
-        held, self._held = self._held, []
-        for message in held:
+        queued, self._held_messages = self._held_messages, []
+        for message in queued:
             self.send(message)
 
-    def _mac(self, way: int, data: bytes) -> bytes:
+    def _mac(self, direction: int, data: bytes) -> bytes:
         """Of the next message that is sent (0) or that comes (1)."""
-        count, self._counts[way] = self._counts[way], self._counts[way] + 1
-        return hmac.new(self._keys[way], count.to_bytes(8, "big") + data, hashlib.sha256).hexdigest().encode()
+        count, self._counts[direction] = self._counts[direction], self._counts[direction] + 1
+        return hmac.new(self._keys[direction], count.to_bytes(8, "big") + data, hashlib.sha256).hexdigest().encode()
 
-    def _checked(self, line: bytes) -> Message:
+    def _verified(self, line: bytes) -> Message:
         mac, _, data = line.partition(b" ")
         if not hmac.compare_digest(mac, self._mac(1, data)):
             raise ValueError
@@ -192,38 +190,38 @@ class Link:
 class Calls:
     """The links of those that call, and how many strangers among them there may be.
 
-    A stranger has yet to prove who it is. Where there are more than `most`, the oldest of the address with the most
-    strangers goes: silent connections crowd out each other, and a host that calls has the time of a handshake.
+    A stranger has yet to prove who it is. Where there are more than `max_strangers`, the oldest of the address with
+    the most strangers goes: silent connections crowd out each other, and a host that calls has the time of a handshake.
     """
 
-    def __init__(self, server: socket.socket | None, party: Party, most: int) -> None:
+    def __init__(self, server: socket.socket | None, party: Party, max_strangers: int) -> None:
         self._server = server
         self._party = party
-        self._most = most
+        self._max_strangers = max_strangers
         self.links: list[Link] = []
 
     def accept(self) -> bool:
         """All who call: when a job starts, its hosts do so at once. False when there is no room for more files."""
         assert self._server is not None  # somebody called
-        room = True
-        for _ in range(self._most):
+        has_room = True
+        for _ in range(self._max_strangers):
             try:
-                connected, address = self._server.accept()
+                sock, address = self._server.accept()
             except OSError as error:
-                room = error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+                has_room = error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
                 break
-            self.links.append(Link(connected, self._party, origin=origin(str(address[0]))))
-        strangers: dict[bytes, list[Link]] = {}
+            self.links.append(Link(sock, self._party, origin=origin(str(address[0]))))
+        unverified_links: dict[bytes, list[Link]] = {}
         for link in self.links:
             if link.peer is None and not link.closed:
-                strangers.setdefault(link.origin, []).append(link)
-        for _ in range(sum(map(len, strangers.values())) - self._most):
-            max(strangers.values(), key=len).pop(0).close()
-        return room
+                unverified_links.setdefault(link.origin, []).append(link)
+        for _ in range(sum(map(len, unverified_links.values())) - self._max_strangers):
+            max(unverified_links.values(), key=len).pop(0).close()
+        return has_room
 
     def drop_dead(self, now: float, silence_s: float) -> None:
         for link in self.links:
-            if not link.closed and now - link.heard > (PROOF_S if link.peer is None else silence_s):
+            if not link.closed and now - link.last_byte_at > (PROOF_S if link.peer is None else silence_s):
                 link.close()
         self.links = [link for link in self.links if not link.closed]
 
@@ -237,20 +235,20 @@ def origin(address: str) -> bytes:
     return socket.inet_ntoa(packed[12:]).encode() if packed.startswith(_MAPPED) else packed[:8]
 
 
-def _compare(proof: object, right: str) -> None:
-    if not hmac.compare_digest(str(proof).encode(), right.encode()):
+def _compare(proof: object, expected: str) -> None:
+    if not hmac.compare_digest(str(proof).encode(), expected.encode()):
         raise ValueError
 
 
 def call(address: str, port: int, party: Party, peer: int) -> Link | None:
     """A link that is being made to the supervisor of host `peer`; None when that cannot even begin."""
     try:
-        family, kind, protocol, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        family, kind, protocol, _, sockaddr = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
         caller = socket.socket(family, kind, protocol)
     except OSError:
         return None
     caller.setblocking(False)
-    if caller.connect_ex(where) not in (0, errno.EINPROGRESS):
+    if caller.connect_ex(sockaddr) not in (0, errno.EINPROGRESS):
         caller.close()
         return None
     return Link(caller, party, peer)
@@ -258,19 +256,18 @@ def call(address: str, port: int, party: Party, peer: int) -> Link | None:
 
 def listen(port: int) -> socket.socket:
     """Takes calls on all addresses of this host, of IPv6 too where there is such a thing."""
-    both = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both else socket.AF_INET
-    server = socket.create_server(("", port), family=family, backlog=4096, dualstack_ipv6=both)
+    dual_stack = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual_stack else socket.AF_INET
+    server = socket.create_server(("", port), family=family, backlog=4096, dualstack_ipv6=dual_stack)
     server.setblocking(False)
     return server
 
 
-def free_port(wanted: int | None, first: int, last: int) -> int:
-    """`wanted` if nobody has it on this host, else any from `first` to `last` that is free, by chance, so that two jobs
-    do not both take the same; 0 when none is."""
-    others = list(range(first, last + 1))
-    random.shuffle(others)
-    for port in others if wanted is None else [wanted, *others]:
+def free_port(preferred: int | None, first: int, last: int) -> int:
+    """Return `preferred` if it is free here, else a random free port from `first` to `last`, or 0 if none is free."""
+    candidates = list(range(first, last + 1))
+    random.shuffle(candidates)
+    for port in candidates if preferred is None else [preferred, *candidates]:
         with contextlib.suppress(OSError), listen(port):
             return port
     return 0

@@ -29,24 +29,24 @@ if TYPE_CHECKING:
 
 
 def open_exec(
-    configuration: Any, access: Access, shown: list[tuple[str, str]], url: str, where: str, *, binary: bool
+    configuration: Any, access: Access, auth_headers: list[tuple[str, str]], url: str, subject: str, *, binary: bool
 ) -> Any:
-    """Return the client's WSClient. `shown`: the authentication headers. Raises ApiError, Unreachable, ConfigError."""
+    """Return the client's WSClient, authenticated by `auth_headers`. Raises ApiError, Unreachable, ConfigError."""
     import websocket
     from kubernetes.stream import ws_client
 
     # It passes these two headers on and no others: those of impersonation follow in lines of their own.
     protocols = f"{ws_client.V5_CHANNEL_PROTOCOL},{ws_client.V4_CHANNEL_PROTOCOL}"
-    more = "".join(f"\r\n{name}: {value}" for name, value in shown if name != "authorization")
-    headers = {**dict(shown), "sec-websocket-protocol": protocols + more}
-    opened: Any = ws_client.WSClient
+    extra_lines = "".join(f"\r\n{name}: {value}" for name, value in auth_headers if name != "authorization")
+    headers = {**dict(auth_headers), "sec-websocket-protocol": protocols + extra_lines}
+    client_class: Any = ws_client.WSClient
     try:
-        return opened(configuration, "ws" + url.removeprefix("http"), headers, capture_all=False, binary=binary)
+        return client_class(configuration, "ws" + url.removeprefix("http"), headers, capture_all=False, binary=binary)
     except websocket.WebSocketBadStatusException as error:
         body = error.resp_body or b""
-        raise error_of(error.status_code, bytes(body), where=where, who=access.who) from None
+        raise error_of(error.status_code, bytes(body), subject=subject, user=access.user_label) from None
     except (websocket.WebSocketException, OSError) as error:
-        raise unreachable(error, where, access.shown, configuration.proxy) from None
+        raise unreachable(error, subject, access.display_url, configuration.proxy) from None
 
 
 def hang_up(client: Any) -> None:
@@ -59,10 +59,10 @@ def hang_up(client: Any) -> None:
 
 # Requests and watches.
 
-_WAITS_S = (0.1, 0.4, 1.0)
+_RETRY_DELAYS_S = (0.1, 0.4, 1.0)
 _LONGEST_WAIT_S = 5.0
 # Whether a request may be made again of which it is not known if it arrived: the second is then the same as the first.
-_AGAIN = ("GET", "PUT", "DELETE", "HEAD")
+_RETRIED_METHODS = ("GET", "PUT", "DELETE", "HEAD")
 _BUSY = (429, 500, 502, 503, 504)
 _PIECE = 1 << 16
 _PAGE = "500"
@@ -81,9 +81,9 @@ class Api:
         self._options = options
         self._target = target
         self._lock = threading.RLock()
-        self._found: kubeconfig.Access | None = None
-        self._shown: Credentials | None = None
-        self._made: Any = None  # an ApiClient
+        self._access: kubeconfig.Access | None = None
+        self._credentials_cache: Credentials | None = None
+        self._api_client: Any = None  # an ApiClient
         self._discovered: set[str] | None = None
         self._ahead_s = 0.0
 
@@ -96,9 +96,9 @@ class Api:
     def access(self) -> kubeconfig.Access:
         """The cluster and user, from the kubeconfig. Raises ConfigError."""
         with self._lock:
-            if self._found is None:
-                self._found = kubeconfig.find(self._options, self._target)
-            return self._found
+            if self._access is None:
+                self._access = kubeconfig.find(self._options, self._target)
+            return self._access
 
     @property
     def namespace(self) -> str:
@@ -125,14 +125,14 @@ class Api:
     ) -> str:
         """Return the path of a list, an object or a part of one. `namespace` "" is for cluster-scoped objects."""
         root = f"/api/{api_version}" if "/" not in api_version else f"/apis/{api_version}"
-        place = self.namespace if namespace is None else namespace
-        words = [
-            *(("namespaces", place) if place else ()),
+        scope = self.namespace if namespace is None else namespace
+        segments = [
+            *(("namespaces", scope) if scope else ()),
             plural,
             *((name,) if name else ()),
             *((sub,) if sub else ()),
         ]
-        return "/".join([root, *(quote(word, safe="/") for word in words)])
+        return "/".join([root, *(quote(segment, safe="/") for segment in segments)])
 
     def call(
         self,
@@ -143,9 +143,9 @@ class Api:
         body: object = None,
         content_type: str = "application/json",
         timeout_s: float = 30.0,
-        warned: Callable[[str], None] | None = None,
+        on_warning: Callable[[str], None] | None = None,
     ) -> dict[str, Any]:
-        """Send a request and return the response. `warned` is called with each warning in it.
+        """Send a request and return the response. `on_warning` is called with each warning in it.
 
         Retries for a second or two if the API server is busy or unreachable and a repetition does no harm.
 
@@ -157,28 +157,30 @@ class Api:
             "accept-encoding": "gzip",
             **({} if body is None else {"content-type": content_type}),
         }
-        response, warnings = self._answered(method, path, query, body, headers, timeout_s)
+        response, warnings = self._body_of(method, path, query, body, headers, timeout_s)
         try:
-            found = json.loads(response) if response.strip() else {}
+            reply = json.loads(response) if response.strip() else {}
         except ValueError:
             raise self._unreachable_by(f"it answers {method} {path} with no JSON: {response[:80]!r}") from None
-        if warned is not None:
+        if on_warning is not None:
             for text in warnings:
-                warned(text)
-        return found if isinstance(found, dict) else {"items": found}
+                on_warning(text)
+        return reply if isinstance(reply, dict) else {"items": reply}
 
     def pages(self, path: str, query: Mapping[str, str]) -> Iterator[dict[str, Any]]:
         """Yield the pages of a list, with the kind and API version of each item, which lists omit."""
-        more = ""
+        continue_token = ""
         while True:
-            answer = self.call("GET", path, query={**query, "limit": _PAGE, **({"continue": more} if more else {})})
-            kind = str(answer.get("kind") or "").removesuffix("List")
-            for each in answer.get("items") or []:
-                each.setdefault("kind", kind)
-                each.setdefault("apiVersion", answer.get("apiVersion"))
-            yield answer
-            more = (answer.get("metadata") or {}).get("continue") or ""
-            if not more:
+            page = self.call(
+                "GET", path, query={**query, "limit": _PAGE, **({"continue": continue_token} if continue_token else {})}
+            )
+            kind = str(page.get("kind") or "").removesuffix("List")
+            for resource in page.get("items") or []:
+                resource.setdefault("kind", kind)
+                resource.setdefault("apiVersion", page.get("apiVersion"))
+            yield page
+            continue_token = (page.get("metadata") or {}).get("continue") or ""
+            if not continue_token:
                 return
 
     def stream(self, path: str, *, query: Query | None = None, idle_s: float | None = None) -> Stream:
@@ -193,15 +195,15 @@ class Api:
         """Return the API versions of the cluster: `v1`, `batch/v1`, `kubeflow.org/v1`, …. Queried once."""
         if self._discovered is None:
             groups = self.call("GET", "/apis").get("groups") or []
-            found = {str(each["groupVersion"]) for group in groups for each in group.get("versions") or []}
-            self._discovered = found | {"v1"}
+            versions = {str(version["groupVersion"]) for group in groups for version in group.get("versions") or []}
+            self._discovered = versions | {"v1"}
         return self._discovered
 
     def version(self) -> tuple[int, int] | None:
         """Return the version of Kubernetes, such as (1, 34), or None if the server does not reveal it."""
         with contextlib.suppress(Forbidden, NotFound, ValueError, KeyError):
-            said = self.call("GET", "/version")
-            return int(said["major"]), int(str(said["minor"]).rstrip("+"))
+            reply = self.call("GET", "/version")
+            return int(reply["major"]), int(str(reply["minor"]).rstrip("+"))
         return None
 
     def now(self) -> float:
@@ -223,33 +225,33 @@ class Api:
         if container is not None:
             query["container"] = container
         url = self._url(self.path("v1", "pods", pod, "exec", namespace), query)
-        shown = self._credentials().headers()
-        return open_exec(self._credentials().configuration(), self.access, shown, url, self.where, binary=binary)
+        auth_headers = self._credentials().headers()
+        return open_exec(self._credentials().configuration(), self.access, auth_headers, url, self.label, binary=binary)
 
     def close(self) -> None:
         """Close the idle connections. They are reopened when needed."""
         with self._lock:
-            if self._made is not None:
-                self._made.close()
-            self._made = None
+            if self._api_client is not None:
+                self._api_client.close()
+            self._api_client = None
 
     @property
-    def where(self) -> str:
+    def label(self) -> str:
         """The prefix of messages."""
         return f"target {self._target}"
 
     def unreachable(self, error: Exception) -> Unreachable:
-        proxy = None if self._made is None else self._made.configuration.proxy
-        return unreachable(error, self.where, self.access.shown, proxy)
+        proxy = None if self._api_client is None else self._api_client.configuration.proxy
+        return unreachable(error, self.label, self.access.display_url, proxy)
 
-    def _unreachable_by(self, why: str) -> Unreachable:
-        return Unreachable(f"{self.where}: the API server {self.access.shown}: {why}")
+    def _unreachable_by(self, cause: str) -> Unreachable:
+        return Unreachable(f"{self.label}: the API server {self.access.display_url}: {cause}")
 
     def _credentials(self) -> Credentials:
         with self._lock:
-            if self._shown is None:
-                self._shown = Credentials(self.access, self._target)
-            return self._shown
+            if self._credentials_cache is None:
+                self._credentials_cache = Credentials(self.access, self._target)
+            return self._credentials_cache
 
     def _client(self) -> Any:
         """Return the client, which connects when needed."""
@@ -257,26 +259,26 @@ class Api:
         from kubernetes.client import ApiClient
 
         with self._lock:
-            if self._made is None or self._made.configuration is not configuration:
+            if self._api_client is None or self._api_client.configuration is not configuration:
                 self.close()
-                self._made = ApiClient(configuration)
-            return self._made
+                self._api_client = ApiClient(configuration)
+            return self._api_client
 
     def _url(self, path: str, query: Query | None) -> str:
         return f"{self.server}{path}{'?' + urlencode(query, doseq=True) if query else ''}"
 
-    def _answered(
+    def _body_of(
         self, method: str, path: str, query: Query | None, body: object, headers: dict[str, str], timeout_s: float
     ) -> tuple[bytes, list[str]]:
         """Return the body and the warnings of the response."""
         import urllib3
 
-        for wait in (*_WAITS_S, None):
+        for wait in (*_RETRY_DELAYS_S, None):
             response = self._respond(method, path, query, body, headers, timeout_s)
             try:
                 return bytes(response.read()), warnings_of(response.headers.getlist("warning"))
             except (urllib3.exceptions.HTTPError, OSError) as error:
-                if method not in _AGAIN or wait is None:
+                if method not in _RETRIED_METHODS or wait is None:
                     raise self.unreachable(error) from None
                 time.sleep(wait)
             finally:
@@ -294,24 +296,25 @@ class Api:
     ) -> urllib3.BaseHTTPResponse:
         """Send the request, with retries. Return the successful response, its body unread."""
         renewed = False
-        waits = list(_WAITS_S)
+        pauses = list(_RETRY_DELAYS_S)
         while True:
-            given = self._credentials().given()
-            response = self._sent(method, path, query, body, headers, timeout_s, waits)
+            credential = self._credentials().plugin_status()
+            response = self._sent(method, path, query, body, headers, timeout_s, pauses)
             if 200 <= response.status < 300:
                 return response
-            refused = self._rest(response)
-            if response.status == 401 and not renewed and self._credentials().renew(given):
+            error_body = self._rest(response)
+            if response.status == 401 and not renewed and self._credentials().renew(credential):
                 renewed = True
                 self.close()  # a new certificate needs new connections
                 continue
-            if response.status in _BUSY and waits and (method in _AGAIN or response.status == 429):
-                _pause(waits.pop(0), response.headers.get("retry-after"))
+            if response.status in _BUSY and pauses and (method in _RETRIED_METHODS or response.status == 429):
+                _pause(pauses.pop(0), response.headers.get("retry-after"))
                 continue
-            refusal = error_of(response.status, refused, where=self.where, who=self.access.who)
+            refusal = error_of(response.status, error_body, subject=self.label, user=self.access.user_label)
             if response.status in _BUSY:
                 raise Unreachable(
-                    f"{self.where}: the API server {self.access.shown} answers {response.status}: {_text(refusal)}"
+                    f"{self.label}: the API server {self.access.display_url} answers {response.status}: "
+                    f"{_text(refusal)}"
                 )
             raise refusal
 
@@ -323,7 +326,7 @@ class Api:
         body: object,
         headers: dict[str, str],
         timeout_s: float | None,
-        waits: list[float],
+        pauses: list[float],
     ) -> urllib3.BaseHTTPResponse:
         client = self._client()
         from email.utils import mktime_tz, parsedate_tz
@@ -331,25 +334,32 @@ class Api:
         from kubernetes.client.exceptions import ApiException
         from urllib3 import HTTPHeaderDict, exceptions
 
-        shown = HTTPHeaderDict({"user-agent": "accel", **headers})
-        shown.extend(self._credentials().headers())
-        times = (_CONNECT_S, timeout_s)
+        request_headers = HTTPHeaderDict({"user-agent": "accel", **headers})
+        request_headers.extend(self._credentials().headers())
+        timeouts = (_CONNECT_S, timeout_s)
         while True:
-            sent = time.time()
+            sent_at = time.time()
             try:
-                answer = client.call_api(method, self._url(path, query), shown, body, _request_timeout=times)
-                response: urllib3.BaseHTTPResponse = answer.response
+                reply = client.call_api(
+                    method, self._url(path, query), request_headers, body, _request_timeout=timeouts
+                )
+                response: urllib3.BaseHTTPResponse = reply.response
                 if (date := parsedate_tz(response.headers.get("date"))) is not None:
-                    self._ahead_s = _ahead(mktime_tz(date), sent, time.time())
+                    self._ahead_s = _ahead(mktime_tz(date), sent_at, time.time())
                 return response
             except (ApiException, exceptions.HTTPError, OSError) as error:  # the first is the client's for TLS
                 never_sent = isinstance(error, exceptions.NewConnectionError)
-                slow = isinstance(error, exceptions.TimeoutError) and not never_sent
-                if not waits or slow or isinstance(error, ApiException) or not (never_sent or method in _AGAIN):
+                timed_out = isinstance(error, exceptions.TimeoutError) and not never_sent
+                if (
+                    not pauses
+                    or timed_out
+                    or isinstance(error, ApiException)
+                    or not (never_sent or method in _RETRIED_METHODS)
+                ):
                     raise self.unreachable(error) from None
-                time.sleep(waits.pop(0))
+                time.sleep(pauses.pop(0))
             except ValueError as error:  # a URL, or a header, that cannot be
-                raise ConfigError(f"{self.where}: {self.access.shown}: {error}") from None
+                raise ConfigError(f"{self.label}: {self.access.display_url}: {error}") from None
 
     def _rest(self, response: urllib3.BaseHTTPResponse) -> bytes:
         import urllib3
@@ -396,9 +406,9 @@ class Stream:
         self._response.close()
 
 
-def _pause(seconds: float, advised: str | None) -> None:
-    if advised is not None and advised.isdigit():
-        seconds = max(seconds, min(float(advised), _LONGEST_WAIT_S))
+def _pause(seconds: float, retry_after: str | None) -> None:
+    if retry_after is not None and retry_after.isdigit():
+        seconds = max(seconds, min(float(retry_after), _LONGEST_WAIT_S))
     time.sleep(seconds)
 
 
@@ -408,5 +418,5 @@ def _text(error: Exception) -> str:
 
 def _ahead(date: float, sent: float, received: float) -> float:
     """Return the smallest lead of the server's clock over ours, in seconds, that ``date`` (whole seconds) allows."""
-    least, most = date - received, date + 1 - sent
-    return least if least > 0 else min(most, 0.0)
+    lower, upper = date - received, date + 1 - sent
+    return lower if lower > 0 else min(upper, 0.0)

@@ -58,39 +58,41 @@ class Credentials:
 
     def __init__(self, access: Access, target: str) -> None:
         self._access = access
-        self._where = f"target {target}: {access.who}"
+        self._label = f"target {target}: {access.user_label}"
         self._target = target
         self._lock = threading.RLock()
-        self._given: Mapping[str, Any] | None = None  # what an exec plug-in gave
-        self._until: float | None = None
-        self._made: tuple[Any, Any] | None = None  # a configuration, and the certificate from a plug-in that it has
+        self._plugin_status: Mapping[str, Any] | None = None  # what an exec plug-in gave
+        self._expires_at: float | None = None
+        self._cached_configuration: tuple[Any, Any] | None = (
+            None  # a configuration, and the certificate from a plug-in that it has
+        )
 
     def configuration(self) -> Any:
         """Return the client's configuration, a new one for a new plug-in certificate. Raises ConfigError."""
         with self._lock:
-            given = self.given()
-            certificate = tuple(given.get(key) for key in _CERTIFICATE)
-            if self._made is None or self._made[1] != certificate:
-                self._made = self._configured(certificate), certificate
-            return self._made[0]
+            credential = self.plugin_status()
+            certificate = tuple(credential.get(key) for key in _CERTIFICATE)
+            if self._cached_configuration is None or self._cached_configuration[1] != certificate:
+                self._cached_configuration = self._configured(certificate), certificate
+            return self._cached_configuration[0]
 
     def headers(self) -> list[tuple[str, str]]:
         """Return the headers that authenticate a request. Raises ConfigError."""
         authorization = self._authorization()
-        shown = [] if authorization is None else [("authorization", authorization.strip())]
-        return [*shown, *_impersonation(self._access.user)]
+        headers = [] if authorization is None else [("authorization", authorization.strip())]
+        return [*headers, *_impersonation(self._access.user)]
 
-    def renew(self, refused: Mapping[str, Any]) -> bool:
+    def renew(self, rejected: Mapping[str, Any]) -> bool:
         """Discard credentials after a 401. Return True if the next request may get new ones.
 
-        `refused`: the result of `given` for the failed request. What another thread has got since then stays.
+        `rejected`: the result of `plugin_status` for the failed request. What another thread has got since then stays.
         """
         with self._lock:
-            if self._given is refused:
-                self._given = None
+            if self._plugin_status is rejected:
+                self._plugin_status = None
         return "exec" in self._access.user or bool(self._access.user.get("tokenFile"))
 
-    def given(self) -> Mapping[str, Any]:
+    def plugin_status(self) -> Mapping[str, Any]:
         """Return the plug-in's valid credentials; empty without a plug-in. Raises ConfigError.
 
         https://kubernetes.io/docs/reference/access-authn-authz/authentication/#client-go-credential-plugins
@@ -99,158 +101,162 @@ class Credentials:
             return {}
         with self._lock:
             now = datetime.datetime.now(datetime.timezone.utc).timestamp()
-            if self._given is None or (self._until is not None and now >= self._until - _EARLY_S):
-                self._given, self._until = self._plugged(now)
-            return self._given
+            if self._plugin_status is None or (self._expires_at is not None and now >= self._expires_at - _EARLY_S):
+                self._plugin_status, self._expires_at = self._plugged(now)
+            return self._plugin_status
 
     def _authorization(self) -> str | None:
         user = self._access.user
         if "exec" in user:
-            token = self.given().get("token")
+            token = self.plugin_status().get("token")
             return f"Bearer {token}" if token else None
         if user.get("tokenFile"):
-            return f"Bearer {_read(user['tokenFile'], self._where).decode('utf-8', 'replace').strip()}"
-        made = self.configuration()
+            return f"Bearer {_read(user['tokenFile'], self._label).decode('utf-8', 'replace').strip()}"
+        configuration = self.configuration()
         with self._lock, self._provider():
-            header: str | None = made.get_api_key_with_prefix("BearerToken")  # renewed where it must be
+            header: str | None = configuration.get_api_key_with_prefix("BearerToken")  # renewed where it must be
         if header is None and "auth-provider" in user:
             name = user["auth-provider"]["name"]
-            raise ConfigError(f"{self._where}: auth-provider {name} gave no token: sign in again")
+            raise ConfigError(f"{self._label}: auth-provider {name} gave no token: sign in again")
         return header
 
     def _configured(self, certificate: tuple[Any, ...]) -> Any:
-        library = package(self._where)
-        made = library.Configuration()
+        library = package(self._label)
+        configuration = library.Configuration()
         cluster = {**self._access.cluster, "server": self._access.server}
-        self._as_file(cluster, "certificate-authority", made)
+        self._as_file(cluster, "certificate-authority", configuration)
         document = {
             "contexts": [{"name": "this", "context": {"cluster": "this", "user": "this"}}],
             "clusters": [{"name": "this", "cluster": cluster}],
-            "users": [{"name": "this", "user": self._user(certificate, made)}],
+            "users": [{"name": "this", "user": self._user(certificate, configuration)}],
         }
         with self._provider():
-            loader = library.KubeConfigLoader(document, active_context="this", config_persister=self._access.keep)
-            loader.load_and_set(made)
-        self._check(made)
-        self._connect(made)
-        return made
+            loader = library.KubeConfigLoader(document, active_context="this", config_persister=self._access.save)
+            loader.load_and_set(configuration)
+        self._check(configuration)
+        self._connect(configuration)
+        return configuration
 
-    def _user(self, certificate: tuple[Any, ...], made: Any) -> dict[str, Any]:
+    def _user(self, certificate: tuple[Any, ...], configuration: Any) -> dict[str, Any]:
         """Return the user for the client's loader. Raises ConfigError for what that would ignore."""
         user = {key: value for key, value in self._access.user.items() if key not in ("exec", "tokenFile")}
         if all(certificate):
             for key, data in zip(_PAIR, certificate, strict=True):
                 user[f"{key}-data"] = base64.b64encode(str(data).encode()).decode()
         for key in _PAIR:
-            self._as_file(user, key, made)
-        for one, other in (_PAIR, _PAIR[::-1]):
-            if one in user and other not in user:
-                raise ConfigError(f"{self._where}: the user has no {other}, which belongs to what it has")
+            self._as_file(user, key, configuration)
+        for present, missing in (_PAIR, _PAIR[::-1]):
+            if present in user and missing not in user:
+                raise ConfigError(f"{self._label}: the user has no {missing}, which belongs to what it has")
         if user.get("username") is not None:  # the client encodes Latin-1
             user |= {key: str(user.get(key) or "").encode().decode("latin-1") for key in ("username", "password")}
         provider = (user.get("auth-provider") or {}).get("name")
         if "auth-provider" in user and provider not in _PROVIDERS:
-            raise ConfigError(f"{self._where}: auth-provider {provider!r} is not known any more: use its exec plug-in")
+            raise ConfigError(f"{self._label}: auth-provider {provider!r} is not known any more: use its exec plug-in")
         return user
 
-    def _as_file(self, values: dict[str, Any], key: str, made: Any) -> None:
+    def _as_file(self, values: dict[str, Any], key: str, configuration: Any) -> None:
         """Replace inline data by a file, and check either. Raises ConfigError."""
         text, path = values.pop(f"{key}-data", None), values.pop(key, None)
         if text:
             try:
                 data = base64.b64decode(str(text), validate=False)
             except (binascii.Error, ValueError):
-                raise ConfigError(f"{self._where}: {key}-data is not base64") from None
-            values[key] = _hidden(data, made)
+                raise ConfigError(f"{self._label}: {key}-data is not base64") from None
+            values[key] = _hidden(data, configuration)
         elif path:
-            _read(str(path), f"{self._where}: {key}")
+            _read(str(path), f"{self._label}: {key}")
             values[key] = str(path)
 
-    def _check(self, made: Any) -> None:
+    def _check(self, configuration: Any) -> None:
         """Raise ConfigError for files that are no certificates: a connection error would not name them."""
-        where = f"target {self._target}"
+        subject = f"target {self._target}"
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         try:
-            if made.ssl_ca_cert and made.verify_ssl:
-                context.load_verify_locations(made.ssl_ca_cert)
+            if configuration.ssl_ca_cert and configuration.verify_ssl:
+                context.load_verify_locations(configuration.ssl_ca_cert)
         except (ssl.SSLError, OSError, ValueError):
-            raise ConfigError(f"{where}: certificate-authority is no certificate (PEM)") from None
+            raise ConfigError(f"{subject}: certificate-authority is no certificate (PEM)") from None
         try:
-            if made.cert_file:
-                context.load_cert_chain(made.cert_file, made.key_file, password=lambda: "")
+            if configuration.cert_file:
+                context.load_cert_chain(configuration.cert_file, configuration.key_file, password=lambda: "")
         except (ssl.SSLError, OSError, ValueError):
             raise ConfigError(
-                f"{where}: client-certificate and client-key do not belong together, or are no PEM"
+                f"{subject}: client-certificate and client-key do not belong together, or are no PEM"
             ) from None
 
-    def _connect(self, made: Any) -> None:
+    def _connect(self, configuration: Any) -> None:
         """Configure connections, through a proxy or none. Raises ConfigError for an invalid proxy."""
         import urllib3
         from kubernetes.client.rest import should_bypass_proxies
         from kubernetes.utils.keepalive import tcp_keepalive_socket_options
 
-        made.retries, made.connection_pool_maxsize = False, 64
-        made.socket_options = tcp_keepalive_socket_options(**_KEEPALIVE)
-        if not made.verify_ssl:
+        configuration.retries, configuration.connection_pool_maxsize = False, 64
+        configuration.socket_options = tcp_keepalive_socket_options(**_KEEPALIVE)
+        if not configuration.verify_ssl:
             urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)  # the kubeconfig says it is meant
-        named = bool(self._access.cluster.get("proxy-url"))
-        if not made.proxy or (not named and should_bypass_proxies(made.host, made.no_proxy or "")):
-            made.proxy = None
+        explicit = bool(self._access.cluster.get("proxy-url"))
+        if not configuration.proxy or (
+            not explicit and should_bypass_proxies(configuration.host, configuration.no_proxy or "")
+        ):
+            configuration.proxy = None
             return
-        made.no_proxy = None
-        proxy = made.proxy = made.proxy if named or "://" in made.proxy else f"http://{made.proxy}"
-        where = f"target {self._target}: proxy-url"
+        configuration.no_proxy = None
+        proxy = configuration.proxy = (
+            configuration.proxy if explicit or "://" in configuration.proxy else f"http://{configuration.proxy}"
+        )
+        subject = f"target {self._target}: proxy-url"
         parts = urlsplit(proxy)
         if parts.scheme.startswith("socks"):
             if find_spec("socks") is None:
-                raise ConfigError(f"{where} {without_password(proxy)}: a SOCKS proxy needs pip install PySocks")
+                raise ConfigError(f"{subject} {without_password(proxy)}: a SOCKS proxy needs pip install PySocks")
         elif parts.scheme not in ("http", "https"):
-            raise ConfigError(f"{where} must be like http://host:port, not {without_password(proxy)!r}")
+            raise ConfigError(f"{subject} must be like http://host:port, not {without_password(proxy)!r}")
         elif parts.username is not None:
-            pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
-            made.proxy_headers = urllib3.make_headers(proxy_basic_auth=pair)
+            userinfo = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+            configuration.proxy_headers = urllib3.make_headers(proxy_basic_auth=userinfo)
         if parts.scheme == "https":  # its own certificate is judged by the system's authorities, not by the cluster's
-            made.proxy_ssl_context = ssl.create_default_context()
+            configuration.proxy_ssl_context = ssl.create_default_context()
 
     def _plugged(self, now: float) -> tuple[Mapping[str, Any], float | None]:
         """Run the plug-in. Return its credentials and their expiry time."""
-        given = self._run()
-        if not given.get("token") and not all(given.get(key) for key in _CERTIFICATE):
-            raise ConfigError(f"{self._where}: {self._plugin} gave neither a token nor a certificate with its key")
-        said = given.get("expirationTimestamp")
+        credential = self._run()
+        if not credential.get("token") and not all(credential.get(key) for key in _CERTIFICATE):
+            raise ConfigError(f"{self._label}: {self._plugin} gave neither a token nor a certificate with its key")
+        expiration = credential.get("expirationTimestamp")
         try:
-            until = None if said is None else _timestamp(str(said))
+            expires_at = None if expiration is None else _timestamp(str(expiration))
         except ValueError:
-            raise ConfigError(f"{self._where}: {self._plugin}: expirationTimestamp {said!r} is no time") from None
-        if until is not None and until <= now:
+            raise ConfigError(f"{self._label}: {self._plugin}: expirationTimestamp {expiration!r} is no time") from None
+        if expires_at is not None and expires_at <= now:
             raise ConfigError(
-                f"{self._where}: {self._plugin} gave credentials that expired at {said}: sign in again with it"
+                f"{self._label}: {self._plugin} gave credentials that expired at {expiration}: sign in again with it"
             )
-        return given, until
+        return credential, expires_at
 
     @property
     def _plugin(self) -> str:
         return f"exec plug-in {(self._access.user.get('exec') or {}).get('command')}"
 
     def _run(self) -> Mapping[str, Any]:
-        library = package(self._where)
-        wanted = self._access.user["exec"]
-        if not isinstance(wanted, Mapping):
-            raise ConfigError(f"{self._where}: exec must say a command and an apiVersion")
+        library = package(self._label)
+        exec_config = self._access.user["exec"]
+        if not isinstance(exec_config, Mapping):
+            raise ConfigError(f"{self._label}: exec must say a command and an apiVersion")
         node = library.ConfigNode
         try:
             cluster = node("cluster", dict(self._access.cluster))
-            provider = library.ExecProvider(node("exec", dict(wanted)), self._access.directory, cluster)
-            command = os.path.join(self._access.directory, wanted["command"])
-            if not (shutil.which(command) or shutil.which(wanted["command"], path=provider.env.get("PATH"))):
-                hint = " ".join(str(wanted.get("installHint") or "").split())
-                raise ConfigError(f"{self._where}: {self._plugin}: there is no such command{hint and f': {hint}'}")
+            provider = library.ExecProvider(node("exec", dict(exec_config)), self._access.directory, cluster)
+            command = os.path.join(self._access.directory, exec_config["command"])
+            if not (shutil.which(command) or shutil.which(exec_config["command"], path=provider.env.get("PATH"))):
+                hint = " ".join(str(exec_config.get("installHint") or "").split())
+                raise ConfigError(f"{self._label}: {self._plugin}: there is no such command{hint and f': {hint}'}")
             provider.args = [sys.executable, "-I", "-S", "-c", _LIMITED, f"{_PLUGIN_S:g}", *provider.args]
-            found = provider.run()
+            credential = provider.run()
         except (library.ConfigException, OSError, KeyError, TypeError) as error:
             text = " ".join(str(error).removeprefix("exec: ").split())
-            raise ConfigError(f"{self._where}: {self._plugin}: {text[:_LONGEST]}") from None
-        return found if isinstance(found, Mapping) else {}
+            raise ConfigError(f"{self._label}: {self._plugin}: {text[:_LONGEST]}") from None
+        return credential if isinstance(credential, Mapping) else {}
 
     @contextlib.contextmanager
     def _provider(self) -> Iterator[None]:
@@ -260,8 +266,8 @@ class Credentials:
         except Exception as error:  # whatever the provider's libraries raise
             name = (self._access.user.get("auth-provider") or {}).get("name")
             text = " ".join(str(error).split())[:_LONGEST] if name else "is not as the client expects it"
-            what = f"auth-provider {name}" if name else "the user"
-            raise ConfigError(f"{self._where}: {what}: {text or type(error).__name__}") from None
+            subject = f"auth-provider {name}" if name else "the user"
+            raise ConfigError(f"{self._label}: {subject}: {text or type(error).__name__}") from None
 
 
 def _hidden(data: bytes, owner: object) -> str:
@@ -291,15 +297,15 @@ def _impersonation(user: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield from ((f"Impersonate-Extra-{quote(str(key).lower(), safe='')}", str(value)) for value in values or ())
 
 
-def _read(path: str, where: str) -> bytes:
+def _read(path: str, subject: str) -> bytes:
     try:
         with open(path, "rb") as file:
             return file.read()
     except OSError as error:
-        raise ConfigError(f"{where}: {path}: {(error.strerror or str(error)).lower()}") from None
+        raise ConfigError(f"{subject}: {path}: {(error.strerror or str(error)).lower()}") from None
 
 
 def _timestamp(text: str) -> float:
     """Parse RFC 3339. Python 3.10 reads neither a Z nor every fraction of a second."""
-    plain = re.sub(r"\.\d+", "", text).upper().replace("Z", "+00:00")
-    return datetime.datetime.fromisoformat(plain).timestamp()
+    normalized = re.sub(r"\.\d+", "", text).upper().replace("Z", "+00:00")
+    return datetime.datetime.fromisoformat(normalized).timestamp()

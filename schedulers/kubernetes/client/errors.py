@@ -22,7 +22,7 @@ class ApiError(SchedulerError):
     """The API server refused the request.
 
     status:  the HTTP status.
-    word:    Kubernetes' own word for it (`AlreadyExists`).
+    reason_word:    Kubernetes' own word for it (`AlreadyExists`).
     details: its information about the object.
     """
 
@@ -31,7 +31,7 @@ class ApiError(SchedulerError):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.word = word
+        self.reason_word = word
         self.details = details or {}
 
 
@@ -51,7 +51,7 @@ class Conflict(ApiError):
     """409: the object exists already, or has changed meanwhile."""
 
 
-class Gone(ApiError):
+class ResourceExpired(ApiError):
     """410: the requested resource version or continuation is too old; list again."""
 
 
@@ -60,7 +60,7 @@ class Invalid(ApiError):
 
 
 _KINDS: Mapping[int, type[ApiError]] = {
-    400: Invalid, 401: Unauthorized, 403: Forbidden, 404: NotFound, 409: Conflict, 410: Gone, 422: Invalid
+    400: Invalid, 401: Unauthorized, 403: Forbidden, 404: NotFound, 409: Conflict, 410: ResourceExpired, 422: Invalid
 }  # fmt: skip
 _CANNOT = re.compile(
     r'User "(?P<who>[^"]*)" cannot (?P<verb>\S+) (?:resource "(?P<resource>[^"]*)" in API group "(?P<group>[^"]*)"'
@@ -79,45 +79,45 @@ _LONGEST = 600
 _WARNING = re.compile(r'\d{3} \S+ "((?:[^"\\]|\\.)*)"')
 
 
-def error_of(status: int, body: bytes, *, where: str, who: str) -> ApiError:
-    """Return the error of a response. `where`: the start of its message; `who`: whose credentials were used."""
-    said = document(body)
-    message = " ".join(str(said.get("message") or body.decode("utf-8", "replace") or "no word of why").split())
-    details = said.get("details") or {}
+def error_of(status: int, body: bytes, *, subject: str, user: str) -> ApiError:
+    """Return the error of a response. `subject`: the start of its message; `user`: whose credentials were used."""
+    reply = document(body)
+    message = " ".join(str(reply.get("message") or body.decode("utf-8", "replace") or "no word of why").split())
+    details = reply.get("details") or {}
     kind = _KINDS.get(status, ApiError)
-    text = _words(status, message, details, who)
-    line = _short(" ".join(f"{where}: {text}".split()))
-    return kind(line, status=status, word=str(said.get("reason") or ""), details=details)
+    text = _message_of(status, message, details, user)
+    line = _short(" ".join(f"{subject}: {text}".split()))
+    return kind(line, status=status, word=str(reply.get("reason") or ""), details=details)
 
 
 def document(body: bytes) -> dict[str, Any]:
     """Return the JSON object in a response; empty if there is none."""
     try:
-        found = json.loads(body)
+        value = json.loads(body)
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def warnings_of(headers: Sequence[str]) -> list[str]:
     """Return the texts of `Warning` headers (RFC 7234), which are UTF-8 and were decoded as Latin-1."""
-    texts = [re.sub(r"\\(.)", r"\1", found) for header in headers for found in _WARNING.findall(header)]
+    texts = [re.sub(r"\\(.)", r"\1", quoted) for header in headers for quoted in _WARNING.findall(header)]
     return [_short(text.encode("latin-1", "replace").decode("utf-8", "replace")) for text in texts]
 
 
-def _words(status: int, message: str, details: Mapping[str, Any], who: str) -> str:
+def _message_of(status: int, message: str, details: Mapping[str, Any], user: str) -> str:
     if status == 401:
-        return f"the credentials of {who} are not accepted: expired, or not of this cluster ({message})"
-    for words, meaning in _REFUSALS if status in (400, 403, 422) else ():
-        if words in message:
-            return f"{meaning}: {message}"
+        return f"the credentials of {user} are not accepted: expired, or not of this cluster ({message})"
+    for phrase, explanation in _REFUSALS if status in (400, 403, 422) else ():
+        if phrase in message:
+            return f"{explanation}: {message}"
     if status == 403:
-        return _forbidden(message, who)
+        return _forbidden(message, user)
     causes = [cause for cause in details.get("causes") or [] if isinstance(cause, Mapping) and cause.get("field")]
     if status == 422 and causes:
-        found = [f"{cause['field']}: {cause.get('message', '')}" for cause in causes]
+        problems = [f"{cause['field']}: {cause.get('message', '')}" for cause in causes]
         name = " ".join(str(details[key]) for key in ("kind", "name") if details.get(key))
-        return f"the API server does not take {name or 'the object'}: {'; '.join(found)}"
+        return f"the API server does not take {name or 'the object'}: {'; '.join(problems)}"
     if status in (400, 422):
         return f"the API server does not take it: {message}"
     if status == 404 and details.get("kind") == "namespaces":
@@ -125,17 +125,17 @@ def _words(status: int, message: str, details: Mapping[str, Any], who: str) -> s
     return message
 
 
-def _forbidden(message: str, who: str) -> str:
-    lacks = _CANNOT.search(message)
-    if lacks is None:
-        return f"the API server refuses it to {who}: {message}"
-    group = f".{lacks['group']}" if lacks["group"] else ""
-    what = f"{lacks['resource']}{group}" if lacks["resource"] else str(lacks["path"])
-    place = f" in namespace {lacks['namespace']}" if lacks["namespace"] else ""
-    return f"{_named(lacks['who'])} may not {lacks['verb']} {what}{place}: no Role of it allows that"
+def _forbidden(message: str, user: str) -> str:
+    match = _CANNOT.search(message)
+    if match is None:
+        return f"the API server refuses it to {user}: {message}"
+    group = f".{match['group']}" if match["group"] else ""
+    resource = f"{match['resource']}{group}" if match["resource"] else str(match["path"])
+    scope = f" in namespace {match['namespace']}" if match["namespace"] else ""
+    return f"{_user_label(match['who'])} may not {match['verb']} {resource}{scope}: no Role of it allows that"
 
 
-def _named(user: str) -> str:
+def _user_label(user: str) -> str:
     if user.startswith(_ACCOUNT):
         return f"service account {user.removeprefix(_ACCOUNT).replace(':', '/')}"
     return f"user {user}"
@@ -145,43 +145,50 @@ def _short(text: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
 
 
-def unreachable(error: Exception, where: str, server: str, proxy: str | None) -> Unreachable:
+def unreachable(error: Exception, subject: str, server: str, proxy: str | None) -> Unreachable:
     """Return an error with one line about a failed connection to the API server."""
-    way = f" through proxy {without_password(proxy)}" if proxy else ""
-    return Unreachable(f"{where}: the API server {server} cannot be reached{way}: {_why(error)}")
+    via = f" through proxy {without_password(proxy)}" if proxy else ""
+    return Unreachable(f"{subject}: the API server {server} cannot be reached{via}: {_root_cause(error)}")
 
 
-def _why(error: BaseException) -> str:
+def _root_cause(error: BaseException) -> str:
     """Return the innermost cause, which is the most specific."""
     import urllib3.exceptions as kinds
 
-    seen: list[BaseException] = []
-    at: BaseException | None = error
-    while at is not None and at not in seen:
-        seen.append(at)
-        around = None if at.__suppress_context__ else at.__context__
-        inner = (getattr(at, "reason", None), getattr(at, "original_error", None), at.__cause__, around)
-        at = next((each for each in inner if isinstance(each, BaseException)), None)
-    for each in seen:
-        if isinstance(each, ssl.SSLCertVerificationError):
-            return _untrusted(each)
-        if isinstance(each, socket.gaierror):
-            return f"its name is not known ({each.strerror})"
-        slow = isinstance(each, (kinds.TimeoutError, TimeoutError)) and not isinstance(each, kinds.NewConnectionError)
-        if slow:
+    chain: list[BaseException] = []
+    current: BaseException | None = error
+    while current is not None and current not in chain:
+        chain.append(current)
+        context = None if current.__suppress_context__ else current.__context__
+        causes = (
+            getattr(current, "reason", None),
+            getattr(current, "original_error", None),
+            current.__cause__,
+            context,
+        )
+        current = next((cause for cause in causes if isinstance(cause, BaseException)), None)
+    for cause in chain:
+        if isinstance(cause, ssl.SSLCertVerificationError):
+            return _untrusted(cause)
+        if isinstance(cause, socket.gaierror):
+            return f"its name is not known ({cause.strerror})"
+        timed_out = isinstance(cause, (kinds.TimeoutError, TimeoutError)) and not isinstance(
+            cause, kinds.NewConnectionError
+        )
+        if timed_out:
             return "no answer in time"
-        if isinstance(each, (kinds.ProtocolError, http.client.IncompleteRead, ConnectionResetError, BrokenPipeError)):
+        if isinstance(cause, (kinds.ProtocolError, http.client.IncompleteRead, ConnectionResetError, BrokenPipeError)):
             return "the connection was cut off"
-    told = [each for each in seen if isinstance(each, OSError) and each.strerror]
-    text = (told[-1].strerror if told else None) or str(seen[-1]) or type(seen[-1]).__name__
-    return " ".join(str(text).split()).lower() if told else " ".join(str(text).split())
+    os_errors = [cause for cause in chain if isinstance(cause, OSError) and cause.strerror]
+    text = (os_errors[-1].strerror if os_errors else None) or str(chain[-1]) or type(chain[-1]).__name__
+    return " ".join(str(text).split()).lower() if os_errors else " ".join(str(text).split())
 
 
 def _untrusted(error: ssl.SSLCertVerificationError) -> str:
-    why = error.verify_message.rstrip(".")
+    reason = error.verify_message.rstrip(".")
     advice = "certificate-authority in the kubeconfig is not the one that signed it, or is lacking"
-    if "hostname" in why.lower() or "ip address" in why.lower():
+    if "hostname" in reason.lower() or "ip address" in reason.lower():
         advice = "tls-server-name in the kubeconfig says another name"
-    elif "expired" in why.lower():
+    elif "expired" in reason.lower():
         advice = "it must be renewed there"
-    return f"its certificate is not trusted: {why} ({advice})"
+    return f"its certificate is not trusted: {reason} ({advice})"

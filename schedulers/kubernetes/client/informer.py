@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import SchedulerError, Unreachable
 from ...printable import one_line
-from .errors import ApiError, Forbidden, Gone
+from .errors import ApiError, Forbidden, ResourceExpired
 
 if TYPE_CHECKING:
     from .api import Api, Stream
 
 _LIFETIME_S = (240, 300)  # of one watch: a server's own end of it comes later
-_LATE_S = 60.0
+_READ_SLACK_S = 60.0
 _FIRST_S, _LAST_S = 0.2, 10.0  # before a server that does not answer is tried again
-_REFUSED_S = 60.0
+_ERROR_PAUSE_S = 60.0
 _ALARMING_S = 2.0  # that a server has not answered: less is a connection that was lost
 
 Object = dict[str, Any]
@@ -31,18 +31,18 @@ Object = dict[str, Any]
 logger = logging.getLogger(__name__)
 
 
-class Feed:
+class Informer:
     """A daemon thread that keeps objects up to date until `stop`, or until nobody needs them.
 
     objects:  the existing objects, by name.
     deleted:  the deleted ones as last seen, by uid.
     live:     `objects` is what the server has, with a moment's delay.
-    troubled: the server has not responded for a while, or refuses.
-    refused:  why it refuses.
+    degraded: the server has not responded for a while, or refuses.
+    error:  why it refuses.
 
-    lean:    reduces an object to what is kept.
-    changed: called from this thread after each change, and when `troubled` becomes True.
-    needed:  called now and then; the thread ends when it returns False.
+    transform:    reduces an object to what is kept.
+    on_change: called from this thread after each change, and when `degraded` becomes True.
+    keep_alive:  called now and then; the thread ends when it returns False.
     """
 
     def __init__(
@@ -51,23 +51,23 @@ class Feed:
         path: str,
         selector: str,
         *,
-        lean: Callable[[Object], Object],
-        changed: Callable[[], None],
-        needed: Callable[[], bool],
+        transform: Callable[[Object], Object],
+        on_change: Callable[[], None],
+        keep_alive: Callable[[], bool],
     ) -> None:
         self._api, self._path = api, path
         self._query = {"labelSelector": selector}
-        self._lean, self._changed, self._needed = lean, changed, needed
+        self._transform, self._on_change, self._keep_alive = transform, on_change, keep_alive
         self.objects: dict[str, Object] = {}
         self.deleted: dict[str, Object] = {}
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._stream: Stream | None = None
-        self._alarmed = False
-        self._live_at = 0.0
+        self._is_late = False
+        self._last_live_at = 0.0
         self.live = False
-        self.refused: SchedulerError | None = None
-        self.settled = threading.Event()  # the first answer, whatever it was, has come
+        self.error: SchedulerError | None = None
+        self.synced = threading.Event()  # the first answer, whatever it was, has come
         self._thread = threading.Thread(target=self._run, name=f"watching {path}", daemon=True)
 
     def start(self) -> None:
@@ -81,23 +81,23 @@ class Feed:
             stream = self._stream
         if stream is not None:
             stream.close()
-        self.settled.set()
+        self.synced.set()
 
     @property
-    def troubled(self) -> bool:
-        return self._alarmed or self.refused is not None
+    def degraded(self) -> bool:
+        return self._is_late or self.error is not None
 
     def _run(self) -> None:
         version: str | None = None
         failures = 0
-        self._live_at = time.monotonic()
-        while not self._stop.is_set() and self._needed():
+        self._last_live_at = time.monotonic()
+        while not self._stop.is_set() and self._keep_alive():
             try:
                 if version is None:
                     version = self._list()
-                for told in self._watch(version):
-                    version, failures = told, 0
-            except Gone:
+                for resource_version in self._watch(version):
+                    version, failures = resource_version, 0
+            except ResourceExpired:
                 version = None
             except Unreachable as error:
                 failures += 1
@@ -107,23 +107,23 @@ class Feed:
             except SchedulerError as error:
                 version = None
                 self._refuse(error)
-                self._stop.wait(_REFUSED_S * random.uniform(0.8, 1.2))
+                self._stop.wait(_ERROR_PAUSE_S * random.uniform(0.8, 1.2))
             except Exception:
                 # Whoever waits asks the server itself instead, and says what is wrong.
                 logger.exception("watching %s failed", self._path)
                 version = None
                 self._refuse(ApiError(f"watching {self._path} failed"))
-                self._stop.wait(_REFUSED_S)
+                self._stop.wait(_ERROR_PAUSE_S)
 
     def _list(self) -> str:
         """List all objects. Return the version from which to watch."""
         objects: list[Object] = []
         version = ""
-        for answer in self._api.pages(self._path, self._query):
-            objects += answer.get("items") or []
-            version = str((answer.get("metadata") or {}).get("resourceVersion") or "0")
-        self.objects = {name_of(each): self._lean(each) for each in objects}
-        self._changed()
+        for page in self._api.pages(self._path, self._query):
+            objects += page.get("items") or []
+            version = str((page.get("metadata") or {}).get("resourceVersion") or "0")
+        self.objects = {name_of(resource): self._transform(resource) for resource in objects}
+        self._on_change()
         return version
 
     def _watch(self, version: str) -> Iterator[str]:
@@ -136,7 +136,7 @@ class Feed:
             "resourceVersion": version,
             "timeoutSeconds": str(lifetime),
         }
-        stream = self._api.stream(self._path, query=query, idle_s=lifetime + _LATE_S)
+        stream = self._api.stream(self._path, query=query, idle_s=lifetime + _READ_SLACK_S)
         with self._lock:
             self._stream = stream
             stopped = self._stop.is_set()
@@ -144,8 +144,8 @@ class Feed:
         try:
             if stopped:
                 return
-            self.refused, self._alarmed = None, False
-            self.settled.set()
+            self.error, self._is_late = None, False
+            self.synced.set()
             yield version
             rest = b""
             for chunk in stream:
@@ -160,45 +160,49 @@ class Feed:
             stream.close()
 
     def _change(self, event: Object) -> str | None:
-        thing, change = event.get("object") or {}, str(event.get("type"))
+        resource, change = event.get("object") or {}, str(event.get("type"))
         if change == "ERROR":
-            message = str(thing.get("message") or "the watch ended")
-            if thing.get("code") == 410:
-                raise Gone(message, status=410)
+            message = str(resource.get("message") or "the watch ended")
+            if resource.get("code") == 410:
+                raise ResourceExpired(message, status=410)
             # As when the server's own cache is not filled yet: to be tried again.
             raise Unreachable(f"{self._path}: {message}")
         if change != "BOOKMARK":
-            name, lean = name_of(thing), self._lean(thing)
+            name, transformed = name_of(resource), self._transform(resource)
             if change == "DELETED":
-                self.objects = {other: there for other, there in self.objects.items() if other != name}
-                self.deleted[str((thing.get("metadata") or {}).get("uid"))] = lean
+                self.objects = {
+                    other_name: other_resource
+                    for other_name, other_resource in self.objects.items()
+                    if other_name != name
+                }
+                self.deleted[str((resource.get("metadata") or {}).get("uid"))] = transformed
             else:
-                self.objects = {**self.objects, name: lean}
-            self._changed()
-        version = (thing.get("metadata") or {}).get("resourceVersion")
+                self.objects = {**self.objects, name: transformed}
+            self._on_change()
+        version = (resource.get("metadata") or {}).get("resourceVersion")
         return None if version is None else str(version)
 
     def _fail(self, error: Unreachable) -> None:
         if self.live:
-            self.live, self._alarmed = False, False
-            self._live_at = time.monotonic()
+            self.live, self._is_late = False, False
+            self._last_live_at = time.monotonic()
         logger.debug("watching %s: %s", self._path, error)
-        if not self._alarmed and time.monotonic() - self._live_at > _ALARMING_S:
-            self._alarmed = True
-            self.settled.set()
-            self._changed()
+        if not self._is_late and time.monotonic() - self._last_live_at > _ALARMING_S:
+            self._is_late = True
+            self.synced.set()
+            self._on_change()
 
     def _refuse(self, error: SchedulerError) -> None:
         self.live = False
-        if self.refused is None and isinstance(error, Forbidden):
+        if self.error is None and isinstance(error, Forbidden):
             logger.warning("%s; it is asked for again and again instead", one_line(str(error)))
-        self.refused = error
-        self.settled.set()
-        self._changed()
+        self.error = error
+        self.synced.set()
+        self._on_change()
 
 
-def name_of(thing: Mapping[str, Any]) -> str:
-    return str((thing.get("metadata") or {}).get("name"))
+def name_of(resource: Mapping[str, Any]) -> str:
+    return str((resource.get("metadata") or {}).get("name"))
 
 
-__all__ = ["Feed", "Object", "name_of"]
+__all__ = ["Informer", "Object", "name_of"]

@@ -23,90 +23,90 @@ from typing import IO, TYPE_CHECKING
 from ...errors import SchedulerError
 from ..status import query
 from . import sources
-from .cursor import Piece, Position, Stamped, written
+from .cursor import LogChunk, Position, TimestampParser, format_stamp
 from .sources import Source
-from .streams import Tail, fetch
+from .streams import ContainerLogStream, fetch
 
 if TYPE_CHECKING:
     from ..client.api import Api
     from ..native_id import Native
 
-_AT_ONCE = 16
+_MAX_WORKERS = 16
 _LONGEST_S = 30.0  # a cancel waits for the logs no longer
-_MOST = 256 << 20  # bytes of one log
+_MAX_BYTES = 256 << 20  # bytes of one log
 _CHUNK = 1 << 16
-_LOGS, _KEPT, _MISSING = "logs", ".kept", ".missing"
+_LOGS, _ARCHIVE_SUFFIX, _MISSING_SUFFIX = "logs", ".kept", ".missing"
 _ROTATED = "its log was rotated before it was read"
 _SCHEMA = 1
 _MARGIN_S = 30.0
 _PAUSE_S = 0.1
-_LATE_S = 10.0
+_FLUSH_S = 10.0
 
 
 @dataclass(frozen=True)
-class Kept:
+class ArchivedLog:
     """The archived log of one run of a container. `missing`: why its end is not there, or empty."""
 
     source: Source
     path: Path
     missing: str
 
-    def pieces(self, after: Position | None) -> Iterator[Piece]:
+    def pieces(self, after: Position | None) -> Iterator[LogChunk]:
         """Yield the pieces after that position."""
-        stamped = Stamped(after)
+        parser = TimestampParser(after)
         with self.path.open("rb") as file:
             file.readline()
-            while chunk := file.read(_CHUNK):
-                yield from stamped.feed(chunk)
-        yield from stamped.end(complete=True)
+            while data := file.read(_CHUNK):
+                yield from parser.feed(data)
+        yield from parser.end(complete=True)
 
 
-def kept(directory: Path) -> dict[str, Kept]:
+def archived_logs(directory: Path) -> dict[str, ArchivedLog]:
     """Return the logs archived in a job's directory, by the names that cursors use."""
-    found = {}
-    for path in sorted(directory.glob(f"{_LOGS}/*{_KEPT}")):
+    archived = {}
+    for path in sorted(directory.glob(f"{_LOGS}/*{_ARCHIVE_SUFFIX}")):
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # cut short as it was begun
             with path.open("rb") as file:
                 header = json.loads(file.readline())
             source = Source(**header["source"])
-            reason = path.with_suffix(_MISSING)
-            found[source.name] = Kept(source, path, reason.read_text().strip() if reason.exists() else "")
-    return found
+            reason = path.with_suffix(_MISSING_SUFFIX)
+            archived[source.name] = ArchivedLog(source, path, reason.read_text().strip() if reason.exists() else "")
+    return archived
 
 
-def finished(log: Kept) -> Kept:
+def finished(log: ArchivedLog) -> ArchivedLog:
     """Wait, up to 10 s, until nobody writes to the log of a deleted pod, and return it."""
-    deadline = time.monotonic() + _LATE_S
+    deadline = time.monotonic() + _FLUSH_S
     with contextlib.suppress(OSError), log.path.open("rb") as file:
         while not _locked(file.fileno(), fcntl.LOCK_SH) and time.monotonic() < deadline:
             time.sleep(_PAUSE_S / 5)
-    return kept(log.path.parent.parent).get(log.source.name, log)
+    return archived_logs(log.path.parent.parent).get(log.source.name, log)
 
 
-def keep(api: Api, native: Native, directory: Path) -> str | None:
+def archive_job(api: Api, native: Native, directory: Path) -> str | None:
     """Archive the job's logs, and continue in threads while the pods terminate. Call it before the job is deleted.
 
     Returns a message if something could not be archived. Never raises, and takes 30 s at most. The threads end
     with the pods or with this process.
     """
     try:
-        found = [source for source in sources.of(query.pods_of(api, native)) if not source.lost]
+        available = [source for source in sources.list_sources(query.pods_of(api, native)) if not source.lost]
         (directory / _LOGS).mkdir(parents=True, exist_ok=True)
     except (SchedulerError, OSError) as error:
         return f"what the job wrote is not kept: {error}"
-    if not found:
+    if not available:
         return None
-    keepers = [_Keeper(api, native, source, directory / _LOGS) for source in found]
-    pool = ThreadPoolExecutor(max_workers=min(_AT_ONCE, len(keepers)), thread_name_prefix="keeping logs")
+    archivers = [_LogArchiver(api, native, source, directory / _LOGS) for source in available]
+    pool = ThreadPoolExecutor(max_workers=min(_MAX_WORKERS, len(archivers)), thread_name_prefix="keeping logs")
     try:
-        _, late = wait([pool.submit(keeper.begin) for keeper in keepers], timeout=_LONGEST_S)
+        _, pending = wait([pool.submit(archiver.begin) for archiver in archivers], timeout=_LONGEST_S)
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
-    problems = [keeper.problem for keeper in keepers if keeper.problem]
-    if late:
-        problems.append(f"{len(late)} of {len(keepers)} logs did not come within {_LONGEST_S:g} s")
-    for keeper in keepers:
-        keeper.go_on()
+    problems = [archiver.problem for archiver in archivers if archiver.problem]
+    if pending:
+        problems.append(f"{len(pending)} of {len(archivers)} logs did not come within {_LONGEST_S:g} s")
+    for archiver in archivers:
+        archiver.start()
     return f"some of what the job wrote is not kept: {problems[0]}" if problems else None
 
 
@@ -118,135 +118,135 @@ class Archive:
 
     def __init__(self, directory: Path, source: Source) -> None:
         self._directory, self._source = directory, source
-        self._path = directory / _LOGS / f"{source.name}{_KEPT}"
-        self._at: Position | None = None  # the place after what is there
+        self._path = directory / _LOGS / f"{source.name}{_ARCHIVE_SUFFIX}"
+        self._position: Position | None = None  # the place after what is there
         self._size = 0
-        self._given_up = False
+        self._failed = False
         self._lock = threading.Lock()
 
-    def add(self, before: Position | None, pieces: Sequence[Piece]) -> None:
-        """Append the pieces, which follow position `before`, unless they are there."""
+    def add(self, position: Position | None, chunks: Sequence[LogChunk]) -> None:
+        """Append the pieces, which follow position `position`, unless they are there."""
         with self._lock, contextlib.suppress(OSError):
-            if self._given_up:
+            if self._failed:
                 return
-            self._given_up = True  # unless all of this succeeds
+            self._failed = True  # unless all of this succeeds
             if not self._size:
                 self._open()
-            self._given_up = not self._append(before, pieces)
+            self._failed = not self._append(position, chunks)
 
     def note_gap(self) -> None:
         """Note that lines before the next ones may be missing."""
-        if not self._given_up:
+        if not self._failed:
             with contextlib.suppress(OSError):
-                self._path.with_suffix(_MISSING).write_text(f"{_ROTATED}\n")
+                self._path.with_suffix(_MISSING_SUFFIX).write_text(f"{_ROTATED}\n")
 
-    def finish(self, at: Position | None) -> None:
-        """Note that the log is complete if it was archived up to `at`, its end."""
-        if at is not None and self._at == at and not self._given_up:
+    def finish(self, position: Position | None) -> None:
+        """Note that the log is complete if it was archived up to `position`, its end."""
+        if position is not None and self._position == position and not self._failed:
             with contextlib.suppress(OSError):
                 _note_end(self._path)
 
     def _open(self) -> None:
         """Open or create the archive. Raises OSError, also if the job has no directory (it is another machine's)."""
         self._path.parent.mkdir(exist_ok=True)
-        known = kept(self._directory).get(self._source.name)
-        if known is None:
-            self._path.with_suffix(_MISSING).write_text("it was not read to its end\n")
+        archived = archived_logs(self._directory).get(self._source.name)
+        if archived is None:
+            self._path.with_suffix(_MISSING_SUFFIX).write_text("it was not read to its end\n")
             self._path.write_text(_header(self._source))
-        for piece in known.pieces(None) if known is not None else ():
-            self._at = piece.after
+        for chunk in archived.pieces(None) if archived is not None else ():
+            self._position = chunk.after
         self._size = self._path.stat().st_size
 
-    def _append(self, before: Position | None, pieces: Sequence[Piece]) -> bool:
+    def _append(self, position: Position | None, chunks: Sequence[LogChunk]) -> bool:
         """Append the pieces; return False if another process writes or has written to the file. Raises OSError."""
         with self._path.open("ab") as file:
             if not _locked(file.fileno(), fcntl.LOCK_EX) or os.fstat(file.fileno()).st_size != self._size:
                 return False
-            for piece in pieces:
-                if before == self._at and self._size <= _MOST:
-                    self._size += file.write(_line_of(piece))
-                    self._at = piece.after
-                before = piece.after
+            for chunk in chunks:
+                if position == self._position and self._size <= _MAX_BYTES:
+                    self._size += file.write(_line_of(chunk))
+                    self._position = chunk.after
+                position = chunk.after
         return True
 
 
-class _Keeper:
+class _LogArchiver:
     """The archiver of one log, for a cancel."""
 
     def __init__(self, api: Api, native: Native, source: Source, directory: Path) -> None:
         self._api, self._native, self._source = api, native, source
-        self._path = directory / f"{source.name}{_KEPT}"
-        self._at: Position | None = None
+        self._path = directory / f"{source.name}{_ARCHIVE_SUFFIX}"
+        self._position: Position | None = None
         self._size = 0
         self._state = threading.Lock()
-        self._alone: int | None = None  # the file, locked
-        self._ready = self._given_up = False
+        self._lock_fd: int | None = None  # the file, locked
+        self._is_ready = self._failed = False
         self.problem = ""
 
     def begin(self) -> None:
         """Archive all that exists now, unless an earlier cancel still does."""
         try:
-            self._alone = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            if _locked(self._alone, fcntl.LOCK_EX):
+            self._lock_fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            if _locked(self._lock_fd, fcntl.LOCK_EX):
                 self._fetch()
         except OSError as error:
-            self._lack(f"{self._path}: {error.strerror or error}")
+            self._record_problem(f"{self._path}: {error.strerror or error}")
         with self._state:
-            if not self._ready or self._given_up:
-                self._let_go()
+            if not self._is_ready or self._failed:
+                self._release()
 
     def _fetch(self) -> None:
         """Archive the log as it is now. Raises OSError."""
         self._open()
-        answer = fetch(self._api, self._native, self._source, self._at, own=True, complete=self._source.ended)
-        if answer.error is not None:
-            self._lack(f"its log cannot be read: {answer.error}")
+        fetched = fetch(self._api, self._native, self._source, self._position, own=True, complete=self._source.ended)
+        if fetched.error is not None:
+            self._record_problem(f"its log cannot be read: {fetched.error}")
             return
         with self._path.open("ab") as file:
-            self._write(file, answer.pieces())
-        if answer.for_now and self._source.ended:
-            self._lack("its node no longer has it")
-        elif sources.lacks_beginning(self._source, self._at):
+            self._write(file, fetched.pieces())
+        if fetched.for_now and self._source.ended:
+            self._record_problem("its node no longer has it")
+        elif sources.is_truncated(self._source, self._position):
             self._note(_ROTATED)
-        elif not (answer.lost or self.problem):  # as a follower has left it
+        elif not (fetched.lost or self.problem):  # as a follower has left it
             _note_end(self._path)
-        self._ready = True
+        self._is_ready = True
 
-    def go_on(self) -> None:
+    def start(self) -> None:
         """Archive what is still to come, in a thread."""
         with self._state:
-            if self._ready and not self._source.ended and not self.problem:
+            if self._is_ready and not self._source.ended and not self.problem:
                 threading.Thread(target=self._follow, name=f"keeping {self._source.name}", daemon=True).start()
                 return
-            self._given_up = True
-            if self._ready:
-                self._let_go()
+            self._failed = True
+            if self._is_ready:
+                self._release()
 
-    def _let_go(self) -> None:
-        if self._alone is not None:
-            os.close(self._alone)
-            self._alone = None
+    def _release(self) -> None:
+        if self._lock_fd is not None:
+            os.close(self._lock_fd)
+            self._lock_fd = None
 
     def _open(self) -> None:
         if self._path.stat().st_size:  # of a cancel before this one
-            known = kept(self._path.parent.parent).get(self._source.name)
-            if known is not None:
-                for piece in known.pieces(None):
-                    self._at = piece.after
+            archived = archived_logs(self._path.parent.parent).get(self._source.name)
+            if archived is not None:
+                for chunk in archived.pieces(None):
+                    self._position = chunk.after
                 self._size = self._path.stat().st_size
                 return
         self._path.write_text(_header(self._source))
 
     def _follow(self) -> None:
         try:
-            self._read_on()
+            self._read_rest()
         finally:
-            self._let_go()
+            self._release()
 
-    def _read_on(self) -> None:
+    def _read_rest(self) -> None:
         ends_at = time.monotonic() + _MARGIN_S
         while True:
-            tail = Tail(self._api, self._native, self._source, self._at, own=True)
+            tail = ContainerLogStream(self._api, self._native, self._source, self._position, own=True)
             try:
                 while not tail.over:
                     self._add(tail.take())
@@ -256,44 +256,44 @@ class _Keeper:
                     self._add(tail.take_last())
                     return
             except OSError as error:
-                self._lack(f"{self._path}: {error.strerror or error}")
+                self._record_problem(f"{self._path}: {error.strerror or error}")
                 return
             finally:
                 tail.close()
             if time.monotonic() > ends_at:
-                self._lack(f"its log cannot be read: {tail.error}")
+                self._record_problem(f"its log cannot be read: {tail.error}")
                 return
             time.sleep(_PAUSE_S * 5)
 
-    def _add(self, pieces: Sequence[Piece]) -> None:
-        if pieces:
+    def _add(self, chunks: Sequence[LogChunk]) -> None:
+        if chunks:
             with self._path.open("ab") as file:
-                self._write(file, pieces)
+                self._write(file, chunks)
 
-    def _write(self, file: IO[bytes], pieces: Iterator[Piece] | Sequence[Piece]) -> None:
-        for piece in pieces:
-            if self._size > _MOST:
-                self._lack(f"no more than {_MOST >> 20} MiB of it are kept")
+    def _write(self, file: IO[bytes], chunks: Iterator[LogChunk] | Sequence[LogChunk]) -> None:
+        for chunk in chunks:
+            if self._size > _MAX_BYTES:
+                self._record_problem(f"no more than {_MAX_BYTES >> 20} MiB of it are kept")
                 return
-            if piece.gap:
+            if chunk.gap:
                 self._note(_ROTATED)
-            data = _line_of(piece)
+            data = _line_of(chunk)
             file.write(data)
             self._size += len(data)
-            self._at = piece.after
+            self._position = chunk.after
 
-    def _lack(self, why: str) -> None:
-        self.problem = why
-        self._note(why)
+    def _record_problem(self, message: str) -> None:
+        self.problem = message
+        self._note(message)
 
-    def _note(self, why: str) -> None:
+    def _note(self, message: str) -> None:
         with contextlib.suppress(OSError):
-            self._path.with_suffix(_MISSING).write_text(why + "\n")
+            self._path.with_suffix(_MISSING_SUFFIX).write_text(message + "\n")
 
 
 def _note_end(path: Path) -> None:
     """Note that the log was read to its end. A gap before it stays noted. Raises OSError."""
-    reason = path.with_suffix(_MISSING)
+    reason = path.with_suffix(_MISSING_SUFFIX)
     if reason.exists() and reason.read_text().strip() != _ROTATED:
         reason.unlink()
 
@@ -302,14 +302,14 @@ def _header(source: Source) -> str:
     return json.dumps({"schema": _SCHEMA, "source": dataclasses.asdict(source)}) + "\n"
 
 
-def _line_of(piece: Piece) -> bytes:
-    return written(piece.after.stamp) + b" " + piece.data if piece.first else piece.data
+def _line_of(chunk: LogChunk) -> bytes:
+    return format_stamp(chunk.after.stamp) + b" " + chunk.data if chunk.first else chunk.data
 
 
-def _locked(fd: int, how: int) -> bool:
+def _locked(fd: int, operation: int) -> bool:
     """Return True if the file is now locked for us, or its file system has no locks."""
     try:
-        fcntl.flock(fd, how | fcntl.LOCK_NB)
+        fcntl.flock(fd, operation | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:
@@ -317,4 +317,4 @@ def _locked(fd: int, how: int) -> bool:
     return True
 
 
-__all__ = ["Archive", "Kept", "finished", "keep", "kept"]
+__all__ = ["Archive", "ArchivedLog", "archive_job", "archived_logs", "finished"]

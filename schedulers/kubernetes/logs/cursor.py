@@ -17,18 +17,18 @@ from dataclasses import dataclass
 
 from ...errors import SpecError
 from ...store import log_lines
-from ...store.log_lines import MOST_BYTES
+from ...store.log_lines import MAX_BYTES
 
 _STAMP = re.compile(rb"(\d{4})-(\d\d)-(\d\d)T(\d\d):(\d\d):(\d\d)(?:[.,](\d{1,9}))?(Z|[+-]\d\d:?\d\d)\Z")
 _POSITION = re.compile(r"(?P<stamp>\d{8}T\d{6}\.\d{9}Z)/(?P<lines>\d+)/(?P<bytes>\d+)(?P<ungreeted>/ungreeted)?\Z")
 _HEAD = 32  # so many bytes of a line say who wrote it
 # The first line of every launcher in a pod: see `_told` in accel/launch/run.py. Only the dynamic linker and the
 # interpreter write before it.
-GREETING = re.compile(rb"accel launch: (\d+ nodes, node 0 |started on )")
-_LATEST_GREETING = 64 << 10  # bytes
+LAUNCH_LINE = re.compile(rb"accel launch: (\d+ nodes, node 0 |started on )")
+_LAUNCH_LINE_WITHIN = 64 << 10  # bytes
 # How a launcher reports, last, what ended its ranks (`headline` in accel/launch/failure.py): it has greeted before.
 _REPORT = re.compile(rb"accel launch: (rank \d|the launcher on|preempted)")
-_MOST_SAID, _LONGEST_SAID = 16, 500  # lines, and bytes of each, of what comes instead of a log
+_MAX_KUBELET_LINES, _MAX_KUBELET_LINE = 16, 500  # lines, and bytes of each, of what comes instead of a log
 # What the kubelet answers, with status 200, in the place of a log that it does not have:
 # https://github.com/kubernetes/kubernetes/blob/master/pkg/kubelet/kuberuntime/kuberuntime_container.go
 ABSENT = re.compile(rb"unable to retrieve container logs for |failed to try resolving symlinks in path ")
@@ -42,16 +42,16 @@ class Position:
 
     If both are 0, it lies before everything written at that time or later.
 
-    ungreeted: the log was read from its beginning up to here, and its writer's first line has not come.
+    before_launch_line: the log was read from its beginning up to here, and its writer's first line has not come.
     """
 
     stamp: str  # in UTC, and as long as any other: 20261121T163300.123456789Z
     lines: int = 0
     bytes: int = 0
-    ungreeted: bool = dataclasses.field(default=False, compare=False)
+    before_launch_line: bool = dataclasses.field(default=False, compare=False)
 
     def __str__(self) -> str:
-        return f"{self.stamp}/{self.lines}/{self.bytes}{'/ungreeted' if self.ungreeted else ''}"
+        return f"{self.stamp}/{self.lines}/{self.bytes}{'/ungreeted' if self.before_launch_line else ''}"
 
     @classmethod
     def parse(cls, text: str) -> Position:
@@ -83,19 +83,19 @@ class Position:
         return f"{moment:%Y-%m-%dT%H:%M:%SZ}"
 
 
-def stamp_of(word: bytes) -> str | None:
+def parse_stamp(token: bytes) -> str | None:
     """Return the stamp for a time as the kubelet writes it; None for anything else."""
-    match = _STAMP.match(word)
+    match = _STAMP.match(token)
     if match is None:
         return None
     year, month, day, hour, minute, second, fraction, zone = (part.decode() if part else "" for part in match.groups())
     if zone != "Z":
-        there = datetime.datetime.fromisoformat(f"{year}-{month}-{day}T{hour}:{minute}:{second}{zone}")
-        return f"{there.astimezone(datetime.timezone.utc):%Y%m%dT%H%M%S}.{fraction:0<9}Z"
+        local_time = datetime.datetime.fromisoformat(f"{year}-{month}-{day}T{hour}:{minute}:{second}{zone}")
+        return f"{local_time.astimezone(datetime.timezone.utc):%Y%m%dT%H%M%S}.{fraction:0<9}Z"
     return f"{year}{month}{day}T{hour}{minute}{second}.{fraction:0<9}Z"
 
 
-def written(stamp: str) -> bytes:
+def format_stamp(stamp: str) -> bytes:
     """Return the stamp as the kubelet writes it."""
     day, time = stamp[:8], stamp[9:]
     return f"{day[:4]}-{day[4:6]}-{day[6:]}T{time[:2]}:{time[2:4]}:{time[4:]}".encode()
@@ -110,7 +110,7 @@ def _nanoseconds(stamp: str) -> int:
 
 
 @dataclass(frozen=True)
-class Piece:
+class LogChunk:
     r"""A line, a part of one that ends with `\r`, or a piece of one that is too long.
 
     head:    the beginning of the line.
@@ -128,177 +128,179 @@ class Piece:
     gap: bool = False
 
 
-class Stamped:
+class TimestampParser:
     """A parser of the kubelet's log stream, in chunks of any size. Skips everything up to the position `after`.
 
     own:    False if `after` is a position in the container's previous run. This log contains it only if its lines
             were attributed to that run.
     lost:   the position is no longer in the log, so lines after it may have been removed; or a log that `greets`
             has no greeting, so its beginning may have been.
-    said:   the kubelet's message in place of a log. A response that begins inside a line has none: the kubelet
+    kubelet_lines:   the kubelet's message in place of a log. A response that begins inside a line has none: the kubelet
             splits lines after 16 KiB and stamps only their first part.
     absent: the kubelet has no such log now.
     """
 
     def __init__(self, after: Position | None, *, own: bool = True, greets: bool = False) -> None:
         self._after = after
-        self._own = own
-        begins = greets if after is None or not own else after.ungreeted
-        self._ungreeted = 0 if begins else None  # bytes without the greeting so far
+        self._same_run = own
+        expects_greeting = greets if after is None or not own else after.before_launch_line
+        self._bytes_before_launch_line = 0 if expects_greeting else None  # bytes without the greeting so far
         self._gap = False  # to be said with the next piece
         self._seeking = after is not None and not after.is_time
-        self._held: list[Piece] = []
+        self._pending: list[LogChunk] = []
         self._rest = bytearray()
         self._stamp = ""  # of the line before, and how many in a row bear it
         self._lines = 0
-        self._at: int | None = None  # of the line that is not whole: the bytes before `_rest`, once it has begun
+        self._offset: int | None = None  # of the line that is not whole: the bytes before `_rest`, once it has begun
         self._head = b""
         self._read = 0  # of that line, the bytes that were read before
-        self._begun = False
+        self._started = False
         self.lost = self.absent = False
-        self.said: list[str] = []
+        self.kubelet_lines: list[str] = []
 
     @property
-    def untold(self) -> bool:
+    def has_unreported_gap(self) -> bool:
         """True if there is a gap that no piece has reported, since no piece followed it."""
         return self._gap
 
-    def feed(self, chunk: bytes) -> list[Piece]:
+    def feed(self, data: bytes) -> list[LogChunk]:
         r"""Return the lines, parts that end with `\r` and pieces that the chunk completes."""
-        *whole, rest = chunk.split(b"\n")
-        pieces: list[Piece] = []
-        for line in whole:
-            pieces += self._line(bytes(self._rest) + line + b"\n", complete=True)
+        *lines, rest = data.split(b"\n")
+        chunks: list[LogChunk] = []
+        for line in lines:
+            chunks += self._line(bytes(self._rest) + line + b"\n", complete=True)
             self._rest.clear()
         self._rest += rest
-        if b"\r" in self._rest or len(self._rest) > MOST_BYTES:
-            pieces += self._line(bytes(self._rest), complete=False)
-        return pieces
+        if b"\r" in self._rest or len(self._rest) > MAX_BYTES:
+            chunks += self._line(bytes(self._rest), complete=False)
+        return chunks
 
-    def end(self, *, complete: bool) -> list[Piece]:
+    def end(self, *, complete: bool) -> list[LogChunk]:
         """Return the remaining pieces at the end; with `complete`, also a last line without an ending."""
-        if self._stamp and self._at is None and stamp_of(bytes(self._rest).partition(b" ")[0]) is None:
+        if self._stamp and self._offset is None and parse_stamp(bytes(self._rest).partition(b" ")[0]) is None:
             self._rest.clear()  # the kubelet's own words, as of a container that was removed while its log was followed
         # They have no end in the place of a log either.
         complete = complete or (not self._stamp and ABSENT.match(self._rest) is not None)
-        pieces = self._line(bytes(self._rest), complete=True) if complete and self._rest else []
+        chunks = self._line(bytes(self._rest), complete=True) if complete and self._rest else []
         self._rest.clear()
         if self._seeking and not self.absent:
-            return self._marked([*self._give_up(), *pieces])
-        return pieces
+            return self._with_gap([*self._stop_seeking(), *chunks])
+        return chunks
 
-    def _line(self, line: bytes, *, complete: bool) -> list[Piece]:
+    def _line(self, line: bytes, *, complete: bool) -> list[LogChunk]:
         """Parse the rest of a line. `_rest` keeps only the part that is not returned."""
         data = line
-        if self._at is None:
-            word, _, data = line.partition(b" ")
-            stamp = stamp_of(word)
+        if self._offset is None:
+            token, _, data = line.partition(b" ")
+            stamp = parse_stamp(token)
             if stamp is None:
                 if not self._stamp:
-                    self._hear(line, complete)
+                    self._note_kubelet_line(line, complete)
                     return []
                 stamp, data = self._stamp, line  # of a kubelet that splits long lines, and stamps the first part
             if stamp != self._stamp:
                 self._stamp, self._lines = stamp, 0
-            self._at, self._head = 0, b""
-            self.said, self.absent = [], False
-        self._head = (self._head[: self._at] + data[:_HEAD])[:_HEAD]
-        pieces = list(self._pieces(data, self._at, complete))
-        unread = [piece for piece in pieces if not piece.after.bytes or piece.after.bytes > self._read]
+            self._offset, self._head = 0, b""
+            self.kubelet_lines, self.absent = [], False
+        self._head = (self._head[: self._offset] + data[:_HEAD])[:_HEAD]
+        chunks = list(self._pieces(data, self._offset, complete))
+        unread = [chunk for chunk in chunks if not chunk.after.bytes or chunk.after.bytes > self._read]
         if complete:
             self._lines += 1
-            self._at, self._read = None, 0
-        elif pieces:
-            given = pieces[-1].after.bytes - self._at
-            self._rest = bytearray(data[given:])
-            self._at += given
+            self._offset, self._read = None, 0
+        elif chunks:
+            consumed = chunks[-1].after.bytes - self._offset
+            self._rest = bytearray(data[consumed:])
+            self._offset += consumed
         else:
             self._rest = bytearray(data)
-        return self._marked(self._unread(self._stamp, unread, complete))
+        return self._with_gap(self._after_position(self._stamp, unread, complete))
 
-    def _marked(self, pieces: list[Piece]) -> list[Piece]:
+    def _with_gap(self, chunks: list[LogChunk]) -> list[LogChunk]:
         """Return the pieces, the first after a gap marked as such."""
-        for number, piece in enumerate(pieces if self._gap or self._ungreeted is not None else ()):
-            if self._ungreeted is not None:
-                self._ungreeted += len(piece.data)
-                if piece.first and GREETING.match(piece.head):
-                    self._ungreeted = None
-                elif self._ungreeted > _LATEST_GREETING or (piece.first and _REPORT.match(piece.head)):
-                    self._ungreeted, self.lost, self._gap = None, True, True
-            after = dataclasses.replace(piece.after, ungreeted=self._ungreeted is not None)
-            pieces[number] = dataclasses.replace(piece, after=after, gap=self._gap)
+        for number, chunk in enumerate(chunks if self._gap or self._bytes_before_launch_line is not None else ()):
+            if self._bytes_before_launch_line is not None:
+                self._bytes_before_launch_line += len(chunk.data)
+                if chunk.first and LAUNCH_LINE.match(chunk.head):
+                    self._bytes_before_launch_line = None
+                elif self._bytes_before_launch_line > _LAUNCH_LINE_WITHIN or (
+                    chunk.first and _REPORT.match(chunk.head)
+                ):
+                    self._bytes_before_launch_line, self.lost, self._gap = None, True, True
+            after = dataclasses.replace(chunk.after, before_launch_line=self._bytes_before_launch_line is not None)
+            chunks[number] = dataclasses.replace(chunk, after=after, gap=self._gap)
             self._gap = False
-        return pieces
+        return chunks
 
-    def _hear(self, line: bytes, complete: bool) -> None:
+    def _note_kubelet_line(self, line: bytes, complete: bool) -> None:
         """Record a line without a time, which is a message of the kubelet.
 
         If the stream begins at a position, only a known message counts: other lines are the rest of an earlier line.
         """
         if not complete:
-            del self._rest[MOST_BYTES:]
+            del self._rest[MAX_BYTES:]
             return
         absent = ABSENT.match(line) is not None
         self.absent = self.absent or absent
-        if len(self.said) < _MOST_SAID and (absent or self._after is None):
-            self.said.append(line[:_LONGEST_SAID].decode("utf-8", "replace").strip())
+        if len(self.kubelet_lines) < _MAX_KUBELET_LINES and (absent or self._after is None):
+            self.kubelet_lines.append(line[:_MAX_KUBELET_LINE].decode("utf-8", "replace").strip())
 
-    def _pieces(self, data: bytes, at: int, complete: bool) -> Iterator[Piece]:
+    def _pieces(self, data: bytes, offset: int, complete: bool) -> Iterator[LogChunk]:
         parts = data.splitlines(keepends=True) or [b""]
         for number, part in enumerate(parts):
             last = number == len(parts) - 1
             # A `\r` that is the last byte may be one half of `\r\n`.
-            for piece, partial in _cut(part, complete=complete or not last):
-                first = at == 0
-                at += len(piece)
-                ends = complete and last and not partial
-                after = Position(self._stamp, self._lines + 1) if ends else Position(self._stamp, self._lines, at)
-                yield Piece(piece, self._head, first, after, partial)
+            for fragment, partial in _split_lines(part, complete=complete or not last):
+                first = offset == 0
+                offset += len(fragment)
+                is_end = complete and last and not partial
+                after = Position(self._stamp, self._lines + 1) if is_end else Position(self._stamp, self._lines, offset)
+                yield LogChunk(fragment, self._head, first, after, partial)
 
-    def _unread(self, stamp: str, pieces: list[Piece], complete: bool) -> list[Piece]:
+    def _after_position(self, stamp: str, chunks: list[LogChunk], complete: bool) -> list[LogChunk]:
         after = self._after
         if after is None or not self._seeking:
-            begins = after is not None and after.is_time and stamp < after.stamp
-            return [] if begins else pieces
-        first, self._begun = not self._begun, True
+            is_early = after is not None and after.is_time and stamp < after.stamp
+            return [] if is_early else chunks
+        first, self._started = not self._started, True
         if stamp == after.stamp:
-            passed = self._lines if complete else self._lines + 1  # the number of this line, from 1
-            if passed == after.lines + (1 if after.bytes else 0):
+            line_number = self._lines if complete else self._lines + 1  # the number of this line, from 1
+            if line_number == after.lines + (1 if after.bytes else 0):
                 if not after.bytes and not complete:
                     return []
-                self._seeking, self._held = False, []
-                if not after.ungreeted:
-                    self._ungreeted = None
+                self._seeking, self._pending = False, []
+                if not after.before_launch_line:
+                    self._bytes_before_launch_line = None
                 if not complete:  # the piece before the place may not have been whole yet
                     self._read = after.bytes
-                return [each for each in pieces if after.bytes and _beyond(each.after, after)]
-            if passed < after.lines:
+                return [chunk for chunk in chunks if after.bytes and _is_after(chunk.after, after)]
+            if line_number < after.lines:
                 return []
-        late = _nanoseconds(stamp) - _nanoseconds(after.stamp)
-        if late > _DISORDER_NS or (first and late > 0 and not self._own):
-            return [*self._give_up(), *pieces]
-        if late > 0 or not self._own:
-            self._held += pieces
+        delay_ns = _nanoseconds(stamp) - _nanoseconds(after.stamp)
+        if delay_ns > _DISORDER_NS or (first and delay_ns > 0 and not self._same_run):
+            return [*self._stop_seeking(), *chunks]
+        if delay_ns > 0 or not self._same_run:
+            self._pending += chunks
         return []
 
-    def _give_up(self) -> list[Piece]:
+    def _stop_seeking(self) -> list[LogChunk]:
         self._seeking = False
-        self.lost = self._gap = self._own
-        if self._own:
-            self._ungreeted = None  # the gap is said anyhow
-        held, self._held = self._held, []
-        return held
+        self.lost = self._gap = self._same_run
+        if self._same_run:
+            self._bytes_before_launch_line = None  # the gap is said anyhow
+        chunks, self._pending = self._pending, []
+        return chunks
 
 
-def _cut(part: bytes, *, complete: bool) -> Iterator[tuple[bytes, bool]]:
+def _split_lines(part: bytes, *, complete: bool) -> Iterator[tuple[bytes, bool]]:
     """Yield the pieces of a part, the last one only if it is complete."""
     rest = yield from log_lines.pieces(part)
     if complete:
         yield rest, False
 
 
-def _beyond(one: Position, other: Position) -> bool:
-    return (one.lines, one.bytes) > (other.lines, other.bytes)
+def _is_after(position: Position, reference: Position) -> bool:
+    return (position.lines, position.bytes) > (reference.lines, reference.bytes)
 
 
-__all__ = ["ABSENT", "GREETING", "Piece", "Position", "Stamped", "stamp_of", "written"]
+__all__ = ["ABSENT", "LAUNCH_LINE", "LogChunk", "Position", "TimestampParser", "format_stamp", "parse_stamp"]

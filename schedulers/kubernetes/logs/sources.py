@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from .. import names
-from .cursor import Piece, Position
+from .cursor import LogChunk, Position
 
 Object = Mapping[str, Any]
 
-_OWN = "accel-"
+_OWN_PREFIX = "accel-"
 _KILLED = 137
 _RANK = re.compile(rb"\[rank (\d{1,7})\] ")
 # What the launcher says, and the lines of its report of a failure after the first: see accel/launch/failure.py.
 _LAUNCHER = b"accel launch: "
-_GOES_ON = b"\x1f\n"
+_CONTINUATION = b"\x1f\n"
 _REPORT = re.compile(rb"  (\| |(error|cause|remedy|log|others): )")
 
 
@@ -71,68 +71,70 @@ class Source:
         """Return a source that reads the log of the container's current run."""
         return dataclasses.replace(self, previous=False, ended=False)
 
-    def who(self) -> str:
-        what = (
+    def writer(self) -> str:
+        subject = (
             f"node {self.node}"
             if self.rank is not None or self.tee
             else f"container {self.container} of node {self.node}"
         )
-        return f"{what} wrote in its run {self.run}" if self.run else f"{what} wrote"
+        return f"{subject} wrote in its run {self.run}" if self.run else f"{subject} wrote"
 
 
-def of(pods: Sequence[Object]) -> list[Source]:
+def list_sources(pods: Sequence[Object]) -> list[Source]:
     """Return the existing runs, in the order in which they are shown."""
-    found: list[Source] = []
-    earlier: dict[int, int] = {}
+    sources: list[Source] = []
+    pods_before: dict[int, int] = {}
     for pod in sorted(pods, key=lambda pod: str((pod.get("metadata") or {}).get("creationTimestamp"))):
         node = names.node_of(pod)
         if node is None:
             continue
         attempt = _attempt_of(pod)
-        base = earlier.get(node, 0) if attempt is None else attempt
-        earlier[node] = earlier.get(node, 0) + 1
-        found += _of_pod(pod, node, base)
-    return sorted(found, key=lambda source: source.order)
+        base = pods_before.get(node, 0) if attempt is None else attempt
+        pods_before[node] = pods_before.get(node, 0) + 1
+        sources += _sources_of_pod(pod, node, base)
+    return sorted(sources, key=lambda source: source.order)
 
 
-def unread(
+def missing_logs(
     pods: Sequence[Object],
-    known: Sequence[Source],
+    sources: Sequence[Source],
     *,
     nodes: int,
-    together: bool,
+    gang_restart: bool,
     restarts: int,
-    ran: Collection[int],
+    attempts_run: Collection[int],
     failures: int,
 ) -> Iterator[tuple[str, str]]:
     """Yield (name, message) for each node and attempt that has no log.
 
-    known:    the existing logs, and those that were read before their pods went.
+    sources:    the existing logs, and those that were read before their pods went.
     nodes:    the job's number of nodes; 0 if unknown.
-    together: the cluster restarts all pods at once. Otherwise each pod may be in an attempt of its own.
+    gang_restart: the cluster restarts all pods at once. Otherwise each pod may be in an attempt of its own.
     restarts: the number of attempts that have certainly failed.
-    ran:      the attempts in which all nodes have certainly run.
+    attempts_run:      the attempts in which all nodes have certainly run.
     failures: the number of failed pods, by the cluster's count.
     """
-    there = {(source.attempt, source.node) for source in known if source.rank is not None or source.tee}
-    there |= {(_attempt_of(pod) or 0, node) for pod in pods if (node := names.node_of(pod)) is not None}
-    attempts = {source.attempt for source in known} | {attempt for attempt, _ in there}
-    if not together:
-        there, attempts, ran = {(0, node) for _, node in there}, {0}, {0} if ran else ()
-    latest = max(restarts, *attempts) if known else 0
+    present = {(source.attempt, source.node) for source in sources if source.rank is not None or source.tee}
+    present |= {(_attempt_of(pod) or 0, node) for pod in pods if (node := names.node_of(pod)) is not None}
+    attempts = {source.attempt for source in sources} | {attempt for attempt, _ in present}
+    if not gang_restart:
+        present, attempts, attempts_run = {(0, node) for _, node in present}, {0}, {0} if attempts_run else ()
+    latest = max(restarts, *attempts) if sources else 0
     for attempt in range(latest + 1):
-        which = f" in attempt {attempt}" if latest else ""
+        label = f" in attempt {attempt}" if latest else ""
         if attempt < latest and attempt not in attempts:
             yield f"attempt-{attempt}", f"what attempt {attempt} wrote is missing: its pods are gone"
-        elif attempt in ran:
-            for node in sorted(set(range(nodes)) - {node for each, node in there if each == attempt}):
-                yield f"attempt-{attempt}.node-{node}", f"what node {node} wrote{which} is missing: its pod is gone"
+        elif attempt in attempts_run:
+            for node in sorted(
+                set(range(nodes)) - {node for other_attempt, node in present if other_attempt == attempt}
+            ):
+                yield f"attempt-{attempt}.node-{node}", f"what node {node} wrote{label} is missing: its pod is gone"
     uids = {str((pod.get("metadata") or {}).get("uid")) for pod in pods}
-    gone = {source.uid for source in known} - uids
-    count = failures - sum(map(_has_failed, pods)) - len(gone)
+    gone_uids = {source.uid for source in sources} - uids
+    count = failures - sum(map(_has_failed, pods)) - len(gone_uids)
     if count > 0:
-        which = "a pod" if count == 1 else f"{count} pods"
-        yield "failed-pods", f"what {which} that failed wrote is missing: the cluster has removed it"
+        label = "a pod" if count == 1 else f"{count} pods"
+        yield "failed-pods", f"what {label} that failed wrote is missing: the cluster has removed it"
 
 
 def _has_failed(pod: Object) -> bool:
@@ -140,50 +142,53 @@ def _has_failed(pod: Object) -> bool:
     return deleted or (pod.get("status") or {}).get("phase") == "Failed"
 
 
-def lacks_beginning(source: Source, at: Position | None) -> bool:
-    """Return True if the log's beginning was removed before it was read. `at`: it was read up to there."""
-    if at is None:
+def is_truncated(source: Source, position: Position | None) -> bool:
+    """Return True if the log's beginning was removed before it was read. `position`: it was read up to there."""
+    if position is None:
         return source.greets and source.code == 0
     # A launcher that could not start, with a few lines of the interpreter's, has not greeted anybody.
-    return at.ungreeted and source.code in (None, 0, _KILLED)
+    return position.before_launch_line and source.code in (None, 0, _KILLED)
 
 
-def is_launchers(piece: Piece, *, goes_on: bool) -> bool:
-    """Return True if the launcher wrote the line. `goes_on`: it wrote the line before."""
-    return piece.head.startswith(_LAUNCHER) or (goes_on and _REPORT.match(piece.head) is not None)
+def is_launcher_line(chunk: LogChunk, *, follows_launcher: bool) -> bool:
+    """Return True if the launcher wrote the line. `follows_launcher`: it wrote the line before."""
+    return chunk.head.startswith(_LAUNCHER) or (follows_launcher and _REPORT.match(chunk.head) is not None)
 
 
-def rank_of(source: Source, piece: Piece) -> tuple[int | None, bytes]:
+def rank_of(source: Source, chunk: LogChunk) -> tuple[int | None, bytes]:
     """Return the writer of a line that is not the launcher's (None if unknown), and the line as written."""
     if not source.tee:
-        return source.rank, piece.data
-    match = _RANK.match(piece.head)
+        return source.rank, chunk.data
+    match = _RANK.match(chunk.head)
     if match is None:
-        return None, piece.data
-    return int(match[1]), piece.data[match.end() :] if piece.first else piece.data
+        return None, chunk.data
+    return int(match[1]), chunk.data[match.end() :] if chunk.first else chunk.data
 
 
-def goes_on(source: Source, piece: Piece) -> tuple[bool, bytes]:
-    """Return whether the line continues, and the data as written; see `_GOES_ON` in accel/launch/tee.py."""
-    if source.tee and not piece.first and piece.data.endswith(_GOES_ON):
-        return True, piece.data[: -len(_GOES_ON)]
-    return piece.partial, piece.data
+def is_continuation(source: Source, chunk: LogChunk) -> tuple[bool, bytes]:
+    """Return whether the line continues, and the data as written; see `_CONTINUATION` in accel/launch/tee.py."""
+    if source.tee and not chunk.first and chunk.data.endswith(_CONTINUATION):
+        return True, chunk.data[: -len(_CONTINUATION)]
+    return chunk.partial, chunk.data
 
 
-def _of_pod(pod: Object, node: int, base: int) -> Iterator[Source]:
+def _sources_of_pod(pod: Object, node: int, base: int) -> Iterator[Source]:
     status, spec = pod.get("status") or {}, pod.get("spec") or {}
-    commands = {each.get("name"): each.get("command") or () for each in spec.get("containers") or []}
-    over = status.get("phase") in ("Succeeded", "Failed")
+    commands = {
+        container_spec.get("name"): container_spec.get("command") or ()
+        for container_spec in spec.get("containers") or []
+    }
+    finished = status.get("phase") in ("Succeeded", "Failed")
     for container in (*(status.get("initContainerStatuses") or []), *(status.get("containerStatuses") or [])):
         name = str(container.get("name"))
-        if name not in names.MAIN and not name.startswith(_OWN):
+        if name not in names.MAIN and not name.startswith(_OWN_PREFIX):
             continue
         launch = _launch(commands.get(name, ())) if name in names.MAIN else ()
-        yield from _runs(pod, container, node, base, over=over, launch=launch, main=name in names.MAIN)
+        yield from _runs(pod, container, node, base, finished=finished, launch=launch, main=name in names.MAIN)
 
 
 def _runs(
-    pod: Object, container: Object, node: int, base: int, *, over: bool, launch: Sequence[str], main: bool
+    pod: Object, container: Object, node: int, base: int, *, finished: bool, launch: Sequence[str], main: bool
 ) -> Iterator[Source]:
     metadata = pod.get("metadata") or {}
     name, uid, restarts = str(container.get("name")), str(metadata.get("uid")), int(container.get("restartCount") or 0)
@@ -193,36 +198,36 @@ def _runs(
         restarts, state, last = restarts - 1, {"terminated": last}, None
     elif _is_unknown(state.get("terminated")):
         state = {}
-    alone = "" if main else f".{name}"
+    suffix = "" if main else f".{name}"
     tee = "--tee" in launch
     # A job's own commands come before the launcher, and write what they like.
     greets = "launch" in launch and launch[0] != "sh" and "--quiet" not in launch
 
-    def made(run: int, ended_as: Object | None = None, **how: bool) -> Source:
+    def make_source(run: int, terminated: Object | None = None, **flags: bool) -> Source:
         return Source(
-            name=f"node-{node}.{uid[:8]}{alone}.a{run}", pod=str(metadata.get("name")), uid=uid, node=node,
+            name=f"node-{node}.{uid[:8]}{suffix}.a{run}", pod=str(metadata.get("name")), uid=uid, node=node,
             container=name, run=run, attempt=base + run, rank=node if main and not tee else None, tee=tee,
-            newest=run == restarts, greets=greets, code=(ended_as or {}).get("exitCode"), **how,
+            newest=run == restarts, greets=greets, code=(terminated or {}).get("exitCode"), **flags,
         )  # fmt: skip
 
     newest = restarts
     if state.get("running") is not None or state.get("terminated"):
         ended = bool(state.get("terminated"))
         # An init container that has done its work is not run again, unless the whole pod is.
-        done = ended and (over or (not main and not (state["terminated"].get("exitCode") or 0)))
-        yield made(restarts, state.get("terminated"), ended=ended, settled=done)
+        settled = ended and (finished or (not main and not (state["terminated"].get("exitCode") or 0)))
+        yield make_source(restarts, state.get("terminated"), ended=ended, settled=settled)
         if last and restarts:
             newest = restarts - 1
-            yield made(newest, last, previous=True, ended=True, settled=True)
+            yield make_source(newest, last, previous=True, ended=True, settled=True)
     elif last:
         # It waits to be started again: to the kubelet its last run is the one before, also when the next has begun.
-        yield made(restarts, last, previous=True, ended=True, settled=True)
+        yield make_source(restarts, last, previous=True, ended=True, settled=True)
     for run in range(newest):
-        yield made(run, lost=True, ended=True, settled=True)
+        yield make_source(run, lost=True, ended=True, settled=True)
 
 
-def _is_unknown(ended: Object | None) -> bool:
-    return ended is not None and ended.get("reason") == "ContainerStatusUnknown"
+def _is_unknown(terminated: Object | None) -> bool:
+    return terminated is not None and terminated.get("reason") == "ContainerStatusUnknown"
 
 
 def _launch(command: Sequence[str]) -> Sequence[str]:
@@ -232,13 +237,13 @@ def _launch(command: Sequence[str]) -> Sequence[str]:
 
 def _attempt_of(pod: Object) -> int | None:
     """Return the attempt that created the pod; None if the cluster does not restart all pods at once."""
-    label = _said(pod).get(names.RESTART_ATTEMPT, "")
+    label = _metadata_values(pod).get(names.RESTART_ATTEMPT, "")
     return int(label) if label.isdigit() else None
 
 
-def _said(pod: Object) -> dict[str, str]:
+def _metadata_values(pod: Object) -> dict[str, str]:
     metadata = pod.get("metadata") or {}
     return {**(metadata.get("annotations") or {}), **(metadata.get("labels") or {})}
 
 
-__all__ = ["Source", "goes_on", "is_launchers", "lacks_beginning", "of", "rank_of"]
+__all__ = ["Source", "is_continuation", "is_launcher_line", "is_truncated", "list_sources", "rank_of"]

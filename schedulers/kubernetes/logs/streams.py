@@ -16,21 +16,21 @@ from typing import IO, TYPE_CHECKING
 
 from ...errors import SchedulerError
 from ..client.errors import ApiError, Invalid, NotFound
-from .cursor import ABSENT, Piece, Position, Stamped, stamp_of
+from .cursor import ABSENT, LogChunk, Position, TimestampParser, parse_stamp
 from .sources import Source
 
 if TYPE_CHECKING:
     from ..client.api import Api, Stream
     from ..native_id import Native
 
-_IN_MEMORY = 1 << 20
+_MAX_IN_MEMORY = 1 << 20
 _CHUNK = 1 << 16
 _LONGEST_TIME = 64
 _FULL = 4 << 20  # bytes that wait for their reader
 _IDLE_S = 120.0  # a follower that has forgotten its streams loses them after so long
 _JOIN_S = 8.0  # a kubelet looks every 5 s whether a container still runs
-_TURN_S = 0.05
-_DOUBT_S = 3.0
+_JOIN_TIMEOUT_S = 0.05
+_RESTART_VISIBLE_S = 3.0
 _BEHIND_S = 3.0
 _IDLE_AT_END_S = 1.0
 _SURE_S = 5.0  # a kubelet looks after 10 s again whether a log is to be rotated
@@ -38,7 +38,7 @@ _SURE_S = 5.0  # a kubelet looks after 10 s again whether a log is to be rotated
 logger = logging.getLogger(__name__)
 
 
-class Fetched:
+class LogResponse:
     """A log as it was when it was fetched, on disk if it is large.
 
     absent:  there is no such log any more.
@@ -48,51 +48,51 @@ class Fetched:
     def __init__(self, after: Position | None, *, own: bool, complete: bool, greets: bool = False) -> None:
         self.error: SchedulerError | None = None
         self.absent = self.for_now = False
-        self._stamped = Stamped(after, own=own, greets=greets)
+        self._parser = TimestampParser(after, own=own, greets=greets)
         self._complete = complete
         self._file: IO[bytes] | None = None
 
     @property
     def lost(self) -> bool:
         """True if the log no longer contains the position to resume from."""
-        return self._stamped.lost
+        return self._parser.lost
 
     @property
-    def untold(self) -> bool:
+    def has_unreported_gap(self) -> bool:
         """True if there is a gap that no piece has reported."""
-        return self._stamped.untold
+        return self._parser.has_unreported_gap
 
     @property
-    def said(self) -> str:
-        return " ".join(self._stamped.said)
+    def kubelet_message(self) -> str:
+        return " ".join(self._parser.kubelet_lines)
 
     @property
     def begins(self) -> bytes | None:
         """The time of the first line, or None if the log is empty."""
         if self._file is None:
             return None
-        at = self._file.tell()
+        position = self._file.tell()
         self._file.seek(0)
-        word, space, _ = self._file.read(_LONGEST_TIME).partition(b" ")
-        self._file.seek(at)
-        return word if space else None
+        timestamp, space, _ = self._file.read(_LONGEST_TIME).partition(b" ")
+        self._file.seek(position)
+        return timestamp if space else None
 
     def fill(self, stream: Stream) -> None:
-        self._file = tempfile.SpooledTemporaryFile(max_size=_IN_MEMORY)  # noqa: SIM115 (closed by `pieces`)
-        for chunk in stream:
-            self._file.write(chunk)
+        self._file = tempfile.SpooledTemporaryFile(max_size=_MAX_IN_MEMORY)  # noqa: SIM115 (closed by `pieces`)
+        for data in stream:
+            self._file.write(data)
         self._file.seek(0)
         self.absent = self.for_now = ABSENT.match(self._file.read(_LONGEST_TIME)) is not None
         self._file.seek(0)
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[LogChunk]:
         """Yield the pieces after the position. Can be called once."""
         if self._file is None:
             return
         with self._file as file:
-            while chunk := file.read(_CHUNK):
-                yield from self._stamped.feed(chunk)
-        yield from self._stamped.end(complete=self._complete)
+            while data := file.read(_CHUNK):
+                yield from self._parser.feed(data)
+        yield from self._parser.end(complete=self._complete)
 
     def close(self) -> None:
         """Close the file, even if its pieces were not read."""
@@ -108,35 +108,35 @@ def fetch(
     *,
     own: bool = True,
     complete: bool,
-    most: int | None = None,
-) -> Fetched:
-    """Fetch the log as it is now, after that position, or its first `most` bytes. Does not raise.
+    limit_bytes: int | None = None,
+) -> LogResponse:
+    """Fetch the log as it is now, after that position, or its first `limit_bytes` bytes. Does not raise.
 
     complete: include a last line without an ending.
     """
-    found = Fetched(after, own=own, complete=complete, greets=source.greets)
+    fetched = LogResponse(after, own=own, complete=complete, greets=source.greets)
     try:
-        stream = _open(api, native, source, after if own else None, follow=False, most=most)
+        stream = _open(api, native, source, after if own else None, follow=False, limit_bytes=limit_bytes)
         try:
-            found.fill(stream)
+            fetched.fill(stream)
         finally:
             stream.close()
     except NotFound:
-        found.absent = True
+        fetched.absent = True
     except Invalid as error:
         # "container … is waiting to start: …" of one that has none yet, "previous terminated container … not found",
         # and "container … is terminated" of one that the kubelet has removed.
-        gone = "not found" in str(error) or "is terminated" in str(error)
-        found.absent = gone and "waiting to start" not in str(error)
+        is_gone = "not found" in str(error) or "is terminated" in str(error)
+        fetched.absent = is_gone and "waiting to start" not in str(error)
     except SchedulerError as error:
-        found.error = error
+        fetched.error = error
     except OSError as error:
-        why = f"{tempfile.gettempdir()}: {(error.strerror or str(error)).lower()}"
-        found.error = SchedulerError(f"{api.where}: what {source.who()} cannot be kept while it is read: {why}")
-    return found
+        detail = f"{tempfile.gettempdir()}: {(error.strerror or str(error)).lower()}"
+        fetched.error = SchedulerError(f"{api.label}: what {source.writer()} cannot be kept while it is read: {detail}")
+    return fetched
 
 
-class Tail:
+class ContainerLogStream:
     """A daemon thread that reads a log as it is written and buffers it for its reader.
 
     at:      the reader's position.
@@ -146,27 +146,27 @@ class Tail:
     lost:    the log no longer contains the position to resume from.
     behind:  the last line came later after it was written than others before it.
     opened:  the kubelet has chosen the run whose log it sends.
-    checked: the API server has then confirmed that it is this run's.
+    run_confirmed: the API server has then confirmed that it is this run's.
     """
 
     def __init__(self, api: Api, native: Native, source: Source, after: Position | None, *, own: bool) -> None:
         self.source = source
         self.at: Position | None = after if own else None
-        self.begun_at = time.monotonic()
+        self.started_at = time.monotonic()
         self.over = False
         self.error: SchedulerError | None = None
-        self.checked = source.settled or source.previous
-        self._sure = self.checked
+        self.run_confirmed = source.settled or source.previous
+        self._is_certain = self.run_confirmed
         self.opened = False
-        self.told = False  # that it is lost
+        self.loss_reported = False  # that it is lost
         self.holder: object | None = None
         self._api, self._native = api, native
-        self._after, self._own = after, own
-        self._stamped = Stamped(after, own=own, greets=source.greets)
-        self._pace = _Pace()
+        self._after, self._same_run = after, own
+        self._parser = TimestampParser(after, own=own, greets=source.greets)
+        self._pace = _LagEstimator()
         self._lock = threading.Condition()
-        self._pieces: list[Piece] = []
-        self._last: list[Piece] = []
+        self._pieces: list[LogChunk] = []
+        self._last: list[LogChunk] = []
         self._waiting = 0
         self._stream: Stream | None = None
         self._closed = False
@@ -175,39 +175,39 @@ class Tail:
 
     @property
     def lost(self) -> bool:
-        return self._stamped.lost
+        return self._parser.lost
 
     @property
     def behind(self) -> bool:
         return self._pace.behind
 
     @property
-    def doubtful(self) -> bool:
+    def may_be_stale(self) -> bool:
         """True if another run may have begun that the API server does not know of yet."""
-        return self.lost and not self._sure
+        return self.lost and not self._is_certain
 
     @property
-    def to_be_checked(self) -> bool:
+    def needs_check(self) -> bool:
         """True if it is time to check that its run is still the current one."""
-        if not self.opened or self._sure:
+        if not self.opened or self._is_certain:
             return False
-        return not self.checked or (self.lost and time.monotonic() - self.begun_at > _DOUBT_S)
+        return not self.run_confirmed or (self.lost and time.monotonic() - self.started_at > _RESTART_VISIBLE_S)
 
-    def note_checked(self) -> None:
+    def mark_checked(self) -> None:
         """Note that the run was checked just now."""
-        self._sure = self.lost and self.checked
-        self.checked = True
+        self._is_certain = self.lost and self.run_confirmed
+        self.run_confirmed = True
 
-    def take(self) -> list[Piece]:
+    def take(self) -> list[LogChunk]:
         """Return the pieces since the last call."""
         with self._lock:
-            pieces, self._pieces, self._waiting = self._pieces, [], 0
+            chunks, self._pieces, self._waiting = self._pieces, [], 0
             self._lock.notify_all()
-        if pieces:
-            self.at = pieces[-1].after
-        return pieces
+        if chunks:
+            self.at = chunks[-1].after
+        return chunks
 
-    def take_last(self) -> list[Piece]:
+    def take_last(self) -> list[LogChunk]:
         """Return the line that had no ending when the log ended."""
         last, self._last = self._last, []
         if last:
@@ -223,16 +223,16 @@ class Tail:
         if stream is not None:
             stream.close()
 
-    def rest(self) -> Iterator[Piece]:
+    def rest(self) -> Iterator[LogChunk]:
         """Yield the pieces until the log's end, or until none comes for 8 s."""
         last = time.monotonic()
         while not self.over and time.monotonic() - last < _JOIN_S:
-            pieces = self.take()
-            if pieces:
+            chunks = self.take()
+            if chunks:
                 last = time.monotonic()
-                yield from pieces
+                yield from chunks
             else:
-                self._thread.join(_TURN_S)
+                self._thread.join(_JOIN_TIMEOUT_S)
         yield from self.take()
 
     def _run(self) -> None:
@@ -247,59 +247,64 @@ class Tail:
             self.over = True
 
     def _read(self) -> None:
-        stream = _open(self._api, self._native, self.source, self._after if self._own else None, follow=True)
+        stream = _open(self._api, self._native, self.source, self._after if self._same_run else None, follow=True)
         with self._lock:
             self._stream = stream
         self.opened = True
         with contextlib.closing(stream):
-            asked_at = time.monotonic()
-            for chunk in stream if not self._closed else ():
-                idle_s = time.monotonic() - asked_at
-                if not self._put(list(self._checked(self._stamped.feed(chunk), idle_s))):
+            waiting_since = time.monotonic()
+            for data in stream if not self._closed else ():
+                idle_s = time.monotonic() - waiting_since
+                if not self._put(list(self._with_gaps(self._parser.feed(data), idle_s))):
                     return
-                asked_at = time.monotonic()
+                waiting_since = time.monotonic()
         if not self._closed:
-            self._last = self._stamped.end(complete=True)
-            if self._stamped.absent:
-                self.error = NotFound(f"{self._api.where}: the kubelet has no log of {self.source.name}", status=404)
+            self._last = self._parser.end(complete=True)
+            if self._parser.absent:
+                self.error = NotFound(f"{self._api.label}: the kubelet has no log of {self.source.name}", status=404)
 
-    def _checked(self, pieces: Sequence[Piece], idle_s: float) -> Iterator[Piece]:
+    def _with_gaps(self, chunks: Sequence[LogChunk], idle_s: float) -> Iterator[LogChunk]:
         """Yield the pieces, with a gap where the kubelet has skipped lines.
 
         It does so silently for a reader two rotations behind, but not for one that waited for the first piece.
         """
-        for number, piece in enumerate(pieces):
-            before = self._pace.last
-            leaps = self._pace.leaps(piece.after)
-            if leaps and (number or idle_s < _IDLE_AT_END_S) and before is not None and not self._holds(before):
-                piece = dataclasses.replace(piece, gap=True)
-            yield piece
+        for number, chunk in enumerate(chunks):
+            previous = self._pace.last
+            is_leap = self._pace.leaps(chunk.after)
+            if (
+                is_leap
+                and (number or idle_s < _IDLE_AT_END_S)
+                and previous is not None
+                and not self._contains(previous)
+            ):
+                chunk = dataclasses.replace(chunk, gap=True)
+            yield chunk
 
-    def _holds(self, place: Position) -> bool:
+    def _contains(self, position: Position) -> bool:
         """Return True if the log still contains the position: the stream has then skipped nothing after it."""
-        answer = fetch(self._api, self._native, self.source, place, complete=False, most=_LONGEST_TIME)
-        with contextlib.closing(answer):
-            if answer.error is not None or answer.absent:
+        fetched = fetch(self._api, self._native, self.source, position, complete=False, limit_bytes=_LONGEST_TIME)
+        with contextlib.closing(fetched):
+            if fetched.error is not None or fetched.absent:
                 return True
-            begins = answer.begins
-            stamp = stamp_of(begins) if begins is not None else None
-            held = begins is not None and (stamp is None or stamp <= place.stamp)
-        if held:
+            timestamp = fetched.begins
+            stamp = parse_stamp(timestamp) if timestamp is not None else None
+            contained = timestamp is not None and (stamp is None or stamp <= position.stamp)
+        if contained:
             self._pace.note_sure()
-        return held
+        return contained
 
-    def _put(self, pieces: list[Piece]) -> bool:
+    def _put(self, chunks: list[LogChunk]) -> bool:
         """Buffer the pieces. Return False after `close`, or if no reader collects them for 120 s."""
         with self._lock:
-            self._pieces += pieces
-            self._waiting += sum(len(piece.data) for piece in pieces)
+            self._pieces += chunks
+            self._waiting += sum(len(chunk.data) for chunk in chunks)
             while self._waiting > _FULL and not self._closed:
                 if not self._lock.wait(_IDLE_S):
                     return False
             return not self._closed
 
 
-class _Pace:
+class _LagEstimator:
     """A reader's delay behind the writer, by the times of the lines and of this machine, whose clocks may differ.
 
     last: the position after the previous line.
@@ -307,47 +312,47 @@ class _Pace:
 
     def __init__(self) -> None:
         self.last: Position | None = None
-        self._second, self._written, self._read = "", 0.0, 0.0
-        self._least = float("inf")
+        self._second, self._last_written_at, self._read = "", 0.0, 0.0
+        self._min_lag = float("inf")
         self._sure_until = time.monotonic() + _SURE_S
 
     @property
     def behind(self) -> bool:
-        return self._read - self._written - self._least > _BEHIND_S
+        return self._read - self._last_written_at - self._min_lag > _BEHIND_S
 
     def note_sure(self) -> None:
         """Note that no line is missing for 5 s: the kubelet does not rotate a log twice in that time."""
         self._sure_until = time.monotonic() + _SURE_S
 
-    def leaps(self, place: Position) -> bool:
+    def leaps(self, position: Position) -> bool:
         """Return True if the line was written long after the one before it but came soon after that."""
-        self.last, second = place, place.stamp[:15]
+        self.last, second = position, position.stamp[:15]
         now = time.time()
         if second == self._second:
             self._read = now
             return False
-        written, before, read = place.seconds, self._written, self._read
+        written, last_written, read = position.seconds, self._last_written_at, self._read
         first = not self._second
-        self._second, self._written, self._read = second, written, now
-        self._least = min(self._least, now - written)
-        leap = written - before - (now - read)
+        self._second, self._last_written_at, self._read = second, written, now
+        self._min_lag = min(self._min_lag, now - written)
+        leap = written - last_written - (now - read)
         return not first and leap > _BEHIND_S and time.monotonic() > self._sure_until
 
 
 def _open(
-    api: Api, native: Native, source: Source, after: Position | None, *, follow: bool, most: int | None = None
+    api: Api, native: Native, source: Source, after: Position | None, *, follow: bool, limit_bytes: int | None = None
 ) -> Stream:
     query = {"container": source.container, "timestamps": "true"}
     if after is not None:
         query["sinceTime"] = after.since
     if source.previous:
         query["previous"] = "true"
-    if most is not None:
-        query["limitBytes"] = str(most)
+    if limit_bytes is not None:
+        query["limitBytes"] = str(limit_bytes)
     if follow:
         query["follow"] = "true"
     path = api.path("v1", "pods", source.pod, "log", native.namespace)
     return api.stream(path, query=query, idle_s=_IDLE_S)
 
 
-__all__ = ["Fetched", "Tail", "fetch"]
+__all__ = ["ContainerLogStream", "LogResponse", "fetch"]

@@ -48,7 +48,7 @@ class Manifests:
     """The objects of a job.
 
     first:    created before the job's object.
-    workload: the job's object. It owns all others (`owned`), which are deleted with it.
+    workload: the job's object. It owns all others (`with_owner`), which are deleted with it.
     then:     needed by its pods, and created after it.
     """
 
@@ -76,22 +76,22 @@ def build(
     check(spec, options, target)
     name = object_names.object_name(spec.name, job_id)
     labels = names.labels(spec.name, job_id)
-    place = {"namespace": options.namespace} if options.namespace else {}
+    namespace = {"namespace": options.namespace} if options.namespace else {}
     pod = template(spec, options, name, job_id, code, target)
-    metadata = {"name": name, **place, "labels": {**labels, **_queue_labels(options), **options.labels}}
+    metadata = {"name": name, **namespace, "labels": {**labels, **_queue_labels(options), **options.labels}}
     if options.annotations:
         metadata["annotations"] = dict(options.annotations)
     workload = BUILDERS[options.workload].build(spec, options, metadata, job_id, pod)
     first: list[Object] = []
     then: list[Object] = []
     if options.workload == "trainjob":
-        first.append(trainjob.runtime(spec, options, {"name": name, **place}, labels, pod))
+        first.append(trainjob.runtime(spec, options, {"name": name, **namespace}, labels, pod))
     if pods.meets(spec):
-        first.append(pods.rendezvous(spec, options, {"name": name, **place}, job_id))
+        first.append(pods.rendezvous(spec, options, {"name": name, **namespace}, job_id))
     if options.volcano_queue and options.workload in ("job", "jobset"):
-        first.append(_pod_group(spec, options, {"name": name, **place, "labels": labels}))
+        first.append(_pod_group(spec, options, {"name": name, **namespace, "labels": labels}))
     if options.workload == "job":
-        then.append(indexed.service(spec, options, {"name": name, **place}, job_id))
+        then.append(indexed.service(spec, options, {"name": name, **namespace}, job_id))
     if code.kind == "configmap" and data is not None:
         from .code_delivery import config_maps
 
@@ -114,29 +114,29 @@ def check(spec: JobSpec, options: KubernetesOptions, target: str) -> None:
 
 def warnings(spec: JobSpec, options: KubernetesOptions) -> tuple[str, ...]:
     """Return warnings about settings whose effect may surprise."""
-    found = BUILDERS[options.workload].warnings(spec, options)
-    found += tpu_slices.warnings(options, pods.node_selector(spec, options))
+    messages = BUILDERS[options.workload].warnings(spec, options)
+    messages += tpu_slices.warnings(options, pods.node_selector(spec, options))
     if spec.resources.memory_gb is None or spec.resources.cpus is None:
-        found.append("--cpus and --memory are not both given: the cluster may crowd the pods, or evict them first")
-    return tuple(found)
+        messages.append("--cpus and --memory are not both given: the cluster may crowd the pods, or evict them first")
+    return tuple(messages)
 
 
-def stamped(made: Object, spec: JobSpec | None = None) -> Object:
+def with_digest(manifest: Object, spec: JobSpec | None = None) -> Object:
     """Return the object with its digest, by which submits recognize it, and its spec for other machines."""
-    metadata = made["metadata"]
-    notes = {**(metadata.get("annotations") or {}), names.DIGEST: digest(made)}
+    metadata = manifest["metadata"]
+    notes = {**(metadata.get("annotations") or {}), names.DIGEST: digest(manifest)}
     if spec is not None:
         notes[names.SPEC] = json.dumps(spec.to_json(), separators=(",", ":"))
-    return {**made, "metadata": {**metadata, "annotations": notes}}
+    return {**manifest, "metadata": {**metadata, "annotations": notes}}
 
 
-def digest(made: Mapping[str, Any]) -> str:
+def digest(manifest: Mapping[str, Any]) -> str:
     """Return the digest of an object as it was built: equal objects have equal digests."""
-    text = json.dumps(made, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    text = json.dumps(manifest, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def owned(made: Object, workload: Mapping[str, Any]) -> Object:
+def with_owner(manifest: Object, workload: Mapping[str, Any]) -> Object:
     """Return the object with the job's, which has a uid by now, as its owner: they are deleted together."""
     metadata = workload["metadata"]
     reference = {
@@ -146,15 +146,15 @@ def owned(made: Object, workload: Mapping[str, Any]) -> Object:
         "uid": metadata["uid"],
         "blockOwnerDeletion": False,
     }
-    return {**made, "metadata": {**made["metadata"], "ownerReferences": [reference]}}
+    return {**manifest, "metadata": {**manifest["metadata"], "ownerReferences": [reference]}}
 
 
-def files(made: Manifests) -> dict[str, str]:
+def files(manifests: Manifests) -> dict[str, str]:
     """Return the objects as YAML, one file each, named so that they sort in their order."""
-    found = {}
-    for index, each in enumerate(made):
-        found[f"kubernetes/{index}-{each['kind'].lower()}.yaml"] = to_yaml([each])
-    return found
+    documents = {}
+    for index, manifest in enumerate(manifests):
+        documents[f"kubernetes/{index}-{manifest['kind'].lower()}.yaml"] = to_yaml([manifest])
+    return documents
 
 
 def to_yaml(objects: Sequence[Mapping[str, Any]]) -> str:
@@ -167,14 +167,14 @@ def to_yaml(objects: Sequence[Mapping[str, Any]]) -> str:
 
     def text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
         # In other styles PyYAML leaves U+0085 as it is, and reads it back as a line break.
-        plain = value.replace("\n", "").isprintable()
-        style = '"' if not plain else "|" if "\n" in value else None
+        printable = value.replace("\n", "").isprintable()
+        style = '"' if not printable else "|" if "\n" in value else None
         return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 
     Dumper.add_representer(str, text)
     texts = [
-        yaml.dump(each, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=1000, default_flow_style=False)
-        for each in objects
+        yaml.dump(manifest, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=1000, default_flow_style=False)
+        for manifest in objects
     ]
     return "---\n".join(texts)
 
@@ -185,48 +185,54 @@ def template(
     """Return a function that builds the patched pod template. Its arguments are what one kind of object needs."""
     grouped = options.volcano_queue is not None and options.workload in ("job", "jobset")
     annotations = {GROUP_ANNOTATION: name} if grouped else None
-    plain = functools.partial(pods.template, spec, options, name, job_id, code, annotations=annotations)
+    unpatched = functools.partial(pods.template, spec, options, name, job_id, code, annotations=annotations)
     if not options.pod_patch:
-        return plain
-    where = f"target {target}: pod_patch"
+        return unpatched
+    subject = f"target {target}: pod_patch"
 
-    def patched(**more: Any) -> Object:
-        built = plain(**more)
-        made = validate.apply_patch(built, options.pod_patch, where)
-        validate.check_template(made, where)
-        _check_container(made, options, where)
-        _check_labels(made, built, where)
-        return made
+    def patched(**parameters: Any) -> Object:
+        built = unpatched(**parameters)
+        merged = validate.apply_patch(built, options.pod_patch, subject)
+        validate.check_template(merged, subject)
+        _check_container(merged, options, subject)
+        _check_labels(merged, built, subject)
+        return merged
 
     return patched
 
 
-def _patched(workload: Object, options: KubernetesOptions, where: str) -> Object:
-    made = validate.apply_patch(workload, options.patch, where)
-    validate.check_workload(made, workload, where)
-    for (place, template), (_, built) in zip(validate.templates(made), validate.templates(workload), strict=False):
-        _check_container(template, options, f"{where}: {place}")
-        _check_labels(template, built, f"{where}: {place}")
-    return made
+def _patched(workload: Object, options: KubernetesOptions, subject: str) -> Object:
+    merged = validate.apply_patch(workload, options.patch, subject)
+    validate.check_workload(merged, workload, subject)
+    for (field_path, template), (_, built) in zip(
+        validate.templates(merged), validate.templates(workload), strict=False
+    ):
+        _check_container(template, options, f"{subject}: {field_path}")
+        _check_labels(template, built, f"{subject}: {field_path}")
+    return merged
 
 
-def _check_container(template: Mapping[str, Any], options: KubernetesOptions, where: str) -> None:
+def _check_container(template: Mapping[str, Any], options: KubernetesOptions, subject: str) -> None:
     name = pods.container_name(options)
-    found = [each for each in (template.get("spec") or {}).get("containers") or [] if each.get("name") == name]
-    if not found or not found[0].get("image"):
-        raise SpecError(f"{where}: the container {name!r}, which trains, must stay, with its image")
+    containers = [
+        container for container in (template.get("spec") or {}).get("containers") or [] if container.get("name") == name
+    ]
+    if not containers or not containers[0].get("image"):
+        raise SpecError(f"{subject}: the container {name!r}, which trains, must stay, with its image")
 
 
-def _check_labels(template: Mapping[str, Any], built: Mapping[str, Any], where: str) -> None:
+def _check_labels(template: Mapping[str, Any], built: Mapping[str, Any], subject: str) -> None:
     labels = (template.get("metadata") or {}).get("labels") or {}
-    own = {key: value for key, value in built["metadata"]["labels"].items() if key.startswith(names.OWN)}
-    if not own.items() <= labels.items():
-        raise SpecError(f"{where}: metadata.labels: {', '.join(own)} cannot be changed: the pods are found by them")
+    own_labels = {key: value for key, value in built["metadata"]["labels"].items() if key.startswith(names.PREFIX)}
+    if not own_labels.items() <= labels.items():
+        raise SpecError(
+            f"{subject}: metadata.labels: {', '.join(own_labels)} cannot be changed: the pods are found by them"
+        )
 
 
 def _queue_labels(options: KubernetesOptions) -> dict[str, str]:
-    found = {names.KUEUE_QUEUE: options.queue, names.KUEUE_PRIORITY: options.queue_priority}
-    return {key: value for key, value in found.items() if value is not None}
+    labels = {names.KUEUE_QUEUE: options.queue, names.KUEUE_PRIORITY: options.queue_priority}
+    return {key: value for key, value in labels.items() if value is not None}
 
 
 def _pod_group(spec: JobSpec, options: KubernetesOptions, metadata: Object) -> Object:
@@ -251,61 +257,66 @@ def loader_pod(spec: JobSpec, options: KubernetesOptions, job_id: str, target: s
     It ends by itself after ten minutes and is not in the job's gang. It has the nodes, tolerations, accounts,
     labels and image of the job's pods, and their `pod_patch`. Raises SpecError.
     """
-    wanted = spec.resources
-    small = dataclasses.replace(
-        wanted,
-        cpus=None if wanted.cpus is None else min(_CPUS, wanted.cpus),
-        memory_gb=None if wanted.memory_gb is None else min(_MEMORY_GB, wanted.memory_gb),
+    resources = spec.resources
+    reduced = dataclasses.replace(
+        resources,
+        cpus=None if resources.cpus is None else min(_CPUS, resources.cpus),
+        memory_gb=None if resources.memory_gb is None else min(_MEMORY_GB, resources.memory_gb),
     )
     name = object_names.object_name(spec.name, job_id)
-    spec = dataclasses.replace(spec, resources=small)
+    spec = dataclasses.replace(spec, resources=reduced)
     pod = template(spec, options, name, job_id, delivery.Code(kind="pvc"), target)()
-    metadata, inside = pod["metadata"], pod["spec"]
+    metadata, pod_spec = pod["metadata"], pod["spec"]
     notes = dict(metadata.get("annotations") or {})
     notes.pop(GROUP_ANNOTATION, None)
-    own: Object = {
-        **{key: value for key, value in inside.items() if key not in _NOT_ITS_OWN},
+    loader_spec: Object = {
+        **{key: value for key, value in pod_spec.items() if key not in _NOT_ITS_OWN},
         "restartPolicy": "Never",
         "activeDeadlineSeconds": _LIVES_S,
         "terminationGracePeriodSeconds": 0,
         "automountServiceAccountToken": False,
-        "containers": [_container(inside, options, target)],
-        "volumes": [{"name": delivery.BRINGS, "persistentVolumeClaim": {"claimName": options.code_claim}}],
+        "containers": [_container(pod_spec, options, target)],
+        "volumes": [{"name": delivery.CODE_VOLUME_LABEL, "persistentVolumeClaim": {"claimName": options.code_claim}}],
     }
     if options.volcano_queue:
-        own.pop("schedulerName", None)
-    place = {"namespace": options.namespace} if options.namespace else {}
+        loader_spec.pop("schedulerName", None)
+    namespace = {"namespace": options.namespace} if options.namespace else {}
     return {
         "apiVersion": "v1",
         "kind": "Pod",
         "metadata": {
             "name": f"{name}-loader",
-            **place,
+            **namespace,
             "labels": metadata["labels"],
             **({"annotations": notes} if notes else {}),
         },
-        "spec": own,
+        "spec": loader_spec,
     }
 
 
-def _container(inside: Object, options: KubernetesOptions, target: str) -> Object:
+def _container(pod_spec: Object, options: KubernetesOptions, target: str) -> Object:
     """Return the loader's container, a copy of the unpacking one: same interpreter, no devices."""
-    found = [each for each in inside.get("initContainers") or [] if each.get("name") == delivery.BRINGS]
-    if not found:
+    containers = [
+        container
+        for container in pod_spec.get("initContainers") or []
+        if container.get("name") == delivery.CODE_VOLUME_LABEL
+    ]
+    if not containers:
         raise SpecError(
-            f"target {target}: pod_patch: the container {delivery.BRINGS!r}, which brings the code, must stay"
+            f"target {target}: pod_patch: the container {delivery.CODE_VOLUME_LABEL!r}, "
+            "which brings the code, must stay"
         )
-    made: Object = {
-        **found[0],
+    loader_container: Object = {
+        **containers[0],
         "name": "loader",
         "command": [options.python or "python3", "-c", f"import time; time.sleep({_LIVES_S})"],
-        "volumeMounts": [{"name": delivery.BRINGS, "mountPath": delivery.PACKED}],
+        "volumeMounts": [{"name": delivery.CODE_VOLUME_LABEL, "mountPath": delivery.PACKED}],
     }
     if _STORAGE in options.resources:  # a quota that counts it wants to know it of every pod
         amount = {_STORAGE: str(options.resources[_STORAGE])}
-        known = made.get("resources") or {}
-        made["resources"] = {kind: {**known.get(kind, {}), **amount} for kind in ("requests", "limits")}
-    return made
+        resources = loader_container.get("resources") or {}
+        loader_container["resources"] = {kind: {**resources.get(kind, {}), **amount} for kind in ("requests", "limits")}
+    return loader_container
 
 
 # Kinds of jobs that a cluster can run, from the API groups that it says it has.
@@ -324,23 +335,31 @@ _PER_INDEX = (1, 28)
 
 def runnable(api_versions: Iterable[str]) -> list[str]:
     """Return the kinds that a cluster with these API versions (`batch/v1`, `kubeflow.org/v1`, …) knows."""
-    there = set(api_versions)
-    return [kind for kind, builder in BUILDERS.items() if builder.API_VERSION in there]
+    available = set(api_versions)
+    return [kind for kind, builder in BUILDERS.items() if builder.API_VERSION in available]
 
 
 def check_kind(options: KubernetesOptions, api_versions: Iterable[str], target: str) -> None:
     """Raise SpecError, which names the available kinds, if the cluster lacks the requested kind or Volcano."""
-    there = set(api_versions)
-    wanted = BUILDERS[options.workload]
-    if wanted.API_VERSION not in there:
-        group = wanted.API_VERSION.partition("/")[0]
-        others = sorted(each for each in there if each.partition("/")[0] == group)
-        found = runnable(there)
-        why = f"it has {', '.join(others)}" if others else f"{_INSTALLED_BY[options.workload]} is not installed there"
-        remedy = f"use workload: {' or '.join(found)}" if found else "and it knows no other kind that accel can make"
-        raise SpecError(f"target {target}: the cluster has no {wanted.API_VERSION} ({why}); {remedy}")
+    available = set(api_versions)
+    builder = BUILDERS[options.workload]
+    if builder.API_VERSION not in available:
+        group = builder.API_VERSION.partition("/")[0]
+        group_versions = sorted(version for version in available if version.partition("/")[0] == group)
+        runnable_kinds = runnable(available)
+        detail = (
+            f"it has {', '.join(group_versions)}"
+            if group_versions
+            else f"{_INSTALLED_BY[options.workload]} is not installed there"
+        )
+        remedy = (
+            f"use workload: {' or '.join(runnable_kinds)}"
+            if runnable_kinds
+            else "and it knows no other kind that accel can make"
+        )
+        raise SpecError(f"target {target}: the cluster has no {builder.API_VERSION} ({detail}); {remedy}")
     grouped = options.volcano_queue is not None and options.workload in ("job", "jobset")
-    if grouped and not any(each.partition("/")[0] == _VOLCANO for each in there):
+    if grouped and not any(version.partition("/")[0] == _VOLCANO for version in available):
         raise SpecError(
             f"target {target}: volcano_queue: the cluster has no {_VOLCANO}: Volcano is not installed there"
         )
@@ -350,8 +369,13 @@ def check_restarts(
     spec: JobSpec, options: KubernetesOptions, version: Callable[[], tuple[int, int] | None], target: str
 ) -> None:
     """Raise SpecError for a Job with restarts before Kubernetes 1.28. `version` is called for such a Job only."""
-    if options.workload == "job" and spec.retry.max_restarts and (there := version()) and there < _PER_INDEX:
+    if (
+        options.workload == "job"
+        and spec.retry.max_restarts
+        and (cluster_version := version())
+        and cluster_version < _PER_INDEX
+    ):
         raise SpecError(
             f"target {target}: --max-restarts of workload job needs Kubernetes 1.28 (backoffLimitPerIndex), and the "
-            f"cluster has {there[0]}.{there[1]}; use workload: jobset or pytorchjob"
+            f"cluster has {cluster_version[0]}.{cluster_version[1]}; use workload: jobset or pytorchjob"
         )

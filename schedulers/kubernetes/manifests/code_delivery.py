@@ -16,11 +16,11 @@ Object = dict[str, Any]
 
 DIRECTORY = "/accel/code"
 # The container that brings it, and what it brings it from.
-BRINGS = "accel-code"
+CODE_VOLUME_LABEL = "accel-code"
 _HOME, PACKED = "/accel", "/accel-code"
 _FETCHED = f"{_HOME}/packed"
 # A ConfigMap and its key, and all of a snapshot: https://kubernetes.io/docs/concepts/configuration/configmap/
-MOST = 1 << 20
+MAX_CONFIGMAP_BYTES = 1 << 20
 _PART = 768 << 10
 # What these containers print last is why they failed.
 _POLICY = "FallbackToLogsOnError"
@@ -73,28 +73,28 @@ class Code:
         return f"{self.digest}.tar.gz"
 
 
-def planned(options: KubernetesOptions) -> Code:
+def plan_delivery(options: KubernetesOptions) -> Code:
     """Return the location before anything is packed. `auto` assumes small code."""
     return Code(kind="configmap" if options.code == "auto" else options.code)
 
 
-def packed(tar: bytes) -> bytes:
+def pack_snapshot(tar: bytes) -> bytes:
     """Compress a snapshot, to the same bytes for the same snapshot."""
     return gzip.compress(tar, mtime=0)
 
 
-def chosen(options: KubernetesOptions, size: int, digest: str, name: str) -> Code:
+def choose_delivery(options: KubernetesOptions, size: int, digest: str, name: str) -> Code:
     """Return the location for packed code of this size and digest. Raises SpecError if there is none."""
     kind = options.code
     if kind == "auto":
-        larger: Literal["pvc", "store", "configmap"]
-        larger = "pvc" if options.code_claim else "store" if options.code_store else "configmap"
-        kind = "configmap" if size <= MOST else larger
-    if kind == "configmap" and size > MOST:
+        fallback: Literal["pvc", "store", "configmap"]
+        fallback = "pvc" if options.code_claim else "store" if options.code_store else "configmap"
+        kind = "configmap" if size <= MAX_CONFIGMAP_BYTES else fallback
+    if kind == "configmap" and size > MAX_CONFIGMAP_BYTES:
         raise SpecError(
-            f"target {name}: the code is {size / MOST:.1f} MiB, packed, and ConfigMaps take 1 MiB: leave out what the "
-            "job does not read (.accelignore), or say code_claim: or code_store:, or put it into the image "
-            "(code: image)"
+            f"target {name}: the code is {size / MAX_CONFIGMAP_BYTES:.1f} MiB, packed, and ConfigMaps take 1 MiB: "
+            "leave out what the job does not read (.accelignore), or say code_claim: or code_store:, "
+            "or put it into the image (code: image)"
         )
     return Code(kind=kind, digest=digest, parts=max(1, -(-size // _PART)) if kind == "configmap" else 1)
 
@@ -105,7 +105,7 @@ def digest_of(data: bytes) -> str:
 
 def config_maps(name: str, labels: Mapping[str, str], namespace: str | None, data: bytes) -> list[Object]:
     """Return the immutable ConfigMaps of the packed code, `Code.parts` of them."""
-    parts = [data[at : at + _PART] for at in range(0, len(data), _PART)] or [b""]
+    parts = [data[offset : offset + _PART] for offset in range(0, len(data), _PART)] or [b""]
     return [
         {
             "apiVersion": "v1",
@@ -122,24 +122,26 @@ def config_maps(name: str, labels: Mapping[str, str], namespace: str | None, dat
     ]
 
 
-def workdir(code: Code, options: KubernetesOptions, inside: str) -> str | None:
+def workdir(code: Code, options: KubernetesOptions, subdirectory: str) -> str | None:
     """Return the program's working directory; None for the image's own."""
     top = options.code_dir if code.kind == "image" else DIRECTORY
     if top is None:
-        if inside != ".":
-            raise SpecError(f"the job runs in {inside!r} of its code: say with code_dir where the code is in the image")
+        if subdirectory != ".":
+            raise SpecError(
+                f"the job runs in {subdirectory!r} of its code: say with code_dir where the code is in the image"
+            )
         return None
-    return top if inside == "." else f"{top.rstrip('/')}/{inside}"
+    return top if subdirectory == "." else f"{top.rstrip('/')}/{subdirectory}"
 
 
 def volumes(code: Code, options: KubernetesOptions, name: str) -> list[Object]:
     """Return the volumes that the pods need for the code, besides a directory of their own."""
     if code.kind == "configmap":
         sources = [{"configMap": {"name": _config_map(name, index)}} for index in range(code.parts)]
-        return [{"name": BRINGS, "projected": {"sources": sources}}]
+        return [{"name": CODE_VOLUME_LABEL, "projected": {"sources": sources}}]
     if code.kind == "pvc":
         claim = {"claimName": options.code_claim, "readOnly": True}
-        return [{"name": BRINGS, "persistentVolumeClaim": claim}]
+        return [{"name": CODE_VOLUME_LABEL, "persistentVolumeClaim": claim}]
     return []
 
 
@@ -156,9 +158,9 @@ def init_containers(
     else:
         names = [_part(index) for index in range(code.parts)] if code.kind == "configmap" else [code.file]
         parts = [f"{PACKED}/{name}" for name in names]
-        mounts.append({"name": BRINGS, "mountPath": PACKED, "readOnly": True})
+        mounts.append({"name": CODE_VOLUME_LABEL, "mountPath": PACKED, "readOnly": True})
     unpack = {
-        "name": BRINGS,
+        "name": CODE_VOLUME_LABEL,
         **base,
         "command": [python, "-c", UNPACK, code.digest, DIRECTORY, *parts],
         "terminationMessagePolicy": _POLICY,

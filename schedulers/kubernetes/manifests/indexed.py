@@ -27,8 +27,8 @@ def build(
 ) -> Object:
     """Build the Job. A pod's index is its node's rank; pods find each other by the names in `service`."""
     env = pods.world(spec, f"{metadata['name']}-0.{metadata['name']}")
-    made = template(env=[*env, *([failures()] if spec.retry.max_restarts else [])])
-    job = job_spec(spec, made, restarts=spec.retry.max_restarts * spec.nodes, service=metadata["name"])
+    pod_template = template(env=[*env, *([failures()] if spec.retry.max_restarts else [])])
+    job = job_spec(spec, pod_template, restarts=spec.retry.max_restarts * spec.nodes, service=metadata["name"])
     if not spec.retry.max_restarts:
         # A pod that is evicted or preempted is gone at once; this leaves the reason in the Job's condition.
         job["podFailurePolicy"]["rules"].append(_FAIL_WITH_DISRUPTION)
@@ -65,8 +65,8 @@ def job_spec(spec: JobSpec, template: Object, *, restarts: int, service: str | N
 
     The Job fails when more than `restarts` of its pods have failed.
     """
-    inside = {**template["spec"], "restartPolicy": "Never", **({"subdomain": service} if service else {})}
-    container = inside["containers"][0]["name"]
+    pod_spec = {**template["spec"], "restartPolicy": "Never", **({"subdomain": service} if service else {})}
+    container = pod_spec["containers"][0]["name"]
     rule = {"containerName": container, "operator": "In", "values": list(FINAL)}
     limit_s = pods.backstop_s(spec)
     return {
@@ -78,7 +78,7 @@ def job_spec(spec: JobSpec, template: Object, *, restarts: int, service: str | N
         # for the empty list.
         "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": rule, "onPodConditions": []}]},
         **({} if limit_s is None else {"activeDeadlineSeconds": limit_s}),
-        "template": {**template, "spec": inside},
+        "template": {**template, "spec": pod_spec},
     }
 
 

@@ -30,14 +30,14 @@ def build(
     name = metadata["name"]
     master = f"{name}-{REPLICATED}-0-0.{name}"
     env = [*pods.world(spec, master), attempt(), *tpu_slices.variables(options, master)]
-    made = template(env=env, labels=tpu_slices.pod_labels(spec, options))
+    pod_template = template(env=env, labels=tpu_slices.pod_labels(spec, options))
     notes = {**tpu_slices.notes(spec, options), **metadata.get("annotations", {})}
     return {
         "apiVersion": API_VERSION,
         "kind": KIND,
         "metadata": {**metadata, **({"annotations": notes} if notes else {})},
         "spec": {
-            **set_spec(spec, made, options.slices),
+            **set_spec(spec, pod_template, options.slices),
             "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
             **({} if options.ttl_s is None else {"ttlSecondsAfterFinished": options.ttl_s}),
             **({"suspend": True} if options.suspend or options.queue else {}),
@@ -58,13 +58,13 @@ def set_spec(spec: JobSpec, template: Object, jobs: int = 1) -> Object:
     }
 
 
-def why_for_good(made: Mapping[str, Any], codes: Iterable[int]) -> str:
+def why_for_good(workload: Mapping[str, Any], codes: Iterable[int]) -> str:
     """Return why the Job of a JobSet that is `FAILED_FOR_GOOD` failed.
 
     codes: the exit codes of its pods, which a Job keeps unless its time is over.
     """
-    jobs = (made.get("spec") or {}).get("replicatedJobs") or []
-    limited = any("activeDeadlineSeconds" in each.get("template", {}).get("spec", {}) for each in jobs)
+    jobs = (workload.get("spec") or {}).get("replicatedJobs") or []
+    limited = any("activeDeadlineSeconds" in job.get("template", {}).get("spec", {}) for job in jobs)
     return _TIME_OVER if limited and not set(indexed.HOPELESS) & set(codes) else _HOPELESS
 
 

@@ -17,9 +17,9 @@ def plan(spec: JobSpec, options: KubernetesOptions, job_id: str, target: str) ->
     Two things are left open until the code is packed: its digest, and with `code: auto` and a claim or store
     whether that is needed.
     """
-    code = delivery.planned(options)
-    made = build.build(spec, options, job_id, code, target=target)
-    files = build.files(made)
+    code = delivery.plan_delivery(options)
+    manifests = build.build(spec, options, job_id, code, target=target)
+    files = build.files(manifests)
     if code.kind == "pvc":
         files["kubernetes/code-pod.yaml"] = build.to_yaml([build.loader_pod(spec, options, job_id, target)])
     return Plan(
@@ -27,39 +27,39 @@ def plan(spec: JobSpec, options: KubernetesOptions, job_id: str, target: str) ->
         kind=KIND,
         job_id=job_id,
         files=files,
-        actions=(*_actions(made, spec, options, code), _command(made, options)),
+        actions=(*_actions(manifests, spec, options, code), _command(manifests, options)),
         settings={"spec": spec.to_json()},
         warnings=build.warnings(spec, options),
     )
 
 
 def _actions(
-    made: build.Manifests, spec: JobSpec, options: KubernetesOptions, code: delivery.Code
+    manifests: build.Manifests, spec: JobSpec, options: KubernetesOptions, code: delivery.Code
 ) -> list[tuple[str, ...]]:
-    name = str(made.workload["metadata"]["name"])
-    larger = f"claim {options.code_claim}" if options.code_claim else options.code_store and options.code_store.url
-    found: list[tuple[str, ...]] = []
+    name = str(manifests.workload["metadata"]["name"])
+    fallback = f"claim {options.code_claim}" if options.code_claim else options.code_store and options.code_store.url
+    actions: list[tuple[str, ...]] = []
     if code.kind == "pvc":
-        through = f"through pod/{name}-loader"
-        found.append(("send", spec.code, "to", f"claim {options.code_claim}", through, "where it is lacking"))
+        via = f"through pod/{name}-loader"
+        actions.append(("send", spec.code, "to", f"claim {options.code_claim}", via, "where it is lacking"))
     if code.kind == "store" and options.code_store:
-        found.append(("send", spec.code, "to", options.code_store.url, "where it is lacking"))
-    found += [_creating(each) for each in (*made.first, made.workload, *made.then)]
+        actions.append(("send", spec.code, "to", options.code_store.url, "where it is lacking"))
+    actions += [_creating(manifest) for manifest in (*manifests.first, manifests.workload, *manifests.then)]
     if code.kind == "configmap":
-        more = ("or, if it is more than 1 MiB, to", larger) if options.code == "auto" and larger else ()
-        found.append(("create", f"configmap/{name}-code-0", "out of", spec.code, *more))
-    return found
+        alternative = ("or, if it is more than 1 MiB, to", fallback) if options.code == "auto" and fallback else ()
+        actions.append(("create", f"configmap/{name}-code-0", "out of", spec.code, *alternative))
+    return actions
 
 
-def _command(made: build.Manifests, options: KubernetesOptions) -> tuple[str, ...]:
+def _command(manifests: build.Manifests, options: KubernetesOptions) -> tuple[str, ...]:
     """Return the command of every pod, as the pod will see it."""
-    for each in made:
-        for _, template in validate.templates(each):
+    for manifest in manifests:
+        for _, template in validate.templates(manifest):
             for container in template["spec"]["containers"]:
                 if container["name"] == pods.container_name(options):
-                    return tuple(word.replace("$$", "$") for word in container.get("command", ()))
+                    return tuple(argument.replace("$$", "$") for argument in container.get("command", ()))
     return ()
 
 
-def _creating(made: delivery.Object) -> tuple[str, ...]:
-    return ("create", f"{str(made['kind']).lower()}/{made['metadata']['name']}")
+def _creating(manifest: delivery.Object) -> tuple[str, ...]:
+    return ("create", f"{str(manifest['kind']).lower()}/{manifest['metadata']['name']}")

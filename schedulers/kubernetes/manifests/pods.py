@@ -33,7 +33,7 @@ _DECODE = (
 )
 # Whatever a program's directory holds, `accel` is the installed package.
 _ACCEL = "import sys; sys.path[:] = [p for p in sys.path if p]; from accel.cli import main; sys.exit(main())"
-_OWN = frozenset(
+_RESERVED_VARIABLES = frozenset(
     "ACCEL_JOB_ID ACCEL_NODES ACCEL_NODE_RANK ACCEL_MASTER ACCEL_PORT ACCEL_SERVICE ACCEL_POD_UID ACCEL_POD_IP "
     "ACCEL_POD_FAILURES ACCEL_STARTS ACCEL_NODE_0_REPORTS ACCEL_TIME_LIMIT ACCEL_TIME_LIMIT_EXIT ACCEL_SECRETS "
     "JOBSET_RESTART_ATTEMPT".split()
@@ -43,31 +43,35 @@ _REFERENCE = "secret:NAME/KEY"
 
 def check(spec: JobSpec, options: KubernetesOptions, name: str) -> None:
     """Raise SpecError for a job that no kind of object can run."""
-    where = f"target {name}"
+    subject = f"target {name}"
     if options.read_only_root_filesystem and spec.setup:
-        raise SpecError(f"{where}: --setup installs, and read_only_root_filesystem lets nothing be installed: drop one")
+        raise SpecError(
+            f"{subject}: --setup installs, and read_only_root_filesystem lets nothing be installed: drop one"
+        )
     if (spec.image or options.image) is None:
-        raise SpecError(f"{where}: no container image; give --image, or write image: in accel.yaml")
+        raise SpecError(f"{subject}: no container image; give --image, or write image: in accel.yaml")
     if spec.image is not None and not is_word(spec.image):
-        raise SpecError(f"{where}: --image must be one word, not {spec.image!r}")
+        raise SpecError(f"{subject}: --image must be one word, not {spec.image!r}")
     if spec.after:
-        raise SpecError(f"{where}: the cluster keeps no order between jobs; submit it when those of --after have ended")
+        raise SpecError(
+            f"{subject}: the cluster keeps no order between jobs; submit it when those of --after have ended"
+        )
     if options.cpu and spec.resources.gpus:
-        raise SpecError(f"{where} trains on the CPU (cpu: true), and the job asks for GPUs: drop one")
+        raise SpecError(f"{subject} trains on the CPU (cpu: true), and the job asks for GPUs: drop one")
     if spec.resources.accelerator is not None:
         if not spec.resources.gpus:
-            raise SpecError(f"{where}: --accelerator says which GPUs, and --gpus how many: give both")
-        _accelerator(spec.resources.accelerator, options, where)
-    tpu_slices.check(spec, options, node_selector(spec, options), where)
-    own = _OWN.union(tpu_slices.MEGASCALE) if options.slices > 1 else _OWN
+            raise SpecError(f"{subject}: --accelerator says which GPUs, and --gpus how many: give both")
+        _accelerator(spec.resources.accelerator, options, subject)
+    tpu_slices.check(spec, options, node_selector(spec, options), subject)
+    reserved = _RESERVED_VARIABLES.union(tpu_slices.MEGASCALE) if options.slices > 1 else _RESERVED_VARIABLES
     for variable in (*spec.env, *spec.secrets):
-        if variable in own:
-            raise SpecError(f"{where}: accel tells the pods {variable} itself: leave it out of --env and --secret")
+        if variable in reserved:
+            raise SpecError(f"{subject}: accel tells the pods {variable} itself: leave it out of --env and --secret")
     for variable, reference in spec.secrets.items():
-        _secret(variable, reference, where)
-    for word in (*spec.argv, *spec.env.values()):
-        if any("\ud800" <= character <= "\udfff" for character in word):
-            raise SpecError(f"{where}: the cluster takes UTF-8 only, and {word!r} is none")
+        _secret(variable, reference, subject)
+    for text in (*spec.argv, *spec.env.values()):
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise SpecError(f"{subject}: the cluster takes UTF-8 only, and {text!r} is none")
 
 
 def processes(spec: JobSpec) -> int:
@@ -137,10 +141,10 @@ def template(
     annotations: Mapping[str, str] | None = None,
 ) -> Object:
     """Build a PodTemplateSpec without a restart policy. `env` and `launch`: what only one kind of object needs."""
-    own = {**names.labels(spec.name, job_id), **(labels or {}), **options.labels}
+    pod_labels = {**names.labels(spec.name, job_id), **(labels or {}), **options.labels}
     notes = {**(annotations or {}), **options.annotations}
     return {
-        "metadata": {"labels": own, **({"annotations": notes} if notes else {})},
+        "metadata": {"labels": pod_labels, **({"annotations": notes} if notes else {})},
         "spec": _drop_empty(_spec(spec, options, name, job_id, code, env, launch)),
     }
 
@@ -178,8 +182,8 @@ def _spec(
         "tolerations": list(_tolerations(spec, options)),
         "securityContext": pod_security(options),
         "initContainers": [
-            _drop_empty({**each, "command": [unexpanded(word) for word in each["command"]]})
-            for each in delivery.init_containers(code, options, base, python, tmp_mounts(options))
+            _drop_empty({**container, "command": [unexpanded(argument) for argument in container["command"]]})
+            for container in delivery.init_containers(code, options, base, python, tmp_mounts(options))
         ],
         "containers": [_drop_empty(_main(spec, options, base, code, name, job_id, env, launch))],
         "volumes": _volumes(spec, options, name, code),
@@ -202,15 +206,17 @@ def _main(
     return {
         "name": container_name(options),
         **base,
-        "command": [unexpanded(word) for word in _passed(command(spec, options, launch), spec, options)],
+        "command": [
+            unexpanded(argument) for argument in _encoded_command(command(spec, options, launch), spec, options)
+        ],
         "workingDir": delivery.workdir(code, options, spec.workdir),
-        "env": [*_environment(spec, options, job_id), *_own_fields(spec, options, name), *env],
+        "env": [*_environment(spec, options, job_id), *_downward_fields(spec, options, name), *env],
         "ports": ports,
         "resources": _resources(spec, options, devices=True),
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": [
             {"name": "accel", "mountPath": "/accel"},
-            *([{"name": "accel-home", "mountPath": _HOME}] if _own_home(options) else []),
+            *([{"name": "accel-home", "mountPath": _HOME}] if _needs_home(options) else []),
             *tmp_mounts(options),
             {"name": "accel-shm", "mountPath": "/dev/shm"},
             *(_mount(volume, index) for index, volume in enumerate(options.volumes)),
@@ -221,37 +227,37 @@ def _main(
 def command(spec: JobSpec, options: KubernetesOptions, launch: Sequence[str] = ()) -> list[str]:
     """Return a pod's command: `setup`, then `accel launch`. With several ranks, `[rank N] ` begins each output line."""
     count = processes(spec)
-    words = ["accel"] if options.python is None else [options.python, "-c", _ACCEL]
-    words += ["launch", "--num_processes", str(count * spec.nodes), *launch]
+    arguments = ["accel"] if options.python is None else [options.python, "-c", _ACCEL]
+    arguments += ["launch", "--num_processes", str(count * spec.nodes), *launch]
     if spec.nodes > 1 or launch:
-        words += ["--rdzv_conf", f"timeout={options.start_timeout_s:g}"]
+        arguments += ["--rdzv_conf", f"timeout={options.start_timeout_s:g}"]
     if options.cpu:
-        words += ["--cpu"]
-    words += ["--shutdown_timeout", f"{spec.grace_s:g}"]
+        arguments += ["--cpu"]
+    arguments += ["--shutdown_timeout", f"{spec.grace_s:g}"]
     if count > 1:
-        words += ["--log_dir", _LOGS, "--tee", "3"]
-    words += {"script": [], "module": ["-m"], "command": ["--no_python"]}[spec.entry]
-    words += ["--", *spec.argv]
+        arguments += ["--log_dir", _LOGS, "--tee", "3"]
+    arguments += {"script": [], "module": ["-m"], "command": ["--no_python"]}[spec.entry]
+    arguments += ["--", *spec.argv]
     setup = [*options.setup, *spec.setup]
     if not setup:
-        return words
+        return arguments
     lines = ["set -e", *(shlex.join(argv) for argv in setup), 'exec "$@"']
-    return ["sh", "-c", "\n".join(lines), "sh", *words]
+    return ["sh", "-c", "\n".join(lines), "sh", *arguments]
 
 
-def _passed(words: list[str], spec: JobSpec, options: KubernetesOptions) -> list[str]:
+def _encoded_command(arguments: list[str], spec: JobSpec, options: KubernetesOptions) -> list[str]:
     """Return the command, encoded as JSON if the object cannot hold its control characters."""
-    env = {key: value for key, value in spec.env.items() if not _holds(value, options)}
-    if not env and all(_holds(word, options) for word in words):
-        return words
-    text = json.dumps({"argv": words, "env": env}).replace("\x7f", "\\u007f")
+    env = {key: value for key, value in spec.env.items() if not _can_hold(value, options)}
+    if not env and all(_can_hold(argument, options) for argument in arguments):
+        return arguments
+    text = json.dumps({"argv": arguments, "env": env}).replace("\x7f", "\\u007f")
     return [options.python or "python3", "-c", _DECODE, text]
 
 
-def _holds(text: str, options: KubernetesOptions) -> bool:
+def _can_hold(text: str, options: KubernetesOptions) -> bool:
     """Return True if an object of this kind can hold the text."""
-    plain = text.translate({ord(each): None for each in _PLAIN_CONTROLS})
-    return options.workload != "trainjob" or not any(unicodedata.category(each) == "Cc" for each in plain)
+    stripped = text.translate({ord(char): None for char in _PLAIN_CONTROLS})
+    return options.workload != "trainjob" or not any(unicodedata.category(char) == "Cc" for char in stripped)
 
 
 def unexpanded(text: str) -> str:
@@ -268,19 +274,19 @@ def security(options: KubernetesOptions) -> Object:
     It follows https://kubernetes.io/docs/concepts/security/pod-security-standards/. The pod as a whole has none:
     a container that the cluster adds, as a service mesh does, may need another user.
     """
-    found: Object = {"runAsUser": options.run_as_user, "runAsGroup": options.run_as_group}
+    context: Object = {"runAsUser": options.run_as_user, "runAsGroup": options.run_as_group}
     if options.read_only_root_filesystem:
-        found["readOnlyRootFilesystem"] = True
+        context["readOnlyRootFilesystem"] = True
     if options.pod_security == "restricted":
-        found |= {
+        context |= {
             "runAsNonRoot": True,
             "allowPrivilegeEscalation": False,
             "capabilities": {"drop": ["ALL"]},
             "seccompProfile": {"type": "RuntimeDefault"},
         }
     elif options.ipc_lock:
-        found["capabilities"] = {"add": ["IPC_LOCK"]}
-    return {key: value for key, value in found.items() if value is not None}
+        context["capabilities"] = {"add": ["IPC_LOCK"]}
+    return {key: value for key, value in context.items() if value is not None}
 
 
 def pod_security(options: KubernetesOptions) -> Object:
@@ -294,22 +300,22 @@ def memory(gigabytes: float) -> str:
 def _environment(spec: JobSpec, options: KubernetesOptions, job_id: str) -> Iterator[Object]:
     yield {"name": "ACCEL_JOB_ID", "value": job_id}
     # A number that the image's /etc/passwd does not know has no home, and libraries ask for a name.
-    named = {} if options.run_as_user is None else {"USER": "accel", "LOGNAME": "accel"}
-    for key, value in {**({"HOME": _HOME} if _own_home(options) else {}), **named}.items():
+    user_variables = {} if options.run_as_user is None else {"USER": "accel", "LOGNAME": "accel"}
+    for key, value in {**({"HOME": _HOME} if _needs_home(options) else {}), **user_variables}.items():
         if key not in spec.env:
             yield {"name": key, "value": value}
     for key, value in spec.env.items():
-        if not _holds(value, options):
+        if not _can_hold(value, options):
             continue
         yield {"name": key, "value": unexpanded(value)}
     if spec.secrets:
         yield {"name": "ACCEL_SECRETS", "value": ",".join(spec.secrets)}
     for key, reference in spec.secrets.items():
-        secret, inside = _secret(key, reference, "")
-        yield {"name": key, "valueFrom": {"secretKeyRef": {"name": secret, "key": inside}}}
+        secret, secret_key = _secret(key, reference, "")
+        yield {"name": key, "valueFrom": {"secretKeyRef": {"name": secret, "key": secret_key}}}
 
 
-def _own_home(options: KubernetesOptions) -> bool:
+def _needs_home(options: KubernetesOptions) -> bool:
     """Return True if the image's home is read-only or not this user's."""
     return options.run_as_user is not None or options.read_only_root_filesystem
 
@@ -323,7 +329,7 @@ def tmp_mounts(options: KubernetesOptions) -> list[Object]:
     return [{"name": "accel-tmp", "mountPath": "/tmp"}]
 
 
-def _own_fields(spec: JobSpec, options: KubernetesOptions, name: str) -> Iterator[Object]:
+def _downward_fields(spec: JobSpec, options: KubernetesOptions, name: str) -> Iterator[Object]:
     """Yield variables that distinguish a launcher from its predecessors and let the others find it."""
     yield {"name": "ACCEL_POD_UID", "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}}}
     yield {"name": "ACCEL_STARTS", "value": _STARTS}
@@ -352,60 +358,69 @@ def _restarts_pods(spec: JobSpec, options: KubernetesOptions) -> bool:
     return options.workload in ("pytorchjob", "job") and spec.retry.max_restarts > 0
 
 
-def _secret(variable: str, reference: str, where: str) -> tuple[str, str]:
+def _secret(variable: str, reference: str, subject: str) -> tuple[str, str]:
     kind, _, rest = reference.partition(":")
     secret, slash, key = rest.partition("/")
     if kind != "secret":
-        raise SpecError(f"--secret {variable}: {where} reads the cluster's Secrets only, as {_REFERENCE}")
+        raise SpecError(f"--secret {variable}: {subject} reads the cluster's Secrets only, as {_REFERENCE}")
     if not (slash and names.is_subdomain(secret) and names.is_qualified(key) and "/" not in key):
-        raise SpecError(f"--secret {variable}: {where} expects {_REFERENCE}: a Secret of the cluster, and a key in it")
+        raise SpecError(
+            f"--secret {variable}: {subject} expects {_REFERENCE}: a Secret of the cluster, and a key in it"
+        )
     return secret, key
 
 
 def _resources(spec: JobSpec, options: KubernetesOptions, *, devices: bool) -> Object:
     """Return equal requests and limits: a pod's resources are neither shared nor withdrawn."""
-    wanted = spec.resources
-    found: dict[str, str] = {}
-    if wanted.cpus is not None:
-        found["cpu"] = str(wanted.cpus)
-    if wanted.memory_gb is not None:
-        found["memory"] = memory(wanted.memory_gb)
+    resources = spec.resources
+    quantities: dict[str, str] = {}
+    if resources.cpus is not None:
+        quantities["cpu"] = str(resources.cpus)
+    if resources.memory_gb is not None:
+        quantities["memory"] = memory(resources.memory_gb)
     if devices:
-        if wanted.gpus:
-            found[gpu_resource(options)] = str(wanted.gpus)
-        found |= {key: str(value) for key, value in options.resources.items()}
-    return {"requests": dict(found), "limits": dict(found)} if found else {}
+        if resources.gpus:
+            quantities[gpu_resource(options)] = str(resources.gpus)
+        quantities |= {key: str(value) for key, value in options.resources.items()}
+    return {"requests": dict(quantities), "limits": dict(quantities)} if quantities else {}
 
 
-def _accelerator(wanted: str, options: KubernetesOptions, where: str) -> Mapping[str, str]:
+def _accelerator(accelerator: str, options: KubernetesOptions, subject: str) -> Mapping[str, str]:
     if options.accelerators:
-        if wanted not in options.accelerators:
-            known = ", ".join(options.accelerators)
-            near = nearest(wanted, options.accelerators)
-            raise SpecError(f"{where}: --accelerator {wanted}: accelerators has {known}{near}")
-        return options.accelerators[wanted]
-    if not names.is_label_value(wanted):
-        raise SpecError(f"{where}: --accelerator {wanted!r} is not a node label's value; name it under accelerators:")
-    return {options.gpu_label or VENDORS[options.gpu][1]: wanted}
+        if accelerator not in options.accelerators:
+            choices = ", ".join(options.accelerators)
+            suggestion = nearest(accelerator, options.accelerators)
+            raise SpecError(f"{subject}: --accelerator {accelerator}: accelerators has {choices}{suggestion}")
+        return options.accelerators[accelerator]
+    if not names.is_label_value(accelerator):
+        raise SpecError(
+            f"{subject}: --accelerator {accelerator!r} is not a node label's value; name it under accelerators:"
+        )
+    return {options.gpu_label or VENDORS[options.gpu][1]: accelerator}
 
 
 def node_selector(spec: JobSpec, options: KubernetesOptions) -> dict[str, str]:
-    wanted = spec.resources.accelerator
+    accelerator = spec.resources.accelerator
     return {
         **options.node_selector,
-        **(_accelerator(wanted, options, "") if wanted else {}),
+        **(_accelerator(accelerator, options, "") if accelerator else {}),
         **tpu_slices.selector(options),
     }
 
 
 def _tolerations(spec: JobSpec, options: KubernetesOptions) -> Iterator[Object]:
-    for each in options.tolerations:
-        operator = each.operator or ("Exists" if each.value is None else "Equal")
-        found: Object = {"key": each.key, "operator": operator, "value": each.value, "effect": each.effect}
-        found["tolerationSeconds"] = each.seconds
-        yield {key: value for key, value in found.items() if value is not None}
+    for toleration in options.tolerations:
+        operator = toleration.operator or ("Exists" if toleration.value is None else "Equal")
+        fields: Object = {
+            "key": toleration.key,
+            "operator": operator,
+            "value": toleration.value,
+            "effect": toleration.effect,
+        }
+        fields["tolerationSeconds"] = toleration.seconds
+        yield {key: value for key, value in fields.items() if value is not None}
     resource = gpu_resource(options)
-    if spec.resources.gpus and resource not in {each.key for each in options.tolerations}:
+    if spec.resources.gpus and resource not in {toleration.key for toleration in options.tolerations}:
         # Nodes with GPUs are commonly kept from pods that need none by a taint of the resource's name.
         yield {"key": resource, "operator": "Exists", "effect": "NoSchedule"}
 
@@ -416,7 +431,7 @@ def _volumes(spec: JobSpec, options: KubernetesOptions, name: str, code: Code) -
         shm["sizeLimit"] = memory(spec.resources.shm_gb)
     return [
         {"name": "accel", "emptyDir": {}},
-        *([{"name": "accel-home", "emptyDir": {}}] if _own_home(options) else []),
+        *([{"name": "accel-home", "emptyDir": {}}] if _needs_home(options) else []),
         *({"name": mount["name"], "emptyDir": {}} for mount in tmp_mounts(options)),
         {"name": "accel-shm", "emptyDir": shm},
         *delivery.volumes(code, options, name),
@@ -440,13 +455,13 @@ def _source(volume: Volume) -> Object:
 
 
 def _mount(volume: Volume, index: int) -> Object:
-    found: Object = {"name": f"volume-{index}", "mountPath": volume.mount}
+    mount: Object = {"name": f"volume-{index}", "mountPath": volume.mount}
     if volume.sub_path is not None:
-        found["subPath"] = volume.sub_path
+        mount["subPath"] = volume.sub_path
     if volume.read_only:
-        found["readOnly"] = True
-    return found
+        mount["readOnly"] = True
+    return mount
 
 
 def _drop_empty(value: Object) -> Object:
-    return {key: inside for key, inside in value.items() if inside is not None and inside not in ({}, [], ())}
+    return {key: child for key, child in value.items() if child is not None and child not in ({}, [], ())}

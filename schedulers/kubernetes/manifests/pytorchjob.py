@@ -14,7 +14,7 @@ from . import pods
 from .code_delivery import Object
 
 # Of the pods: the index of a worker is its node's rank, since there is no master.
-_WORKERS = {f"{names.OWN}elastic": "true"}
+_WORKERS = {f"{names.PREFIX}elastic": "true"}
 REPLICA_INDEX = "training.kubeflow.org/replica-index"
 API_VERSION, KIND, PLURAL = "kubeflow.org/v1", "PyTorchJob", "pytorchjobs"
 
@@ -28,14 +28,14 @@ def build(
     up the master's name before it exists, and has no security context. An elastic job has an elasticPolicy, under
     which the first worker that exits with 0 ends the job; without it, all must.
     """
-    most = spec.max_nodes or spec.nodes
-    replicas = {"Worker": most} if most > 1 else {"Master": 1}
+    max_nodes = spec.max_nodes or spec.nodes
+    replicas = {"Worker": max_nodes} if max_nodes > 1 else {"Master": 1}
     if spec.max_nodes is not None:
-        made = template(launch=_elastic_launch(spec, metadata["name"], job_id), labels=_WORKERS)
+        pod_template = template(launch=_elastic_launch(spec, metadata["name"], job_id), labels=_WORKERS)
     elif spec.nodes > 1:
-        made = template(env=[rank(), *pods.world(spec, f"{metadata['name']}-worker-0")], labels=_WORKERS)
+        pod_template = template(env=[rank(), *pods.world(spec, f"{metadata['name']}-worker-0")], labels=_WORKERS)
     else:
-        made = template()
+        pod_template = template()
     restart = "OnFailure" if spec.retry.max_restarts else "Never"
     return {
         "apiVersion": API_VERSION,
@@ -46,7 +46,7 @@ def build(
             "runPolicy": _run_policy(spec, options),
             **({} if spec.max_nodes is None else {"elasticPolicy": _elastic_policy(spec, job_id)}),
             "pytorchReplicaSpecs": {
-                role: {"replicas": count, "restartPolicy": restart, "template": made}
+                role: {"replicas": count, "restartPolicy": restart, "template": pod_template}
                 for role, count in replicas.items()
             },
         },
@@ -59,26 +59,26 @@ def rank() -> Object:
 
 
 def warnings(spec: JobSpec, options: KubernetesOptions) -> list[str]:
-    found = []
+    messages = []
     if spec.max_nodes is not None and not spec.retry.max_restarts:
-        found.append(
+        messages.append(
             f"--nodes {spec.nodes}:{spec.max_nodes} without --max-restarts: pods may join, and the first that goes "
             "(evicted, its node lost, a rank that failed) ends the job"
         )
     if spec.time_limit_s is not None and spec.retry.max_restarts:
-        found.append("a PyTorchJob's time limit counts from its first start, over all attempts together")
-    return found
+        messages.append("a PyTorchJob's time limit counts from its first start, over all attempts together")
+    return messages
 
 
 def _run_policy(spec: JobSpec, options: KubernetesOptions) -> Object:
-    most = spec.max_nodes or spec.nodes
+    max_nodes = spec.max_nodes or spec.nodes
     restarts = spec.retry.max_restarts
     # Once the job has ended, no pod waits for one that will not come. A world that may grow ends with its first pod.
     policy: Object = {"cleanPodPolicy": "Running" if spec.max_nodes is None else "None"}
     if restarts:
         # The operator adds up the restarts of all pods, each of which restarts with the gang, and ends the job when
         # the sum reaches the limit. It then deletes the pods, logs and exit codes with them: so there is no limit of 0.
-        policy["backoffLimit"] = restarts * most + 1
+        policy["backoffLimit"] = restarts * max_nodes + 1
     limit_s = pods.backstop_s(spec)
     if limit_s is not None:
         policy["activeDeadlineSeconds"] = limit_s

@@ -22,24 +22,24 @@ _VOLCANO_QUEUE = "scheduling.volcano.sh/queue-name"
 def build(
     spec: JobSpec, options: KubernetesOptions, metadata: Object, job_id: str, template: Callable[..., Object]
 ) -> Object:
-    found: Object = {
+    trainjob_spec: Object = {
         "runtimeRef": {"apiGroup": API_VERSION.partition("/")[0], "kind": RUNTIME_KIND, "name": metadata["name"]},
         "trainer": {"numNodes": spec.nodes, "numProcPerNode": pods.processes(spec)},
     }
     if options.suspend or options.queue:
-        found["suspend"] = True
+        trainjob_spec["suspend"] = True
     limit_s = pods.backstop_s(spec)
     if limit_s is not None:
-        found["activeDeadlineSeconds"] = limit_s
-    return {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata, "spec": found}
+        trainjob_spec["activeDeadlineSeconds"] = limit_s
+    return {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata, "spec": trainjob_spec}
 
 
 def runtime(
     spec: JobSpec, options: KubernetesOptions, metadata: Object, labels: Object, template: Callable[..., Object]
 ) -> Object:
     """Build the TrainingRuntime of the TrainJob of the same name."""
-    found = jobset.set_spec(spec, template(env=[jobset.attempt()]))
-    job = found["replicatedJobs"][0]["template"]
+    jobset_spec = jobset.set_spec(spec, template(env=[jobset.attempt()]))
+    job = jobset_spec["replicatedJobs"][0]["template"]
     # How many pods there are, and for how long they may run, the TrainJob says.
     for key in ("completions", "parallelism", "completionMode", "activeDeadlineSeconds"):
         job["spec"].pop(key, None)
@@ -52,7 +52,10 @@ def runtime(
         "spec": {
             "mlPolicy": {"numNodes": spec.nodes, "torch": {}},
             **({"podGroupPolicy": {"volcano": {}}} if queue else {}),
-            "template": {**({"metadata": {"annotations": {_VOLCANO_QUEUE: queue}}} if queue else {}), "spec": found},
+            "template": {
+                **({"metadata": {"annotations": {_VOLCANO_QUEUE: queue}}} if queue else {}),
+                "spec": jobset_spec,
+            },
         },
     }
 

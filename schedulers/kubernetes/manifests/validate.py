@@ -41,104 +41,110 @@ _DIRECTIVES = ("$patch", "$retainKeys", _FROM_LIST)
 _ORDERS = ("replace", "delete", "merge")
 
 
-def apply_patch(base: Mapping[str, Any], patch: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return `base` with the patch merged, as a new object; null deletes. Raises SpecError, prefixed with `where`."""
-    merged = _map(dict(base), patch, where)
+def apply_patch(base: Mapping[str, Any], patch: Mapping[str, Any], subject: str) -> dict[str, Any]:
+    """Return `base` with the patch merged, as a new object; null deletes. Raises SpecError, prefixed with `subject`."""
+    merged = _map(dict(base), patch, subject)
     if merged is None:
-        raise SpecError(f"{where}: $patch: delete leaves nothing")
+        raise SpecError(f"{subject}: $patch: delete leaves nothing")
     return merged
 
 
-def _map(base: dict[str, Any], patch: Mapping[str, Any], where: str) -> dict[str, Any] | None:
-    order = _order(patch, where)
+def _map(base: dict[str, Any], patch: Mapping[str, Any], subject: str) -> dict[str, Any] | None:
+    order = _order(patch, subject)
     if order == "delete":
         return None
-    wanted = {key: value for key, value in patch.items() if not key.startswith("$")}
+    fields = {key: value for key, value in patch.items() if not key.startswith("$")}
     if order == "replace":
-        return _plain_map(wanted, where)
-    found = copy.deepcopy(base)
+        return _plain_map(fields, subject)
+    patched = copy.deepcopy(base)
     retain = patch.get("$retainKeys")
     if retain is not None:
-        found = {key: value for key, value in found.items() if key in _words(retain, f"{where}.$retainKeys")}
+        patched = {
+            key: value for key, value in patched.items() if key in _checked_list(retain, f"{subject}.$retainKeys")
+        }
     for key, values in patch.items():
         if key.startswith(_FROM_LIST):
             name = key.removeprefix(_FROM_LIST)
-            gone = _words(values, f"{where}.{key}")
-            found[name] = [value for value in found.get(name, []) if value not in gone]
-    for key, value in wanted.items():
-        merged = _value(found.get(key), value, key, f"{where}.{key}")
+            deleted = _checked_list(values, f"{subject}.{key}")
+            patched[name] = [value for value in patched.get(name, []) if value not in deleted]
+    for key, value in fields.items():
+        merged = _value(patched.get(key), value, key, f"{subject}.{key}")
         if merged is None:
-            found.pop(key, None)
+            patched.pop(key, None)
         else:
-            found[key] = merged
-    return found
+            patched[key] = merged
+    return patched
 
 
-def _value(base: Any, patch: Any, key: str, where: str) -> Any:
+def _value(base: Any, patch: Any, key: str, subject: str) -> Any:
     if isinstance(patch, Mapping):
-        return _map(base if isinstance(base, dict) else {}, patch, where)
+        return _map(base if isinstance(base, dict) else {}, patch, subject)
     if isinstance(patch, Sequence) and not isinstance(patch, str):
         merge_key = MERGE_KEYS.get(key)
-        if merge_key is None or not all(isinstance(each, Mapping) for each in patch):
-            return _plain(list(patch), where)
-        return _list(base if isinstance(base, list) else [], patch, _key_of(merge_key, patch, base), where)
+        if merge_key is None or not all(isinstance(element, Mapping) for element in patch):
+            return _plain(list(patch), subject)
+        return _list(base if isinstance(base, list) else [], patch, _key_of(merge_key, patch, base), subject)
     return patch
 
 
 def _key_of(key: str, patch: Sequence[Mapping[str, Any]], base: Any) -> str:
     """Return the merge key: `port` for the ports of a Service, `containerPort` for those of a container."""
     elements = [*patch, *(base if isinstance(base, list) else [])]
-    return "port" if key == "containerPort" and elements and all("port" in each for each in elements) else key
+    return "port" if key == "containerPort" and elements and all("port" in element for element in elements) else key
 
 
-def _list(base: list[Any], patch: Sequence[Mapping[str, Any]], key: str, where: str) -> list[Any]:
+def _list(base: list[Any], patch: Sequence[Mapping[str, Any]], key: str, subject: str) -> list[Any]:
     """Merge existing elements in place and append new ones."""
-    if any(each.get("$patch") == "replace" and len(each) == 1 for each in patch):
-        return [_plain_map(each, where) for each in patch if "$patch" not in each]
-    found = copy.deepcopy(base)
+    if any(entry.get("$patch") == "replace" and len(entry) == 1 for entry in patch):
+        return [_plain_map(entry, subject) for entry in patch if "$patch" not in entry]
+    patched = copy.deepcopy(base)
     for element in patch:
         if key not in element:
-            raise SpecError(f"{where}: an element has no {key}, which tells which one it is")
-        inside = f"{where}[{element[key]}]"
-        at = next((i for i, each in enumerate(found) if isinstance(each, dict) and each.get(key) == element[key]), None)
-        merged = _map({} if at is None else found[at], element, inside)
-        if at is None:
-            found += [] if merged is None else [merged]
+            raise SpecError(f"{subject}: an element has no {key}, which tells which one it is")
+        element_subject = f"{subject}[{element[key]}]"
+        index = next(
+            (i for i, entry in enumerate(patched) if isinstance(entry, dict) and entry.get(key) == element[key]), None
+        )
+        merged = _map({} if index is None else patched[index], element, element_subject)
+        if index is None:
+            patched += [] if merged is None else [merged]
         else:
-            found[at : at + 1] = [] if merged is None else [merged]
-    return found
+            patched[index : index + 1] = [] if merged is None else [merged]
+    return patched
 
 
-def _order(patch: Mapping[str, Any], where: str) -> str:
+def _order(patch: Mapping[str, Any], subject: str) -> str:
     for key in patch:
-        if key.startswith("$") and not any(key == each or key.startswith(_FROM_LIST) for each in _DIRECTIVES):
-            raise SpecError(f"{where}: no directive {key!r}{nearest(key, _DIRECTIVES)} ({', '.join(_DIRECTIVES)}NAME)")
+        if key.startswith("$") and not any(key == directive or key.startswith(_FROM_LIST) for directive in _DIRECTIVES):
+            raise SpecError(
+                f"{subject}: no directive {key!r}{nearest(key, _DIRECTIVES)} ({', '.join(_DIRECTIVES)}NAME)"
+            )
     order = patch.get("$patch", "merge")
     if order not in _ORDERS:
-        raise SpecError(f"{where}: $patch must be {', '.join(_ORDERS)}, not {order!r}")
+        raise SpecError(f"{subject}: $patch must be {', '.join(_ORDERS)}, not {order!r}")
     return str(order)
 
 
-def _words(value: Any, where: str) -> Sequence[Any]:
+def _checked_list(value: Any, subject: str) -> Sequence[Any]:
     if not isinstance(value, Sequence) or isinstance(value, str):
-        raise SpecError(f"{where} must be a list, not {value!r}")
+        raise SpecError(f"{subject} must be a list, not {value!r}")
     return value
 
 
-def _plain(value: Any, where: str) -> Any:
+def _plain(value: Any, subject: str) -> Any:
     """Return the value without nulls. Raises SpecError for a directive without effect."""
     if isinstance(value, Mapping):
-        return _plain_map(value, where)
+        return _plain_map(value, subject)
     if isinstance(value, list):
-        return [_plain(inside, where) for inside in value]
+        return [_plain(child, subject) for child in value]
     return value
 
 
-def _plain_map(value: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _plain_map(value: Mapping[str, Any], subject: str) -> dict[str, Any]:
     for key in value:
         if key.startswith("$"):
-            raise SpecError(f"{where}: {key} has nothing to act on here: what is around it is replaced as a whole")
-    return {key: _plain(inside, f"{where}.{key}") for key, inside in value.items() if inside is not None}
+            raise SpecError(f"{subject}: {key} has nothing to act on here: what is around it is replaced as a whole")
+    return {key: _plain(child, f"{subject}.{key}") for key, child in value.items() if child is not None}
 
 
 # Validation.
@@ -177,85 +183,87 @@ _KEYS: Mapping[str, Mapping[str, str]] = {
 }
 
 
-def check_workload(made: Mapping[str, Any], built: Mapping[str, Any], where: str) -> None:
+def check_workload(patched: Mapping[str, Any], built: Mapping[str, Any], subject: str) -> None:
     """Raise SpecError if the patched object is no longer the job's or has unknown fields.
 
-    Its message begins with `where`. Raises ConfigError if the package with the models is not installed.
+    Its message begins with `subject`. Raises ConfigError if the package with the models is not installed.
     """
-    _same(made, built, where)
+    _check_identity(patched, built, subject)
     kind = str(built["kind"])
     for path, keys in _KEYS.get(kind, {}).items():
-        for place, value in _at(made.get("spec"), path.split(".") if path else [], "spec"):
-            _refuse_unknown(value, keys.split(), f"{where}: {place}")
+        for field_path, value in _at(patched.get("spec"), path.split(".") if path else [], "spec"):
+            _refuse_unknown(value, keys.split(), f"{subject}: {field_path}")
     if kind == "Job":
-        _validate(made.get("spec"), "V1JobSpec", f"{where}: spec")
-    for place, template in templates(made):
-        check_template(template, f"{where}: {place}")
+        _validate(patched.get("spec"), "V1JobSpec", f"{subject}: spec")
+    for field_path, template in templates(patched):
+        check_template(template, f"{subject}: {field_path}")
 
 
-def check_template(template: Any, where: str) -> None:
+def check_template(template: Any, subject: str) -> None:
     """Validate a pod template as `check_workload` does."""
-    _validate(template, "V1PodTemplateSpec", where)
+    _validate(template, "V1PodTemplateSpec", subject)
 
 
-def check_options(options: KubernetesOptions, where: str) -> None:
+def check_options(options: KubernetesOptions, subject: str) -> None:
     """Validate the options in Kubernetes' own syntax as `check_workload` does."""
     if options.affinity:
-        _validate(options.affinity, "V1Affinity", f"{where}: affinity")
+        _validate(options.affinity, "V1Affinity", f"{subject}: affinity")
     for volume in options.volumes:
         if volume.source is not None:
-            _validate({"name": "volume", **volume.source}, "V1Volume", f"{where}: volumes: {volume.mount}: source")
+            _validate({"name": "volume", **volume.source}, "V1Volume", f"{subject}: volumes: {volume.mount}: source")
 
 
-def templates(made: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+def templates(manifest: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield each pod template in an object of any kind, with its path."""
-    spec = made.get("spec") or {}
-    if made["kind"] == "PyTorchJob":
+    spec = manifest.get("spec") or {}
+    if manifest["kind"] == "PyTorchJob":
         for role, replica in (spec.get("pytorchReplicaSpecs") or {}).items():
             yield f"spec.pytorchReplicaSpecs.{role}.template", replica.get("template") or {}
-    elif made["kind"] == "Job":
+    elif manifest["kind"] == "Job":
         yield "spec.template", spec.get("template") or {}
-    elif made["kind"] in ("JobSet", "TrainingRuntime"):
-        inside = spec if made["kind"] == "JobSet" else (spec.get("template") or {}).get("spec") or {}
-        for index, job in enumerate(inside.get("replicatedJobs") or []):
+    elif manifest["kind"] in ("JobSet", "TrainingRuntime"):
+        jobset_spec = spec if manifest["kind"] == "JobSet" else (spec.get("template") or {}).get("spec") or {}
+        for index, job in enumerate(jobset_spec.get("replicatedJobs") or []):
             template = ((job.get("template") or {}).get("spec") or {}).get("template") or {}
             yield f"replicatedJobs[{index}].template.spec.template", template
 
 
-def _same(made: Mapping[str, Any], built: Mapping[str, Any], where: str) -> None:
+def _check_identity(patched: Mapping[str, Any], built: Mapping[str, Any], subject: str) -> None:
     for key in ("apiVersion", "kind"):
-        if made.get(key) != built[key]:
-            raise SpecError(f"{where}: {key} cannot be changed")
-    metadata = made.get("metadata") or {}
+        if patched.get(key) != built[key]:
+            raise SpecError(f"{subject}: {key} cannot be changed")
+    metadata = patched.get("metadata") or {}
     for key in ("name", "namespace"):
         if metadata.get(key) != built["metadata"].get(key):
-            raise SpecError(f"{where}: metadata.{key} cannot be changed: the job is found by it")
-    own = {key: value for key, value in built["metadata"]["labels"].items() if key.startswith(names.OWN)}
-    if not own.items() <= (metadata.get("labels") or {}).items():
-        raise SpecError(f"{where}: metadata.labels: {', '.join(own)} cannot be changed: the job is found by them")
+            raise SpecError(f"{subject}: metadata.{key} cannot be changed: the job is found by it")
+    own_labels = {key: value for key, value in built["metadata"]["labels"].items() if key.startswith(names.PREFIX)}
+    if not own_labels.items() <= (metadata.get("labels") or {}).items():
+        raise SpecError(
+            f"{subject}: metadata.labels: {', '.join(own_labels)} cannot be changed: the job is found by them"
+        )
 
 
-def _at(value: Any, steps: list[str], place: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _at(value: Any, steps: list[str], field_path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     if not steps:
         if isinstance(value, Mapping):
-            yield place, value
+            yield field_path, value
         return
     step, *rest = steps
     if step == "[]" and isinstance(value, list):
-        for index, inside in enumerate(value):
-            yield from _at(inside, rest, f"{place}[{index}]")
+        for index, child in enumerate(value):
+            yield from _at(child, rest, f"{field_path}[{index}]")
     elif isinstance(value, Mapping):
         for key in value if step == "*" else [step]:
-            yield from _at(value.get(key), rest, f"{place}.{key}")
+            yield from _at(value.get(key), rest, f"{field_path}.{key}")
 
 
-def _refuse_unknown(value: Mapping[str, Any], keys: list[str], place: str) -> None:
+def _refuse_unknown(value: Mapping[str, Any], keys: list[str], field_path: str) -> None:
     for key in value:
         if key not in keys:
-            raise SpecError(f"{place}: unknown key {key!r}{nearest(key, keys)} (keys: {', '.join(keys)})")
+            raise SpecError(f"{field_path}: unknown key {key!r}{nearest(key, keys)} (keys: {', '.join(keys)})")
 
 
-def _validate(value: Any, model: str, where: str) -> None:
+def _validate(value: Any, model: str, subject: str) -> None:
     """Validate with the models of Kubernetes' own client, which has them since version 37."""
     import importlib
 
@@ -263,39 +271,39 @@ def _validate(value: Any, model: str, where: str) -> None:
         client = importlib.import_module("kubernetes.client")
         from pydantic import BaseModel, ValidationError
     except ImportError as error:
-        raise ConfigError(f"{where}: {error.name} is not installed: pip install 'accel-launch[kubernetes]'") from None
-    known = getattr(client, model)
-    if not issubclass(known, BaseModel):
-        raise ConfigError(f"{where}: it is checked by kubernetes 37 or later: pip install -U kubernetes")
-    _refuse_misnamed(value, known, where)
+        raise ConfigError(f"{subject}: {error.name} is not installed: pip install 'accel-launch[kubernetes]'") from None
+    model_class = getattr(client, model)
+    if not issubclass(model_class, BaseModel):
+        raise ConfigError(f"{subject}: it is checked by kubernetes 37 or later: pip install -U kubernetes")
+    _refuse_misnamed(value, model_class, subject)
     try:
-        known.model_validate(value, strict=True)
+        model_class.model_validate(value, strict=True)
     except ValidationError as error:
         first = error.errors()[0]
-        place = "".join(f".{step}" for step in first["loc"])
-        raise SpecError(f"{where}{place}: {first['msg'][:1].lower()}{first['msg'][1:]}") from None
+        field_path = "".join(f".{step}" for step in first["loc"])
+        raise SpecError(f"{subject}{field_path}: {first['msg'][:1].lower()}{first['msg'][1:]}") from None
 
 
-def _refuse_misnamed(value: Any, kind: Any, where: str) -> None:
+def _refuse_misnamed(value: Any, kind: Any, subject: str) -> None:
     """Raise SpecError for unknown keys, such as the Python client's (`node_selector`), which the models accept."""
     if isinstance(value, list):
-        for index, inside in enumerate(value):
-            _refuse_misnamed(inside, kind, f"{where}[{index}]")
-    model = next((each for each in _types(kind) if hasattr(each, "model_fields")), None)
+        for index, child in enumerate(value):
+            _refuse_misnamed(child, kind, f"{subject}[{index}]")
+    model = next((candidate for candidate in _types(kind) if hasattr(candidate, "model_fields")), None)
     if model is None or not isinstance(value, Mapping):
         return
-    known = {field.serialization_alias or name: field.annotation for name, field in model.model_fields.items()}
-    for key, inside in value.items():
-        if key not in known:
-            advice = nearest(str(key), known) or f" (keys: {', '.join(known)})"
-            raise SpecError(f"{where}.{key}: unknown key{advice}")
-        _refuse_misnamed(inside, known[key], f"{where}.{key}")
+    fields = {field.serialization_alias or name: field.annotation for name, field in model.model_fields.items()}
+    for key, child in value.items():
+        if key not in fields:
+            advice = nearest(str(key), fields) or f" (keys: {', '.join(fields)})"
+            raise SpecError(f"{subject}.{key}: unknown key{advice}")
+        _refuse_misnamed(child, fields[key], f"{subject}.{key}")
 
 
 def _types(annotation: Any) -> Iterator[Any]:
     """Yield the types in an annotation: `X` and `None` for `list[X] | None`."""
-    inside = get_args(annotation)
-    if not inside:
+    type_arguments = get_args(annotation)
+    if not type_arguments:
         yield annotation
-    for each in inside:
-        yield from _types(each)
+    for type_argument in type_arguments:
+        yield from _types(type_argument)

@@ -13,8 +13,8 @@ from ...job import Reason, State, Status
 from .. import names
 from ..manifests import indexed, jobset
 from . import pod_states, reasons
-from .pod_states import joined, true
-from .reasons import Meaning
+from .pod_states import is_true, join_message
+from .reasons import ReasonAndMessage
 
 Object = Mapping[str, Any]
 
@@ -46,7 +46,9 @@ def status_of(
     kind, status = str(workload.get("kind")), workload.get("status") or {}
     pods = [_without_nulls({key: pod.get(key) for key in ("metadata", "spec", "status")}) for pod in pods]
     pods = [pod for pod in pods if names.node_of(pod) is not None]
-    conditions = {str(each.get("type")): each for each in status.get("conditions") or [] if true(each)}
+    conditions = {
+        str(condition.get("type")): condition for condition in status.get("conditions") or [] if is_true(condition)
+    }
     restarts, limit = _restarts(kind, status, pods), _limit(workload)
     attempt = restarts if limit is None else min(restarts, limit)
     if _SUCCEEDED.get(kind, "Succeeded") in conditions:
@@ -59,33 +61,33 @@ def status_of(
                 state=State.FAILED, reason=Reason.TIME_LIMIT, attempt=attempt, message="its time limit passed",
                 native_state=native,
             )  # fmt: skip
-        noted = _noted(workload)
-        if noted is not None:
-            return noted
+        recorded = _recorded_failure(workload)
+        if recorded is not None:
+            return recorded
         message = _UNKNOWN if not pods and _may_be_out_of_time(workload) else ""
         return Status(state=State.SUCCEEDED, exit_code=0, attempt=attempt, message=message, native_state=native)
     failed = conditions.get(_FAILED) or conditions.get(_FAILING)
     if failed is not None:
-        if kind == "Job" and not _cut_short(failed, status, pods):
+        if kind == "Job" and not _was_terminated(failed, status, pods):
             attempt = max(0, _failures(pods) - 1)  # what has failed is counted, and nothing came after the last
         end = _failed(workload, failed, pods, attempt)
         if _FAILED in conditions and not _ending(failed, pods, now):
-            return _noted(workload) or end
-        message = _line(joined("it has failed, and its pods are ending", end.message))
+            return _recorded_failure(workload) or end
+        message = _join_message(join_message("it has failed, and its pods are ending", end.message))
         return dataclasses.replace(end, state=State.RUNNING, exit_code=None, message=message)
     if (workload.get("metadata") or {}).get("deletionTimestamp"):
         running = any(pod_states.running(pod) for pod in pods)
         state = State.RUNNING if running else State.QUEUED
         return Status(state=state, attempt=attempt, message="it is being deleted", native_state="Deleting")
     if "Suspended" in conditions or _suspended(workload):
-        return _held(workload, attempt)
-    again = _starts_again(kind, restarts, limit)
-    return _going(workload, conditions, pods, events, attempt, again=again)
+        return _suspended_status(workload, attempt)
+    restartable = _starts_again(kind, restarts, limit)
+    return _going(workload, conditions, pods, events, attempt, restartable=restartable)
 
 
 def status_when_gone(kind: str, pods: Sequence[Object], now: float, *, ttl: bool = False) -> Status:
     """Return the status of a job whose object is gone. `now`: the cluster's time; `ttl`: it removes jobs itself."""
-    pods = [pod for pod in pods if names.node_of(pod) is not None and pod_states.alive(pod, now)]
+    pods = [pod for pod in pods if names.node_of(pod) is not None and pod_states.is_alive(pod, now)]
     if pods:
         state = State.RUNNING if any(map(pod_states.running, pods)) else State.QUEUED
         message = f"its {kind} is deleted, and its pods are ending"
@@ -102,16 +104,20 @@ def is_over(kind: str, workload: Object | None, pods: Sequence[Object], now: flo
 
 
 def _failed(workload: Object, condition: Object, pods: Sequence[Object], attempt: int) -> Status:
-    said, word, ends = str(condition.get("message") or ""), str(condition.get("reason")), pod_states.ends(pods)
-    if word == jobset.FAILED_FOR_GOOD:
-        word = jobset.why_for_good(workload, (end.code for end in ends))
-    reason, message = reasons.JOB.get(word, (Reason.EXIT_CODE, ""))
-    for words, meaning in reasons.SAID_OF_JOB:
-        if words in said:
+    condition_message, condition_reason, ends = (
+        str(condition.get("message") or ""),
+        str(condition.get("reason")),
+        pod_states.ends(pods),
+    )
+    if condition_reason == jobset.FAILED_FOR_GOOD:
+        condition_reason = jobset.why_for_good(workload, (end.code for end in ends))
+    reason, message = reasons.JOB.get(condition_reason, (Reason.EXIT_CODE, ""))
+    for phrase, meaning in reasons.JOB_MESSAGES:
+        if phrase in condition_message:
             reason, message = meaning
-    end = min(ends, key=lambda each: each.order, default=None)
+    end = min(ends, key=lambda candidate: candidate.order, default=None)
     limit = _limit(workload)
-    if reasons.BACK_OFF in said and workload.get("kind") == "PyTorchJob" and limit is not None:
+    if reasons.BACK_OFF in condition_message and workload.get("kind") == "PyTorchJob" and limit is not None:
         attempt = limit  # the operator has deleted the pods that would say so
     code = end.code if end is not None else None
     if (
@@ -121,7 +127,7 @@ def _failed(workload: Object, condition: Object, pods: Sequence[Object], attempt
     ):
         reason, message = end.reason, str(end)
     elif reason is not Reason.TIME_LIMIT and end is not None:
-        message = joined(message, end.message)
+        message = join_message(message, end.message)
     if reason is Reason.TIME_LIMIT:
         code = None
     return Status(
@@ -129,16 +135,16 @@ def _failed(workload: Object, condition: Object, pods: Sequence[Object], attempt
         reason=reason,
         exit_code=code or None,
         attempt=attempt,
-        message=_line(message or said),
-        native_state=_native("Failed", condition.get("reason")),
+        message=_join_message(message or condition_message),
+        native_state=_native_state("Failed", condition.get("reason")),
     )
 
 
 def _ending(final: Object, pods: Sequence[Object], now: float | None) -> bool:
     """Return True while pods of a finished job still terminate within their grace periods."""
     now = time.time() if now is None else now
-    over_at = pod_states.moment(final.get("lastTransitionTime"))
-    return any(pod_states.is_ending(pod, over_at, now) for pod in pods)
+    finished_at = pod_states.moment(final.get("lastTransitionTime"))
+    return any(pod_states.is_ending(pod, finished_at, now) for pod in pods)
 
 
 def _going(
@@ -148,43 +154,45 @@ def _going(
     events: Sequence[Object],
     attempt: int,
     *,
-    again: bool,
+    restartable: bool,
 ) -> Status:
-    """Return the status of a job that is neither over nor suspended. `again`: failed pods are restarted."""
-    going = [pod for pod in pods if not pod_states.over(pod)]
-    running = [pod for pod in going if pod_states.running(pod)]
-    wanted = nodes_of(workload)
-    reason, message = _obstacle(workload, going, events, seen=bool(pods))
+    """Return the status of a job that is neither over nor suspended. `restartable`: failed pods are restarted."""
+    active = [pod for pod in pods if not pod_states.over(pod)]
+    running = [pod for pod in active if pod_states.running(pod)]
+    expected = nodes_of(workload)
+    reason, message = _obstacle(workload, active, events, has_pods=bool(pods))
     native = next((name for name in ("Restarting", "Running", "Created") if name in conditions), "")
-    unheard = next((pod for pod in sorted(running, key=pod_states.node_of) if _unheard(pod, events)), None)
-    if unheard is not None:
+    unresponsive = next((pod for pod in sorted(running, key=pod_states.node_of) if _is_node_silent(pod, events)), None)
+    if unresponsive is not None:
         return Status(
             state=State.RUNNING, reason=Reason.NODE_FAILURE, attempt=attempt, native_state=native or "Running",
-            message=f"node {pod_states.node_of(unheard)}: its node does not answer",
+            message=f"node {pod_states.node_of(unresponsive)}: its node does not answer",
         )  # fmt: skip
     if running or (not pods and "Running" in conditions):
-        if wanted is not None and len(running) < wanted and message:
+        if expected is not None and len(running) < expected and message:
             return Status(
                 state=State.RUNNING, reason=reason, attempt=attempt, native_state=native or "Running",
-                message=_line(f"{len(running)} of {wanted} pods run; {message}"),
+                message=_join_message(f"{len(running)} of {expected} pods run; {message}"),
             )  # fmt: skip
         return Status(state=State.RUNNING, attempt=attempt, native_state=native or "Running")
     if reason is Reason.NONE and not message:
-        ended = [pod for pod in pods if pod_states.over(pod) or pod_states.ends([pod])]
-        end = min(pod_states.ends(ended), key=lambda each: each.order, default=None)
-        if end is not None and again:
+        ended_pods = [pod for pod in pods if pod_states.over(pod) or pod_states.ends([pod])]
+        end = min(pod_states.ends(ended_pods), key=lambda candidate: candidate.order, default=None)
+        if end is not None and restartable:
             reason, message = end.reason, f"it is started again: {end}"
-        elif ended:
+        elif ended_pods:
             # A TrainJob does not say how often it may be started again; its runtime does.
             open_end = workload.get("kind") == "TrainJob"
             message = "its pods have ended; it ends, or is started again" if open_end else "it is ending"
             return Status(state=State.RUNNING, attempt=attempt, message=message, native_state=native)
     # A gang that gave up waiting for a pod is ending.
-    state = State.RUNNING if not again and any(map(pod_states.over, pods)) else State.QUEUED
-    return Status(state=state, reason=reason, attempt=attempt, message=_line(message), native_state=native or "Pending")
+    state = State.RUNNING if not restartable and any(map(pod_states.over, pods)) else State.QUEUED
+    return Status(
+        state=state, reason=reason, attempt=attempt, message=_join_message(message), native_state=native or "Pending"
+    )
 
 
-def _held(workload: Object, attempt: int) -> Status:
+def _suspended_status(workload: Object, attempt: int) -> Status:
     queue = ((workload.get("metadata") or {}).get("labels") or {}).get(names.KUEUE_QUEUE)
     if queue:
         reason, message = Reason.NO_CAPACITY, f"it waits for its turn in queue {queue}"
@@ -193,88 +201,90 @@ def _held(workload: Object, attempt: int) -> Status:
     return Status(state=State.QUEUED, reason=reason, attempt=attempt, message=message, native_state="Suspended")
 
 
-def _obstacle(workload: Object, pods: Sequence[Object], events: Sequence[Object], *, seen: bool) -> Meaning:
+def _obstacle(
+    workload: Object, pods: Sequence[Object], events: Sequence[Object], *, has_pods: bool
+) -> ReasonAndMessage:
     """Return what keeps pods from running: the gravest cause, on the lowest node."""
-    found = [
-        (reason, f"node {pod_states.node_of(pod)}: {what}")
+    obstacles = [
+        (reason, f"node {pod_states.node_of(pod)}: {summary}")
         for pod in sorted(pods, key=pod_states.node_of)
-        for reason, what in waits(pod, events)
+        for reason, summary in waiting_reason(pod, events)
     ]
-    if not seen or not found:
-        found += _refusals(workload, events)
-    grave = [each for each in found if each[0] is Reason.SETUP]
-    return next(iter(grave or found), (Reason.NONE, ""))
+    if not has_pods or not obstacles:
+        obstacles += _refusals(workload, events)
+    setup_obstacles = [obstacle for obstacle in obstacles if obstacle[0] is Reason.SETUP]
+    return next(iter(setup_obstacles or obstacles), (Reason.NONE, ""))
 
 
-def waits(pod: Object, events: Sequence[Object]) -> Iterable[Meaning]:
+def waiting_reason(pod: Object, events: Sequence[Object]) -> Iterable[ReasonAndMessage]:
     """Yield the causes that keep this pod from running. `events` may include those of other objects."""
     status = pod.get("status") or {}
-    lost = pod_states.reason_of(pod)
-    if lost is not None:
-        yield lost
+    pod_reason = pod_states.reason_of(pod)
+    if pod_reason is not None:
+        yield pod_reason
     for condition in status.get("conditions") or []:
         if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
-            held = condition.get("reason") == "SchedulingGated"
-            said = "" if held else str(condition.get("message") or "")
-            reason, what = Reason.NO_CAPACITY, "a scheduling gate holds it" if held else "no node fits"
-            if reasons.NO_CLAIM.search(said):
-                reason, what = Reason.SETUP, "a volume claim is not there"
-            yield reason, joined(what, said)
+            gated = condition.get("reason") == "SchedulingGated"
+            detail = "" if gated else str(condition.get("message") or "")
+            reason, summary = Reason.NO_CAPACITY, "a scheduling gate holds it" if gated else "no node fits"
+            if reasons.NO_CLAIM.search(detail):
+                reason, summary = Reason.SETUP, "a volume claim is not there"
+            yield reason, join_message(summary, detail)
     for container in (*(status.get("initContainerStatuses") or []), *(status.get("containerStatuses") or [])):
         waiting = (container.get("state") or {}).get("waiting")
         if not waiting or pod_states.running(pod):
             continue
-        word = str(waiting.get("reason") or "")
-        reason, what = reasons.WAITING.get(word, (Reason.SETUP, word))
+        waiting_reason = str(waiting.get("reason") or "")
+        reason, summary = reasons.WAITING.get(waiting_reason, (Reason.SETUP, waiting_reason))
         if reason is Reason.NONE:
             continue
         end = pod_states.last_end(container, pod)
-        if word == "CrashLoopBackOff" and end is not None:
-            reason, what = end.reason, joined(what, end.message)
+        if waiting_reason == "CrashLoopBackOff" and end is not None:
+            reason, summary = end.reason, join_message(summary, end.message)
         else:
             # A Secret, ConfigMap or key that is absent has nothing to do with the image.
-            image = "" if word == "CreateContainerConfigError" else str(container.get("image") or "")
-            what = joined(what, _advised(str(waiting.get("message") or ""), image))
-        yield reason, what
+            image = "" if waiting_reason == "CreateContainerConfigError" else str(container.get("image") or "")
+            summary = join_message(summary, _advised(str(waiting.get("message") or ""), image))
+        yield reason, summary
     if status.get("phase") == "Pending" and not pod_states.running(pod):
         # A pod that is scheduled and waits for volumes or a sandbox says so in its events alone.
         for event in _newest(events):
-            if _is_about(event, "Pod", pod) and event.get("reason") in reasons.POD_EVENTS:
-                passes = any(words in str(event.get("message")) for words in reasons.PASSING)
-                if event.get("reason") == "FailedScheduling" or passes:
+            if _involves(event, "Pod", pod) and event.get("reason") in reasons.POD_EVENTS:
+                transient = any(phrase in str(event.get("message")) for phrase in reasons.TRANSIENT_MESSAGES)
+                if event.get("reason") == "FailedScheduling" or transient:
                     continue
-                reason, what = reasons.POD_EVENTS[str(event["reason"])]
-                yield reason, joined(what, event.get("message"))
+                reason, summary = reasons.POD_EVENTS[str(event["reason"])]
+                yield reason, join_message(summary, event.get("message"))
                 break
 
 
-def _refusals(workload: Object, events: Sequence[Object]) -> Iterable[Meaning]:
+def _refusals(workload: Object, events: Sequence[Object]) -> Iterable[ReasonAndMessage]:
     """Yield the cause that keeps pods from being created, from events of the objects that create them."""
     for event in _newest(events):
-        refused = str(event.get("reason", "")).startswith(reasons.REFUSALS)
-        if event.get("type") != "Warning" or not refused or _about(event, "Pod") is not None:
+        is_refusal = str(event.get("reason", "")).startswith(reasons.REFUSALS)
+        if event.get("type") != "Warning" or not is_refusal or _involved_name(event, "Pod") is not None:
             continue
         kind = str(workload.get("kind"))
-        if _about(event, kind) == pod_states.name(workload) and not _is_about(event, kind, workload):
+        if _involved_name(event, kind) == pod_states.name(workload) and not _involves(event, kind, workload):
             continue
-        said = str(event.get("message") or "")
-        for words, (reason, what) in reasons.EVENTS:
-            if words in said:
-                yield reason, joined(what, said)
+        detail = str(event.get("message") or "")
+        for phrase, (reason, summary) in reasons.EVENTS:
+            if phrase in detail:
+                yield reason, join_message(summary, detail)
                 return
-        reason, what = reasons.POD_EVENTS.get(str(event["reason"]), (Reason.SETUP, "its pods cannot be made"))
-        yield reason, joined(what, said)
+        reason, summary = reasons.POD_EVENTS.get(str(event["reason"]), (Reason.SETUP, "its pods cannot be made"))
+        yield reason, join_message(summary, detail)
         return
 
 
 def _restarts(kind: str, status: Object, pods: Sequence[Object]) -> int:
     """Return the number of restarts, including one that a Job's limit may still forbid."""
     labels = [(pod.get("metadata") or {}).get("labels") or {} for pod in pods]
-    counts = [int(label) for each in labels if (label := str(each.get(names.RESTART_ATTEMPT, ""))).isdigit()]
+    counts = [int(label) for entry in labels if (label := str(entry.get(names.RESTART_ATTEMPT, ""))).isdigit()]
     if kind == "JobSet":
         return int(status.get("restarts") or max(counts, default=0))
     if kind == "PyTorchJob":
-        counts = [int(each.get("restartCount") or 0) for pod in pods for each in pod_states.containers(pod)]
+        counts = [int(entry.get("restartCount") or 0) for pod in pods for entry in pod_states.containers(pod)]
     elif kind == "Job":
         return _failures([pod for pod in pods if not any(end.code in indexed.FINAL for end in pod_states.ends([pod]))])
     return max(counts, default=0)
@@ -293,18 +303,20 @@ def _limit(workload: Object) -> int | None:
         policy = spec.get("failurePolicy")
         return None if policy is None else int(policy.get("maxRestarts") or 0)
     if kind == "Job":
-        most = spec.get("backoffLimit")
-        return None if most is None else int(most) // int(spec.get("completions") or 1)
+        backoff_limit = spec.get("backoffLimit")
+        return None if backoff_limit is None else int(backoff_limit) // int(spec.get("completions") or 1)
     if kind == "PyTorchJob":
         replicas = (spec.get("pytorchReplicaSpecs") or {}).values()
-        if any(each.get("restartPolicy") == "Never" for each in replicas):
+        if any(replica.get("restartPolicy") == "Never" for replica in replicas):
             return 0
         elastic = (spec.get("elasticPolicy") or {}).get("maxRestarts")
         if elastic is not None:
             return int(elastic)
-        most = (spec.get("runPolicy") or {}).get("backoffLimit")
+        backoff_limit = (spec.get("runPolicy") or {}).get("backoffLimit")
         return (
-            None if most is None else max(0, int(most) - 1) // sum(int(each.get("replicas") or 1) for each in replicas)
+            None
+            if backoff_limit is None
+            else max(0, int(backoff_limit) - 1) // sum(int(replica.get("replicas") or 1) for replica in replicas)
         )
     return None
 
@@ -312,14 +324,14 @@ def _limit(workload: Object) -> int | None:
 def _out_of_time(pod: Object) -> bool:
     """Return True if the pod's launcher exited because the job's time limit had passed."""
     for container in pod_states.containers(pod):
-        ended = (container.get("state") or {}).get("terminated") or {}
-        report = pod_states.read_report(str(ended.get("message") or ""))
+        terminated = (container.get("state") or {}).get("terminated") or {}
+        report = pod_states.read_report(str(terminated.get("message") or ""))
         if container.get("name") in names.MAIN and report is not None and report.reason is Reason.TIME_LIMIT:
             return True
     return False
 
 
-def _noted(workload: Object) -> Status | None:
+def _recorded_failure(workload: Object) -> Status | None:
     """Return the failure that accel recorded on the object while its pods existed, or None."""
     text = ((workload.get("metadata") or {}).get("annotations") or {}).get(names.END)
     with contextlib.suppress(ValueError, RecursionError):
@@ -332,17 +344,17 @@ def _may_be_out_of_time(workload: Object) -> bool:
     """Return True if the launchers may have exited with 0 at a time limit. Only their pods would show that."""
     specs = ((workload.get("spec") or {}).get("pytorchReplicaSpecs") or {}).values()
     env = {
-        each.get("name"): each.get("value")
+        variable.get("name"): variable.get("value")
         for replica in specs
         for container in ((replica.get("template") or {}).get("spec") or {}).get("containers") or []
-        for each in container.get("env") or []
+        for variable in container.get("env") or []
     }
     limit = str(env.get("ACCEL_TIME_LIMIT", ""))
     if env.get("ACCEL_TIME_LIMIT_EXIT") != "0,0" or not limit.isdecimal():
         return False
     status = workload.get("status") or {}
-    began, ended = (pod_states.moment(status.get(key)) for key in ("startTime", "completionTime"))
-    return began is None or ended is None or ended - began >= int(limit)
+    started_at, completed_at = (pod_states.moment(status.get(key)) for key in ("startTime", "completionTime"))
+    return started_at is None or completed_at is None or completed_at - started_at >= int(limit)
 
 
 def _starts_again(kind: str, restarts: int, limit: int | None) -> bool:
@@ -352,10 +364,10 @@ def _starts_again(kind: str, restarts: int, limit: int | None) -> bool:
     return limit is not None and restarts < limit
 
 
-def _cut_short(failed: Object, status: Object, pods: Sequence[Object]) -> bool:
+def _was_terminated(failed: Object, status: Object, pods: Sequence[Object]) -> bool:
     """Return True if the last attempt's pods were deleted at the deadline. The Job still counts them."""
-    known = sum(pod_states.phase(pod) == "Failed" for pod in pods)
-    return failed.get("reason") == "DeadlineExceeded" and int(status.get("failed") or 0) > known
+    failed_count = sum(pod_states.phase(pod) == "Failed" for pod in pods)
+    return failed.get("reason") == "DeadlineExceeded" and int(status.get("failed") or 0) > failed_count
 
 
 def nodes_of(workload: Object) -> int | None:
@@ -363,14 +375,14 @@ def nodes_of(workload: Object) -> int | None:
     spec = workload.get("spec") or {}
     kind = workload.get("kind")
     if kind == "PyTorchJob":
-        counts = [int(each.get("replicas") or 1) for each in (spec.get("pytorchReplicaSpecs") or {}).values()]
-        least = (spec.get("elasticPolicy") or {}).get("minReplicas")
-        return int(least) if least else sum(counts)
+        counts = [int(replica.get("replicas") or 1) for replica in (spec.get("pytorchReplicaSpecs") or {}).values()]
+        min_replicas = (spec.get("elasticPolicy") or {}).get("minReplicas")
+        return int(min_replicas) if min_replicas else sum(counts)
     if kind == "Job":
         return int(spec.get("completions") or 1)
     if kind == "JobSet":
-        jobs = [(each, each.get("template", {}).get("spec", {})) for each in spec.get("replicatedJobs") or []]
-        return sum(int(each.get("replicas", 1)) * int(job.get("completions") or 1) for each, job in jobs)
+        jobs = [(replica, replica.get("template", {}).get("spec", {})) for replica in spec.get("replicatedJobs") or []]
+        return sum(int(replica.get("replicas", 1)) * int(job.get("completions") or 1) for replica, job in jobs)
     nodes = (spec.get("trainer") or {}).get("numNodes")
     return int(nodes) if nodes else None
 
@@ -380,59 +392,61 @@ def _suspended(workload: Object) -> bool:
     return bool(spec.get("suspend") or (spec.get("runPolicy") or {}).get("suspend"))
 
 
-def _unheard(pod: Object, events: Sequence[Object]) -> bool:
+def _is_node_silent(pod: Object, events: Sequence[Object]) -> bool:
     """Return True if the pod's node has stopped reporting since the pod ran."""
     return pod_states.not_ready(pod) and any(
-        event.get("reason") == "NodeNotReady" and _is_about(event, "Pod", pod) for event in events
+        event.get("reason") == "NodeNotReady" and _involves(event, "Pod", pod) for event in events
     )
 
 
-def lacks_pods(workload: Object, pods: Sequence[Object]) -> bool:
+def has_missing_pods(workload: Object, pods: Sequence[Object]) -> bool:
     """Return True when fewer pods run than the job wants: events may say why."""
-    wanted = nodes_of(workload)
-    return wanted is not None and sum(map(pod_states.running, pods)) < wanted
+    expected = nodes_of(workload)
+    return expected is not None and sum(map(pod_states.running, pods)) < expected
 
 
-def _about(event: Object, kind: str) -> str | None:
+def _involved_name(event: Object, kind: str) -> str | None:
     """Return the name of the event's object if it is of that kind, else None. Reads both APIs of events."""
-    about = event.get("involvedObject") or event.get("regarding") or {}
-    return str(about.get("name")) if about.get("kind") == kind else None
+    reference = event.get("involvedObject") or event.get("regarding") or {}
+    return str(reference.get("name")) if reference.get("kind") == kind else None
 
 
-def _is_about(event: Object, kind: str, thing: Object) -> bool:
+def _involves(event: Object, kind: str, resource: Object) -> bool:
     """Return True if the event is about this object, not an earlier one of the same name."""
-    about = event.get("involvedObject") or event.get("regarding") or {}
-    uid = (thing.get("metadata") or {}).get("uid")
-    return _about(event, kind) == pod_states.name(thing) and (not uid or about.get("uid") in (None, "", uid))
+    reference = event.get("involvedObject") or event.get("regarding") or {}
+    uid = (resource.get("metadata") or {}).get("uid")
+    return _involved_name(event, kind) == pod_states.name(resource) and (
+        not uid or reference.get("uid") in (None, "", uid)
+    )
 
 
 def _newest(events: Sequence[Object]) -> list[Object]:
-    def when(event: Object) -> str:
+    def time_of(event: Object) -> str:
         series = event.get("series") or {}
         return str(series.get("lastObservedTime") or event.get("lastTimestamp") or event.get("eventTime") or "")
 
-    plain = [{**event, "message": event.get("message") or event.get("note")} for event in events]
-    return sorted(plain, key=when, reverse=True)
+    normalized = [{**event, "message": event.get("message") or event.get("note")} for event in events]
+    return sorted(normalized, key=time_of, reverse=True)
 
 
-def _advised(said: str, image: str) -> str:
-    for words, advice in reasons.ADVICE:
-        if words in said:
+def _advised(message: str, image: str) -> str:
+    for phrase, advice in reasons.ADVICE:
+        if phrase in message:
             return advice
-    return said if image in said else f"{image} ({said})" if said else image
+    return message if image in message else f"{image} ({message})" if message else image
 
 
 def _without_nulls(value: Any) -> Any:
     """Return the value without nulls, which some clients keep for unset fields."""
     if isinstance(value, Mapping):
-        return {key: _without_nulls(inside) for key, inside in value.items() if inside is not None}
-    return [_without_nulls(inside) for inside in value if inside is not None] if isinstance(value, list) else value
+        return {key: _without_nulls(child) for key, child in value.items() if child is not None}
+    return [_without_nulls(child) for child in value if child is not None] if isinstance(value, list) else value
 
 
-def _native(state: str, reason: Any) -> str:
+def _native_state(state: str, reason: Any) -> str:
     return f"{state}: {reason}" if reason else state
 
 
-def _line(text: str) -> str:
-    one = " ".join(text.split())
-    return one if len(one) <= _LONGEST else f"{one[: _LONGEST - 1]}…"
+def _join_message(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 1]}…"

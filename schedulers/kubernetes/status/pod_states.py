@@ -11,7 +11,7 @@ from typing import Any
 from ...job import Reason
 from .. import names
 from . import reasons
-from .reasons import Meaning
+from .reasons import ReasonAndMessage
 
 # The launcher's report of a failure, as the end of a container's log holds it.
 #
@@ -27,8 +27,8 @@ _PREEMPTED = re.compile(r"^accel launch: preempted( in attempt \d+)?: (?P<why>.*
 _OUT_OF_TIME = re.compile(r"^accel launch: the time limit of \d+ s is over", re.MULTILINE)
 _TRACE = re.compile(r"^  \| (?P<line>\S.*)$", re.MULTILINE)
 _FIELD = re.compile(r"^  (?P<name>error|cause|remedy): +(?P<text>.*)$", re.MULTILINE)
-_ABOUT = re.compile(r"  (log|others|cause|remedy): ")
-_GREETING = re.compile(r"accel launch: \d+ nodes, node 0 at ")
+_DETAIL_LINE = re.compile(r"  (log|others|cause|remedy): ")
+_LAUNCH_LINE = re.compile(r"accel launch: \d+ nodes, node 0 at ")
 
 # A part of the cause that the report names -> what that means.
 _CAUSES: Mapping[str, Reason] = {
@@ -47,11 +47,11 @@ _CAUSES: Mapping[str, Reason] = {
 class Report:
     """A parsed failure report.
 
-    who:  the rank that failed first and its node, in words.
+    failed_rank:  the rank that failed first and its node, in words.
     node: the number of that node; None if no rank failed.
     """
 
-    who: str
+    failed_rank: str
     node: int | None
     reason: Reason
     message: str
@@ -60,32 +60,36 @@ class Report:
 def read_report(text: str) -> Report | None:
     """Return the last report in a text, or None."""
     if _OUT_OF_TIME.search(text):
-        return Report(who="", node=None, reason=Reason.TIME_LIMIT, message="its time limit passed")
+        return Report(failed_rank="", node=None, reason=Reason.TIME_LIMIT, message="its time limit passed")
     preempted = _last(_PREEMPTED, text)
-    found = _last(_FIRST, text)
-    if preempted is not None and (found is None or preempted.start() > found.start()):
-        return Report(who="", node=None, reason=Reason.PREEMPTED, message=preempted["why"])
-    if found is None:
+    failure = _last(_FIRST, text)
+    if preempted is not None and (failure is None or preempted.start() > failure.start()):
+        return Report(failed_rank="", node=None, reason=Reason.PREEMPTED, message=preempted["why"])
+    if failure is None:
         return None
-    rest = text[found.end() :]
-    fields = {each["name"]: each["text"] for each in _FIELD.finditer(rest)}
-    trace = [each["line"] for each in _TRACE.finditer(rest)]
-    said = fields.get("error") or (trace[-1] if trace else found["how"])
+    rest = text[failure.end() :]
+    fields = {match["name"]: match["text"] for match in _FIELD.finditer(rest)}
+    trace = [match["line"] for match in _TRACE.finditer(rest)]
+    message = fields.get("error") or (trace[-1] if trace else failure["how"])
     cause = fields.get("cause", "")
-    lost = found["who"] == "the launcher"
-    reason = Reason.NODE_FAILURE if lost else Reason.EXIT_CODE
-    reason = next((meaning for part, meaning in _CAUSES.items() if part in cause), reason)
+    launcher_lost = failure["who"] == "the launcher"
+    reason = Reason.NODE_FAILURE if launcher_lost else Reason.EXIT_CODE
+    reason = next((cause_reason for phrase, cause_reason in _CAUSES.items() if phrase in cause), reason)
     return Report(
-        who=f"{found['who']} on node {found['node']}",
-        node=int(found["node"]),
+        failed_rank=f"{failure['who']} on node {failure['node']}",
+        node=int(failure["node"]),
         reason=reason,
-        message=f"{said} ({cause})" if cause else said,
+        message=f"{message} ({cause})" if cause else message,
     )
 
 
 def last_line(text: str) -> str:
     """Return the last line about the error, for a report whose beginning is cut off, or no report."""
-    lines = [line for line in text.splitlines() if line.strip() and not (_ABOUT.match(line) or _GREETING.match(line))]
+    lines = [
+        line
+        for line in text.splitlines()
+        if line.strip() and not (_DETAIL_LINE.match(line) or _LAUNCH_LINE.match(line))
+    ]
     return lines[-1].removeprefix("  | ").strip() if lines else ""
 
 
@@ -99,7 +103,7 @@ Object = Mapping[str, Any]
 
 _GRACE_S = 30.0  # a pod's own default
 _MARGIN_S = 10.0  # for the kill, and for news of it
-_LATE_S = 60.0  # after the end of its grace, a pod that is deleted is on a node that does not answer
+_DELETION_SLACK_S = 60.0  # after the end of its grace, a pod that is deleted is on a node that does not answer
 # The echoes of another rank's failure: the launcher was told to end, or was killed when it did not.
 _ECHOES = (143, 137)
 
@@ -108,11 +112,11 @@ _ECHOES = (143, 137)
 class End:
     """The end of a pod's container.
 
-    who:   what failed first, in words: a node, or the rank that the launchers reported.
+    container:   what failed first, in words: a node, or the rank that the launchers reported.
     grade: certainty that this came first, 0 the highest: 0 the cluster did it, 1 the launchers agree, 2 neither.
     """
 
-    who: str
+    container: str
     node: int
     when: str
     code: int
@@ -126,55 +130,61 @@ class End:
         return self.grade, self.code in _ECHOES and self.reason is Reason.EXIT_CODE, self.when, self.node
 
     def __str__(self) -> str:
-        return joined(self.who, self.message)
+        return join_message(self.container, self.message)
 
 
 def ends(pods: Sequence[Object]) -> list[End]:
     """Return one end for each failed pod."""
-    found = []
+    pod_ends = []
     for pod in pods:
         status = pod.get("status") or {}
-        words = reason_of(pod)
-        known = [end for end in (last_end(each, pod) for each in containers(pod)) if end is not None]
-        first = min(known, key=lambda each: each.order, default=None)
-        if words is not None:
-            reason, what = words
+        explanation = reason_of(pod)
+        container_ends = [end for end in (last_end(entry, pod) for entry in containers(pod)) if end is not None]
+        first = min(container_ends, key=lambda entry: entry.order, default=None)
+        if explanation is not None:
+            reason, summary = explanation
             when, code = (first.when, first.code) if first else (str(status.get("startTime") or ""), 0)
-            what = joined(what, status.get("message") or disruption(pod).get("message"))
-            who = f"node {node_of(pod)}"
-            found.append(End(who=who, node=node_of(pod), when=when, code=code, reason=reason, message=what, grade=0))
+            summary = join_message(summary, status.get("message") or disruption(pod).get("message"))
+            subject = f"node {node_of(pod)}"
+            pod_ends.append(
+                End(container=subject, node=node_of(pod), when=when, code=code, reason=reason, message=summary, grade=0)
+            )
         elif first is not None:
-            found.append(first)
-    return found
+            pod_ends.append(first)
+    return pod_ends
 
 
 def last_end(container: Object, pod: Object) -> End | None:
     """Return the end of a failed container, or the previous end of one that runs again; else None."""
     for key in ("state", "lastState"):
-        ended = (container.get(key) or {}).get("terminated")
-        if not ended or not ended.get("exitCode"):
+        terminated = (container.get(key) or {}).get("terminated")
+        if not terminated or not terminated.get("exitCode"):
             continue
-        word, code = str(ended.get("reason") or ""), int(ended["exitCode"])
-        called = str(container.get("name"))
-        reason, what = reasons.TERMINATED.get(word, (Reason.EXIT_CODE, ""))
-        text = str(ended.get("message") or "")
-        node, when = node_of(pod), str(ended.get("finishedAt") or "")
-        said = "" if word == "OOMKilled" else last_line(text)
-        who, grade = f"node {node}", 2 if reason is Reason.EXIT_CODE else 0
-        report = read_report(text) if called in names.MAIN else None
-        if called not in names.MAIN:
+        kubelet_reason, code = str(terminated.get("reason") or ""), int(terminated["exitCode"])
+        container_name = str(container.get("name"))
+        reason, summary = reasons.TERMINATED.get(kubelet_reason, (Reason.EXIT_CODE, ""))
+        text = str(terminated.get("message") or "")
+        node, when = node_of(pod), str(terminated.get("finishedAt") or "")
+        detail = "" if kubelet_reason == "OOMKilled" else last_line(text)
+        subject, grade = f"node {node}", 2 if reason is Reason.EXIT_CODE else 0
+        report = read_report(text) if container_name in names.MAIN else None
+        if container_name not in names.MAIN:
             reason = Reason.SETUP
-            what = "the code could not be brought" if called.startswith("accel-") else f"container {called} failed"
+            summary = (
+                "the code could not be brought"
+                if container_name.startswith("accel-")
+                else f"container {container_name} failed"
+            )
         elif report is not None and reason is Reason.EXIT_CODE:
-            reason, said, who, grade = report.reason, report.message, report.who, 1
+            reason, detail, subject, grade = report.reason, report.message, report.failed_rank, 1
         elif report is not None:
-            who, said = report.who, report.message
-        message = joined(what or ("" if said else f"exit code {code}"), said)
-        return End(who=who, node=node, when=when, code=code, reason=reason, message=message, grade=grade)
+            subject, detail = report.failed_rank, report.message
+        message = join_message(summary or ("" if detail else f"exit code {code}"), detail)
+        return End(container=subject, node=node, when=when, code=code, reason=reason, message=message, grade=grade)
     return None
 
 
-def reason_of(pod: Object) -> Meaning | None:
+def reason_of(pod: Object) -> ReasonAndMessage | None:
     """Return the reason why the cluster ended the pod, or None."""
     status = pod.get("status") or {}
     if reasons.OWN_STORAGE.search(str(status.get("message"))):
@@ -186,7 +196,10 @@ def reason_of(pod: Object) -> Meaning | None:
 
 def disruption(pod: Object) -> Object:
     conditions = (pod.get("status") or {}).get("conditions") or []
-    return next((each for each in conditions if each.get("type") == "DisruptionTarget" and true(each)), {})
+    return next(
+        (condition for condition in conditions if condition.get("type") == "DisruptionTarget" and is_true(condition)),
+        {},
+    )
 
 
 def running(pod: Object) -> bool:
@@ -197,22 +210,25 @@ def running(pod: Object) -> bool:
 
 def _main_runs(pod: Object) -> bool:
     statuses = (pod.get("status") or {}).get("containerStatuses") or []
-    return any(each.get("name") in names.MAIN and (each.get("state") or {}).get("running") for each in statuses)
+    return any(
+        container_status.get("name") in names.MAIN and (container_status.get("state") or {}).get("running")
+        for container_status in statuses
+    )
 
 
 def not_ready(pod: Object) -> bool:
     """Return True if a running pod is not ready: its node may be lost, as its warnings would show."""
     conditions = (pod.get("status") or {}).get("conditions") or []
-    return running(pod) and any(each.get("type") == "Ready" and not true(each) for each in conditions)
+    return running(pod) and any(condition.get("type") == "Ready" and not is_true(condition) for condition in conditions)
 
 
-def alive(pod: Object, now: float) -> bool:
+def is_alive(pod: Object, now: float) -> bool:
     """Return True for a pod that runs or may still run, unless its deletion is overdue.
 
     Nobody removes the pods of a lost node. `now`: seconds since the epoch.
     """
     deadline = moment((pod.get("metadata") or {}).get("deletionTimestamp"))
-    return not over(pod) and (deadline is None or now < deadline + _LATE_S)
+    return not over(pod) and (deadline is None or now < deadline + _DELETION_SLACK_S)
 
 
 def moment(text: Any) -> float | None:
@@ -225,22 +241,22 @@ def moment(text: Any) -> float | None:
 
 def over(pod: Object) -> bool:
     """Return True if the main container will not restart. The kubelet reports that before the phase."""
-    for each in (pod.get("status") or {}).get("containerStatuses") or []:
-        ended = (each.get("state") or {}).get("terminated")
-        if ended and each.get("name") in names.MAIN:
+    for container_status in (pod.get("status") or {}).get("containerStatuses") or []:
+        terminated = (container_status.get("state") or {}).get("terminated")
+        if terminated and container_status.get("name") in names.MAIN:
             restarts = (pod.get("spec") or {}).get("restartPolicy", "Always")
-            if restarts == "Never" or (restarts == "OnFailure" and not ended.get("exitCode")):
+            if restarts == "Never" or (restarts == "OnFailure" and not terminated.get("exitCode")):
                 return True
     return phase(pod) in ("Succeeded", "Failed")
 
 
-def is_ending(pod: Object, over_at: float | None, now: float) -> bool:
-    """Return True if the pod runs in its grace period, after its deletion or its job's end (`over_at`)."""
+def is_ending(pod: Object, finished_at: float | None, now: float) -> bool:
+    """Return True if the pod runs in its grace period, after its deletion or its job's end (`finished_at`)."""
     if not _main_runs(pod):
         return False
     deadline = moment((pod.get("metadata") or {}).get("deletionTimestamp"))
-    if deadline is None and over_at is not None:
-        deadline = over_at + float((pod.get("spec") or {}).get("terminationGracePeriodSeconds") or _GRACE_S)
+    if deadline is None and finished_at is not None:
+        deadline = finished_at + float((pod.get("spec") or {}).get("terminationGracePeriodSeconds") or _GRACE_S)
     return deadline is not None and now < deadline + _MARGIN_S
 
 
@@ -254,18 +270,18 @@ def containers(pod: Object) -> list[Object]:
 
 
 def node_of(pod: Object) -> int:
-    found = names.node_of(pod)
-    return 0 if found is None else found
+    node = names.node_of(pod)
+    return 0 if node is None else node
 
 
 def name(pod: Object) -> str:
     return str((pod.get("metadata") or {}).get("name"))
 
 
-def true(condition: Object) -> bool:
+def is_true(condition: Object) -> bool:
     return condition.get("status") == "True"
 
 
-def joined(what: str, said: Any) -> str:
-    text = str(said or "").strip()
-    return f"{what}: {text}" if what and text else what or text
+def join_message(summary: str, detail: Any) -> str:
+    text = str(detail or "").strip()
+    return f"{summary}: {text}" if summary and text else summary or text

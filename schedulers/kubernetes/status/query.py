@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 Object = dict[str, Any]
 
-_AT_ONCE = 100  # ids in one selector: it is part of a URL
+_BATCH_SIZE = 100  # ids in one selector: it is part of a URL
 # What pods' own conditions say too, and what is most of a busy namespace's warnings.
-_NOT_OF_USE = ",reason!=FailedScheduling,reason!=BackOff,reason!=Failed,reason!=Unhealthy"
-_FEW = 8  # objects whose warnings are asked for one by one; of more, those of the whole namespace are
+_EVENT_SELECTOR = ",reason!=FailedScheduling,reason!=BackOff,reason!=Failed,reason!=Unhealthy"
+_MAX_SINGLE_READS = 8  # objects whose warnings are asked for one by one; of more, those of the whole namespace are
 
 logger = logging.getLogger(__name__)
 _may_not_note: set[str] = set()  # identities of connections
@@ -34,55 +34,55 @@ def statuses(api: Api, natives: Sequence[Native], *, ttl: bool = False) -> tuple
 
     `ttl`: the cluster removes jobs by itself. Raises an ApiError when the server refuses the query.
     """
-    found: dict[str, Status] = {}
-    silent: dict[str, str] = {}
+    status_by_id: dict[str, Status] = {}
+    unreachable: dict[str, str] = {}
     groups: dict[tuple[str, str], list[Native]] = {}
     watched: dict[str, dict[Native, tuple[Object, list[Object]]]] = {}
     for native in natives:
-        seen = _watched(api, native)
-        if seen is not None:
-            watched.setdefault(native.namespace, {})[native] = seen
+        snapshot = _cached_snapshot(api, native)
+        if snapshot is not None:
+            watched.setdefault(native.namespace, {})[native] = snapshot
         else:
             groups.setdefault((native.namespace, native.workload), []).append(native)
-    for namespace, known in watched.items():
+    for namespace, snapshots in watched.items():
         try:
             now = api.now()
-            plain = {native: job_states.status_of(*there, now=now) for native, there in known.items()}
-            warned = _with_warnings(api, namespace, known, plain)
-            found |= {str(native): status for native, status in warned.items()}
+            base_statuses = {native: job_states.status_of(*objects, now=now) for native, objects in snapshots.items()}
+            updated = _with_warnings(api, namespace, snapshots, base_statuses)
+            status_by_id |= {str(native): status for native, status in updated.items()}
         except Unreachable as error:
-            silent |= dict.fromkeys(map(str, known), str(error))
+            unreachable |= dict.fromkeys(map(str, snapshots), str(error))
     for (namespace, _), group in groups.items():
-        for part in (group[at : at + _AT_ONCE] for at in range(0, len(group), _AT_ONCE)):
+        for batch in (group[start : start + _BATCH_SIZE] for start in range(0, len(group), _BATCH_SIZE)):
             try:
-                found |= _listed(api, namespace, part, ttl=ttl)
+                status_by_id |= _list_statuses(api, namespace, batch, ttl=ttl)
             except Unreachable as error:
-                silent |= dict.fromkeys(map(str, part), str(error))
-    return found, silent
+                unreachable |= dict.fromkeys(map(str, batch), str(error))
+    return status_by_id, unreachable
 
 
 def workload_of(api: Api, native: Native) -> Object | None:
     """Return the job's object as it is now, or None."""
-    there = _of_its_name(api, native)
-    return there if there is not None and native.owns(there) else None
+    live = _get_workload(api, native)
+    return live if live is not None and native.owns(live) else None
 
 
 def replaced(api: Api, native: Native) -> bool:
     """Return True if a later object now has the name of the job's object."""
-    there = _of_its_name(api, native) if native.uid else None
-    return there is not None and not native.owns(there)
+    live = _get_workload(api, native) if native.uid else None
+    return live is not None and not native.owns(live)
 
 
-def _of_its_name(api: Api, native: Native) -> Object | None:
-    return _got(api, api.path(native.api_version, native.plural, native.name, namespace=native.namespace))
+def _get_workload(api: Api, native: Native) -> Object | None:
+    return _get_or_none(api, api.path(native.api_version, native.plural, native.name, namespace=native.namespace))
 
 
 def pod_of(api: Api, native: Native, name: str) -> Object | None:
     """Return the job's pod of that name as it is now, or None."""
-    return _got(api, api.path("v1", "pods", name, namespace=native.namespace))
+    return _get_or_none(api, api.path("v1", "pods", name, namespace=native.namespace))
 
 
-def _got(api: Api, path: str) -> Object | None:
+def _get_or_none(api: Api, path: str) -> Object | None:
     try:
         return api.call("GET", path)
     except NotFound:
@@ -91,22 +91,24 @@ def _got(api: Api, path: str) -> Object | None:
 
 def pods_of(api: Api, native: Native) -> list[Object]:
     """Return the job's pods as they are now."""
-    return list(listed(api, api.path("v1", "pods", namespace=native.namespace), {"labelSelector": native.selector}))
+    return list(
+        list_objects(api, api.path("v1", "pods", namespace=native.namespace), {"labelSelector": native.selector})
+    )
 
 
-def listed(api: Api, path: str, query: dict[str, str]) -> Iterator[Object]:
+def list_objects(api: Api, path: str, query: dict[str, str]) -> Iterator[Object]:
     """Yield the selected objects of a collection, page by page."""
-    for answer in api.pages(path, query):
-        yield from answer.get("items") or []
+    for page in api.pages(path, query):
+        yield from page.get("items") or []
 
 
-def _watched(api: Api, native: Native) -> tuple[Object, list[Object]] | None:
+def _cached_snapshot(api: Api, native: Native) -> tuple[Object, list[Object]] | None:
     """Return the job's object and pods from a watch, or None if they must be queried, as every final status must."""
     watcher = watch.running(api, native)
-    seen = None if watcher is None else watcher.snapshot()
-    if seen is None:
+    snapshot = None if watcher is None else watcher.snapshot()
+    if snapshot is None:
         return None
-    workload, pods = seen
+    workload, pods = snapshot
     # The watches of pods and of objects are two, and the one may be behind the other.
     if workload is None or not native.owns(workload):
         return None
@@ -115,42 +117,46 @@ def _watched(api: Api, native: Native) -> tuple[Object, list[Object]] | None:
     return workload, pods
 
 
-def _listed(api: Api, namespace: str, natives: Sequence[Native], *, ttl: bool) -> dict[str, Status]:
+def _list_statuses(api: Api, namespace: str, natives: Sequence[Native], *, ttl: bool) -> dict[str, Status]:
     workloads = _workloads(api, namespace, natives)
-    there = [native for native in natives if native.name in workloads and native.owns(workloads[native.name])]
+    existing = [native for native in natives if native.name in workloads and native.owns(workloads[native.name])]
     pods: dict[str, list[Object]] = {}
-    for pod in listed(api, api.path("v1", "pods", namespace=namespace), {"labelSelector": _selector(natives)}):
+    for pod in list_objects(api, api.path("v1", "pods", namespace=namespace), {"labelSelector": _selector(natives)}):
         pods.setdefault(((pod.get("metadata") or {}).get("labels") or {}).get(names.JOB_ID, ""), []).append(pod)
-    mine = {native: pods.get(names.label_value(native.job_id), []) for native in natives}
-    found = {native: _status(api, native, workloads[native.name], mine[native]) for native in there}
-    for native in there:
-        _note_end(api, native, workloads[native.name], found[native])
-    found |= _with_warnings(api, namespace, {native: (workloads[native.name], mine[native]) for native in there}, found)
+    job_pods = {native: pods.get(names.label_value(native.job_id), []) for native in natives}
+    status_by_native = {native: _status(api, native, workloads[native.name], job_pods[native]) for native in existing}
+    for native in existing:
+        _note_end(api, native, workloads[native.name], status_by_native[native])
+    status_by_native |= _with_warnings(
+        api, namespace, {native: (workloads[native.name], job_pods[native]) for native in existing}, status_by_native
+    )
     for native in natives:
-        if native not in found:
-            left = [] if native.name in workloads else mine[native]  # else they are of a later object of its name
-            found[native] = job_states.status_when_gone(native.kind, left, api.now(), ttl=ttl)
-    return {str(native): found[native] for native in natives}
+        if native not in status_by_native:
+            orphans = (
+                [] if native.name in workloads else job_pods[native]
+            )  # else they are of a later object of its name
+            status_by_native[native] = job_states.status_when_gone(native.kind, orphans, api.now(), ttl=ttl)
+    return {str(native): status_by_native[native] for native in natives}
 
 
 def _with_warnings(
-    api: Api, namespace: str, jobs: Mapping[Native, tuple[Object, list[Object]]], known: Mapping[Native, Status]
+    api: Api, namespace: str, jobs: Mapping[Native, tuple[Object, list[Object]]], base_statuses: Mapping[Native, Status]
 ) -> dict[Native, Status]:
     """Return the statuses. Those of waiting jobs also consider the cluster's warnings."""
     waiting = [
         native
         for native, (workload, pods) in jobs.items()
-        if not known[native].state.final
+        if not base_statuses[native].state.final
         and (
-            known[native].state is State.QUEUED
+            base_statuses[native].state is State.QUEUED
             or any(map(pod_states.not_ready, pods))
-            or job_states.lacks_pods(workload, pods)
+            or job_states.has_missing_pods(workload, pods)
         )
     ]
     events = _warnings(api, namespace, {native: jobs[native][1] for native in waiting})
     now = api.now()
-    warned = {native: job_states.status_of(*jobs[native], events.get(native, []), now=now) for native in waiting}
-    return {**known, **warned}
+    updated = {native: job_states.status_of(*jobs[native], events.get(native, []), now=now) for native in waiting}
+    return {**base_statuses, **updated}
 
 
 def _status(api: Api, native: Native, workload: Object, pods: list[Object]) -> Status:
@@ -159,11 +165,11 @@ def _status(api: Api, native: Native, workload: Object, pods: list[Object]) -> S
     watcher = watch.running(api, native)
     if status.state is not State.FAILED or watcher is None:
         return status
-    there = {names.node_of(pod) for pod in pods}
+    present_nodes = {names.node_of(pod) for pod in pods}
     last = {names.node_of(pod): pod for pod in watcher.deleted_pods()}
-    deleted = [pod for node, pod in last.items() if node not in there]
-    known = job_states.status_of(workload, [*pods, *deleted], now=api.now())
-    return known if known.state is State.FAILED else status
+    deleted = [pod for node, pod in last.items() if node not in present_nodes]
+    full_status = job_states.status_of(workload, [*pods, *deleted], now=api.now())
+    return full_status if full_status.state is State.FAILED else status
 
 
 def _note_end(api: Api, native: Native, workload: Object, status: Status) -> None:
@@ -185,39 +191,42 @@ def _note_end(api: Api, native: Native, workload: Object, status: Status) -> Non
 def _workloads(api: Api, namespace: str, natives: Sequence[Native]) -> dict[str, Object]:
     """Return the objects of jobs of one kind, by name."""
     if len(natives) == 1:
-        only = _of_its_name(api, natives[0])
-        return {} if only is None else {natives[0].name: only}
+        single = _get_workload(api, natives[0])
+        return {} if single is None else {natives[0].name: single}
     path = api.path(natives[0].api_version, natives[0].plural, namespace=namespace)
     query = {"labelSelector": _selector(natives)}
-    found = {str(each["metadata"]["name"]): each for each in listed(api, path, query)}
+    workloads = {str(workload["metadata"]["name"]): workload for workload in list_objects(api, path, query)}
     # Somebody may have taken the label away: what is not in the list is asked for by its name before it is gone.
     for native in natives:
-        if native.name not in found and (there := _of_its_name(api, native)) is not None:
-            found[native.name] = there
-    return found
+        if native.name not in workloads and (live := _get_workload(api, native)) is not None:
+            workloads[native.name] = live
+    return workloads
 
 
 def _warnings(api: Api, namespace: str, jobs: dict[Native, list[Object]]) -> dict[Native, list[Object]]:
     """Return the cluster's warnings about these jobs; none without permission to read events."""
-    about = {native: watch.concerned(native, pods) for native, pods in jobs.items()}
-    wanted = {name for each in about.values() for name in each}
-    if not wanted:
+    names_by_job = {native: watch.workload_and_pods(native, pods) for native, pods in jobs.items()}
+    involved_names = {name for entry in names_by_job.values() for name in entry}
+    if not involved_names:
         return {}
     path = api.path("v1", "events", namespace=namespace)
-    few = sorted(wanted) if len(wanted) <= _FEW else [None]
+    filter_names = sorted(involved_names) if len(involved_names) <= _MAX_SINGLE_READS else [None]
     events: dict[str, list[Object]] = {}
     try:
-        for name in few:
-            query = {"fieldSelector": watch.WARNINGS + (f",involvedObject.name={name}" if name else _NOT_OF_USE)}
-            for each in listed(api, path, query):
-                events.setdefault(str((each.get("involvedObject") or {}).get("name")), []).append(each)
+        for name in filter_names:
+            query = {"fieldSelector": watch.WARNINGS + (f",involvedObject.name={name}" if name else _EVENT_SELECTOR)}
+            for entry in list_objects(api, path, query):
+                events.setdefault(str((entry.get("involvedObject") or {}).get("name")), []).append(entry)
     except Forbidden as error:
         logger.warning("%s; why a job waits or stands still may be left out", one_line(str(error)))
-    return {native: [event for name in mine for event in events.get(name, [])] for native, mine in about.items()}
+    return {
+        native: [event for name in job_names for event in events.get(name, [])]
+        for native, job_names in names_by_job.items()
+    }
 
 
 def _selector(natives: Iterable[Native]) -> str:
     return names.selector_of(names.label_value(native.job_id) for native in natives)
 
 
-__all__ = ["listed", "pod_of", "pods_of", "replaced", "statuses", "workload_of"]
+__all__ = ["list_objects", "pod_of", "pods_of", "replaced", "statuses", "workload_of"]

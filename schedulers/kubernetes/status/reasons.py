@@ -13,10 +13,10 @@ from collections.abc import Mapping
 
 from ...job import Reason
 
-Meaning = tuple[Reason, str]
+ReasonAndMessage = tuple[Reason, str]
 
 # Why a container waits. What is not here is shown as the kubelet says it.
-WAITING: Mapping[str, Meaning] = {
+WAITING: Mapping[str, ReasonAndMessage] = {
     "ContainerCreating": (Reason.NONE, ""),
     "PodInitializing": (Reason.NONE, ""),
     "ErrImagePull": (Reason.SETUP, "the image cannot be pulled"),
@@ -41,7 +41,7 @@ ADVICE: tuple[tuple[str, str], ...] = (
 )
 
 # Why a container ended, where its exit code is not the whole story.
-TERMINATED: Mapping[str, Meaning] = {
+TERMINATED: Mapping[str, ReasonAndMessage] = {
     "OOMKilled": (Reason.OUT_OF_MEMORY, "it used more memory than the pod may (--memory)"),
     "ContainerCannotRun": (Reason.SETUP, "the container could not be started"),
     "StartError": (Reason.SETUP, "the container could not be started"),
@@ -49,7 +49,7 @@ TERMINATED: Mapping[str, Meaning] = {
 }
 
 # A pod's own `status.reason`.
-POD: Mapping[str, Meaning] = {
+POD: Mapping[str, ReasonAndMessage] = {
     "Evicted": (Reason.PREEMPTED, "its pod was evicted"),
     "Preempting": (Reason.PREEMPTED, "its pod made place for a more important one"),
     "Preempted": (Reason.PREEMPTED, "its pod made place for a more important one"),
@@ -70,10 +70,13 @@ POD: Mapping[str, Meaning] = {
 OWN_STORAGE = re.compile(
     "ephemeral local storage usage exceeds|exceeded its local ephemeral storage limit|Usage of EmptyDir volume"
 )
-STORAGE: Meaning = (Reason.EXIT_CODE, "it used more local storage than the pod may (resources: ephemeral-storage)")
+STORAGE: ReasonAndMessage = (
+    Reason.EXIT_CODE,
+    "it used more local storage than the pod may (resources: ephemeral-storage)",
+)
 
 # The reason of a pod's condition DisruptionTarget.
-DISRUPTED: Mapping[str, Meaning] = {
+DISRUPTED: Mapping[str, ReasonAndMessage] = {
     "PreemptionByScheduler": (Reason.PREEMPTED, "its pod made place for a more important one"),
     "PreemptionByKubeScheduler": (Reason.PREEMPTED, "its pod made place for a more important one"),
     "EvictionByEvictionAPI": (Reason.PREEMPTED, "its pod was evicted, as when a node is drained"),
@@ -83,7 +86,7 @@ DISRUPTED: Mapping[str, Meaning] = {
 }
 
 # The reason of a job's condition Failed, FailureTarget or Suspended.
-JOB: Mapping[str, Meaning] = {
+JOB: Mapping[str, ReasonAndMessage] = {
     "BackoffLimitExceeded": (Reason.EXIT_CODE, ""),
     "MaxFailedIndexesExceeded": (Reason.EXIT_CODE, ""),
     "FailedIndexes": (Reason.EXIT_CODE, ""),
@@ -98,10 +101,10 @@ JOB: Mapping[str, Meaning] = {
     "JobsCreationFailed": (Reason.SETUP, "its pods could not be made"),
 }
 # Of a Job that may not restart: one of its pods was deleted by the cluster, and is gone.
-DISRUPTION: Meaning = (Reason.PREEMPTED, "its pod was evicted or preempted, or its node was lost")
+DISRUPTION: ReasonAndMessage = (Reason.PREEMPTED, "its pod was evicted or preempted, or its node was lost")
 BACK_OFF = "specified backoff limit"
 # The training operator has one reason for all failures, and says in words which it was.
-SAID_OF_JOB: tuple[tuple[str, Meaning], ...] = (
+JOB_MESSAGES: tuple[tuple[str, ReasonAndMessage], ...] = (
     ("longer than specified deadline", (Reason.TIME_LIMIT, "its time limit passed")),
     (BACK_OFF, (Reason.EXIT_CODE, "")),
     ("has condition DisruptionTarget", DISRUPTION),
@@ -110,11 +113,11 @@ SAID_OF_JOB: tuple[tuple[str, Meaning], ...] = (
 # How the reasons of events begin that say of an object's pods that they cannot be made.
 REFUSALS = ("FailedCreate", "JobCreationFailed", "TrainJobResourcesCreationFailed")
 # What the kubelet says of a volume in the first second of a pod, and of no volume that lacks.
-PASSING = ("failed to sync configmap cache", "failed to sync secret cache", "not registered")
+TRANSIENT_MESSAGES = ("failed to sync configmap cache", "failed to sync secret cache", "not registered")
 # What the scheduler says of a claim that does not exist.
 NO_CLAIM = re.compile(r'persistentvolumeclaim "[^"]*" not found')
 # What an event's message holds -> what it means. Tried in their order, for events of type Warning.
-EVENTS: tuple[tuple[str, Meaning], ...] = (
+EVENTS: tuple[tuple[str, ReasonAndMessage], ...] = (
     ("exceeded quota", (Reason.NO_CAPACITY, "the namespace's quota does not allow its pods")),
     ("failed quota", (Reason.SETUP, "the namespace's quota wants to know --cpus and --memory")),
     ("violates PodSecurity", (Reason.SETUP, "the namespace's Pod Security Standard refuses its pods")),
@@ -124,7 +127,7 @@ EVENTS: tuple[tuple[str, Meaning], ...] = (
     ("is forbidden", (Reason.SETUP, "the cluster refuses its pods")),
 )
 # The reason of an event of a pod that does not start -> what it means.
-POD_EVENTS: Mapping[str, Meaning] = {
+POD_EVENTS: Mapping[str, ReasonAndMessage] = {
     "FailedScheduling": (Reason.NO_CAPACITY, "no node fits"),
     "FailedMount": (Reason.SETUP, "a volume cannot be mounted"),
     "FailedAttachVolume": (Reason.SETUP, "a volume cannot be attached"),

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from .. import names
-from ..client.informer import Feed, Object, name_of
+from ..client.informer import Informer, Object, name_of
 from ..native_id import Native
 from . import job_states
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..client.api import Api
 
 _IDLE_S = 60.0  # a watcher whom nobody has asked for so long ends with its watches
-_SETTLE_S = 5.0
+_SYNC_S = 5.0
 
 WARNINGS = "type=Warning"
 
@@ -30,38 +30,42 @@ class Watcher:
 
     def __init__(self, api: Api, native: Native) -> None:
         self.api, self._native = api, native
-        self._news = threading.Event()
-        self.asked_at = time.monotonic()
+        self._changed = threading.Event()
+        self.last_used_at = time.monotonic()
 
-        def feed(plural: str, version: str, lean: Callable[[Object], Object], changed: Callable[[], None]) -> Feed:
+        def make_informer(
+            plural: str, version: str, transform: Callable[[Object], Object], on_change: Callable[[], None]
+        ) -> Informer:
             path = api.path(version, plural, namespace=native.namespace)
-            return Feed(api, path, native.selector, lean=lean, changed=changed, needed=self._needed)
+            return Informer(
+                api, path, native.selector, transform=transform, on_change=on_change, keep_alive=self._is_in_use
+            )
 
-        self._workloads = feed(native.plural, native.api_version, _lean, self._look)
-        self._pods = feed("pods", "v1", lean_pod, lambda: None)
-        self._feeds = (self._workloads, self._pods)
-        for each in self._feeds:
-            each.start()
+        self._workloads = make_informer(native.plural, native.api_version, _strip_workload, self._look)
+        self._pods = make_informer("pods", "v1", strip_pod, lambda: None)
+        self._informers = (self._workloads, self._pods)
+        for informer in self._informers:
+            informer.start()
 
     def wait(self, timeout_s: float) -> bool | None:
         """Wait until the job is over or gone, or the server has not responded for a while.
 
         Returns True then, False after the timeout, and None if the server does not allow the watch.
         """
-        for feed in self._feeds:  # what they know need not be queried
-            feed.settled.wait(_SETTLE_S)
+        for feed in self._informers:  # what they know need not be queried
+            feed.synced.wait(_SYNC_S)
         if self._workloads.live and self._may_be_over():
             return True
-        if self._workloads.refused is not None:
+        if self._workloads.error is not None:
             return None
-        if self._news.wait(timeout_s):
-            self._news.clear()
-            return None if self._workloads.refused is not None else True
+        if self._changed.wait(timeout_s):
+            self._changed.clear()
+            return None if self._workloads.error is not None else True
         return False
 
     def snapshot(self) -> tuple[Object | None, list[Object]] | None:
         """Return the job's object (None if there is none) and its pods, or None if that is unknown now."""
-        if not all(feed.live for feed in self._feeds):
+        if not all(feed.live for feed in self._informers):
             return None
         workload = self._workloads.objects.get(self._native.name)
         if workload is not None and not self._native.owns(workload):
@@ -74,14 +78,14 @@ class Watcher:
 
     def stop(self) -> None:
         """Stop the watches and wake up all callers of `wait`."""
-        for feed in self._feeds:
+        for feed in self._informers:
             feed.stop()
-        self._news.set()
+        self._changed.set()
 
-    def _needed(self) -> bool:
+    def _is_in_use(self) -> bool:
         """Return False, and stop both watches, if nobody has used them for 60 s."""
         with _lock:
-            if time.monotonic() - self.asked_at < _IDLE_S:
+            if time.monotonic() - self.last_used_at < _IDLE_S:
                 return True
             for key in [key for key, watcher in _watchers.items() if watcher is self]:
                 del _watchers[key]
@@ -89,41 +93,42 @@ class Watcher:
         return False
 
     def _look(self) -> None:
-        if self._workloads.troubled or self._may_be_over():
-            self._news.set()
+        if self._workloads.degraded or self._may_be_over():
+            self._changed.set()
 
     def _may_be_over(self) -> bool:
         workload = self._workloads.objects.get(self._native.name)
         return workload is None or not self._native.owns(workload) or job_states.status_of(workload).state.final
 
 
-def concerned(native: Native, pods: Sequence[Object]) -> list[str]:
+def workload_and_pods(native: Native, pods: Sequence[Object]) -> list[str]:
     """Return the names of objects whose warnings concern the job: its own, its controllers', and its pods."""
-    made = [] if native.workload in ("pytorchjob", "job") else [f"{native.name}-node-0"]
-    return list(dict.fromkeys([native.name, *made, *map(name_of, pods)]))
+    controller_names = [] if native.workload in ("pytorchjob", "job") else [f"{native.name}-node-0"]
+    return list(dict.fromkeys([native.name, *controller_names, *map(name_of, pods)]))
 
 
-def lean_pod(pod: Object) -> Object:
+def strip_pod(pod: Object) -> Object:
     """Return the pod reduced to the fields in use: there may be thousands of pods."""
     spec = pod.get("spec") or {}
-    kept = {
+    reduced_spec = {
         key: spec[key]
         for key in ("nodeName", "restartPolicy", "terminationGracePeriodSeconds")
         if spec.get(key) is not None
     }
-    kept["containers"] = [
-        {"name": each.get("name"), "command": each.get("command")} for each in spec.get("containers") or []
+    reduced_spec["containers"] = [
+        {"name": container.get("name"), "command": container.get("command")}
+        for container in spec.get("containers") or []
     ]
-    kept["initContainers"] = [{"name": each.get("name")} for each in spec.get("initContainers") or []]
-    return {**_lean(pod), "spec": kept}
+    reduced_spec["initContainers"] = [{"name": container.get("name")} for container in spec.get("initContainers") or []]
+    return {**_strip_workload(pod), "spec": reduced_spec}
 
 
-def _lean(thing: Object) -> Object:
-    metadata = {key: value for key, value in (thing.get("metadata") or {}).items() if key != "managedFields"}
+def _strip_workload(resource: Object) -> Object:
+    metadata = {key: value for key, value in (resource.get("metadata") or {}).items() if key != "managedFields"}
     notes = metadata.get("annotations")
     if notes and names.SPEC in notes:
         metadata["annotations"] = {key: value for key, value in notes.items() if key != names.SPEC}
-    return {**thing, "metadata": metadata}
+    return {**resource, "metadata": metadata}
 
 
 _watchers: dict[str, Watcher] = {}
@@ -140,7 +145,7 @@ def shared(api: Api, native: Native) -> Watcher:
     with _lock:
         if key not in _watchers:
             _watchers[key] = Watcher(api, native)
-        _watchers[key].asked_at = time.monotonic()
+        _watchers[key].last_used_at = time.monotonic()
         return _watchers[key]
 
 
@@ -151,10 +156,14 @@ def running(api: Api, native: Native) -> Watcher | None:
 def release(api: Api, native: Native | None = None) -> None:
     """Stop the watches of a finished job, or all over these connections. They restart when needed."""
     with _lock:
-        one = None if native is None else _key(api, native)
-        mine = [key for key, each in _watchers.items() if (each.api is api if one is None else key == one)]
-        ended = [_watchers.pop(key) for key in mine]
-    for watcher in ended:
+        only_key = None if native is None else _key(api, native)
+        keys = [
+            key
+            for key, candidate in _watchers.items()
+            if (candidate.api is api if only_key is None else key == only_key)
+        ]
+        released = [_watchers.pop(key) for key in keys]
+    for watcher in released:
         watcher.stop()
 
 
@@ -168,4 +177,4 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
-__all__ = ["WARNINGS", "Watcher", "concerned", "lean_pod", "release", "running", "shared"]
+__all__ = ["WARNINGS", "Watcher", "release", "running", "shared", "strip_pod", "workload_and_pods"]

@@ -47,18 +47,18 @@ class Batch:
         self.job = slurm.own_job()
         self.starts_before = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
         self.attempt = self._newest() + 1
-        self.told = False
+        self.terminated = False
 
     def run(self) -> int:
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(signum, self._on_end)
         for signum in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT):
             signal.signal(signum, lambda *_: None)  # the ranks get their own
-        over = shared_files.read(os.path.join(self.directory, "exit.json"))
-        if over is not None:
-            slurm.say("this job is over: " + os.path.join(self.directory, "exit.json"))
-            return int(over.get("exit_code") or 0)
-        shared_files.reserve(self._path("spare"))
+        result = shared_files.read(os.path.join(self.directory, "exit.json"))
+        if result is not None:
+            slurm.log("this job is over: " + os.path.join(self.directory, "exit.json"))
+            return int(result.get("exit_code") or 0)
+        shared_files.preallocate(self._path("spare"))
         try:
             status = self._before()
             if status is not None:
@@ -68,8 +68,8 @@ class Batch:
             return self._finish(outcome.not_started(self.settings, self.attempt, "setup", slurm.text_of(problem)))
         except Exception as error:  # a defect of ours must not lose the job
             traceback.print_exc()
-            said = f"defect in accel: {error!r} (see logs/slurm.log)"
-            return self._finish(outcome.not_started(self.settings, self.attempt, "setup", said))
+            message = f"defect in accel: {error!r} (see logs/slurm.log)"
+            return self._finish(outcome.not_started(self.settings, self.attempt, "setup", message))
 
     def _before(self) -> Document | None:
         """Count this start and raise the fence. Return the job's end if it must not start, else None."""
@@ -86,10 +86,10 @@ class Batch:
         if self.attempt > int(self.settings["max_restarts"]):
             ends = shared_files.lines(self._path("ends.jsonl"))
             last = ends[-1] if ends and ends[-1]["start"] == self._last_start else None
-            return outcome.too_often(self.settings, self.attempt, last) if self.attempt else None
+            return outcome.restart_limit_status(self.settings, self.attempt, last) if self.attempt else None
         return None
 
-    def _step(self) -> outcome.Evidence:
+    def _step(self) -> outcome.Observations:
         env = {name: value for name, value in os.environ.items() if not name.startswith(_MARKS)}
         env.update(
             ACCEL_JOB_ID=self.settings["job_id"],
@@ -101,41 +101,41 @@ class Batch:
             SUBMITIT_LOG_LEVEL="WARNING",  # its own words are not the job's
             SUBMITIT_PREEMPT_SIGNAL="URG",  # what preemption means is not its to say
         )
-        known = outcome.Evidence(self.settings, self.attempt, self.names)
-        known.runs_before = self.starts_before
-        self.step = Step(self.settings, self.directory, self.attempt, env, known, lambda: self.told)
+        observations = outcome.Observations(self.settings, self.attempt, self.names)
+        observations.runs_before = self.starts_before
+        self.step = Step(self.settings, self.directory, self.attempt, env, observations, lambda: self.terminated)
         self.step.run()
-        known.attempt = max(self.attempt, self._newest())
-        known.told = self.told
-        known.cancel = shared_files.exists(self._path("cancel"))
-        if not known.succeeded and not known.cancel:
-            known.slurm = slurm.facts(self.job)
-        return known
+        observations.attempt = max(self.attempt, self._newest())
+        observations.terminated = self.terminated
+        observations.cancel = shared_files.exists(self._path("cancel"))
+        if not observations.succeeded and not observations.cancel:
+            observations.slurm = slurm.facts(self.job)
+        return observations
 
-    def _act(self, known: outcome.Evidence) -> int:
+    def _act(self, observations: outcome.Observations) -> int:
         if self._fenced():
-            slurm.say("a later start of this job has begun: this one stops here")
+            slurm.log("a later start of this job has begun: this one stops here")
             return 1
-        end = outcome.conclude(known)
+        end = outcome.decide_outcome(observations)
         if self.step.full:
             end.status["message"] = "; ".join(filter(None, (end.status["message"], logs.FULL)))
         if end.do != "again":
             self.step.finish()
         if end.do == "finish":
             return self._finish(end.status)
-        ended = dict(end.status, start=self.attempt, at=time.time())
+        record = dict(end.status, start=self.attempt, at=time.time())
         with contextlib.suppress(OSError):
-            shared_files.append(self._path("ends.jsonl"), ended)
+            shared_files.append(self._path("ends.jsonl"), record)
         code = int(end.status["exit_code"] or 1)
         if end.do == "leave":
             return code
-        refused = slurm.requeue(self.job, self.starts_before, lambda: self.told)
-        if refused is None:
-            slurm.say("attempt {}: {}; it is started again".format(known.attempt, end.status["message"]))
-            slurm.await_end(lambda: self.told)
+        refusal = slurm.requeue(self.job, self.starts_before, lambda: self.terminated)
+        if refusal is None:
+            slurm.log("attempt {}: {}; it is started again".format(observations.attempt, end.status["message"]))
+            slurm.await_end(lambda: self.terminated)
             return code
         self.step.finish()
-        end.status["message"] += "; Slurm did not take it back to start it again: " + refused
+        end.status["message"] += "; Slurm did not take it back to start it again: " + refusal
         return self._finish(end.status)
 
     def _finish(self, status: Document) -> int:
@@ -147,17 +147,17 @@ class Batch:
             with contextlib.suppress(OSError):
                 os.unlink(self._path(name))
         state, message = status["state"], status["message"] or "all ranks ended with 0"
-        slurm.say(problem or (state if message == state else f"{state}: {message}"))
-        if status["state"] == "cancelled" and not self.told and slurm.cancel(self.job):
-            slurm.await_end(lambda: self.told)  # so that Slurm's own records say that it was cancelled
+        slurm.log(problem or (state if message == state else f"{state}: {message}"))
+        if status["state"] == "cancelled" and not self.terminated and slurm.cancel(self.job):
+            slurm.await_end(lambda: self.terminated)  # so that Slurm's own records say that it was cancelled
         return int(status["exit_code"] if status["exit_code"] is not None else status["state"] != "succeeded")
 
     def _newest(self) -> int:
         """Return the number of the newest attempt that has begun, or -1."""
         starts = shared_files.lines(self._path("attempts.jsonl"))
         self._last_start = starts[-1]["attempt"] if starts else -1
-        inside = logs.newest_attempt(os.path.join(self.directory, "logs", "launch.jsonl")) if starts else None
-        return max(self._last_start, -1 if inside is None else inside)
+        launched_attempt = logs.newest_attempt(os.path.join(self.directory, "logs", "launch.jsonl")) if starts else None
+        return max(self._last_start, -1 if launched_attempt is None else launched_attempt)
 
     def _fenced(self) -> bool:
         return shared_files.fenced(self._path("attempt"), self.attempt)
@@ -166,26 +166,26 @@ class Batch:
         return os.path.join(self.own, name)
 
     def _on_end(self, *_: object) -> None:
-        self.told = True
+        self.terminated = True
 
 
-def directory_of(words: list[str]) -> str:
+def directory_of(argv: list[str]) -> str:
     """Return the directory of this start's job."""
-    if words[:1] != ["--array"]:
-        return words[0]
-    listed = shared_files.read(os.path.join(words[1], "slurm", "array.json"))
+    if argv[:1] != ["--array"]:
+        return argv[0]
+    array = shared_files.read(os.path.join(argv[1], "slurm", "array.json"))
     try:
-        return str(listed["directories"][int(os.environ["SLURM_ARRAY_TASK_ID"])])
+        return str(array["directories"][int(os.environ["SLURM_ARRAY_TASK_ID"])])
     except (TypeError, KeyError, ValueError, IndexError):
         task = os.environ.get("SLURM_ARRAY_TASK_ID")
-        raise slurm.Problem(f"{words[1]}/slurm/array.json names no job for task {task}") from None
+        raise slurm.Problem(f"{argv[1]}/slurm/array.json names no job for task {task}") from None
 
 
-def main(words: list[str]) -> NoReturn:
+def main(argv: list[str]) -> NoReturn:
     try:
-        code = Batch(os.path.abspath(directory_of(words))).run()
+        code = Batch(os.path.abspath(directory_of(argv))).run()
     except (slurm.Problem, OSError) as problem:
-        slurm.say(slurm.text_of(problem))
+        slurm.log(slurm.text_of(problem))
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,6 +1,6 @@
 """The outcome of a start of a Slurm job, computed without side effects once its ranks have ended.
 
-`Evidence` holds what the first node has collected; `conclude` returns what follows:
+`Observations` holds what the first node has collected; `decide_outcome` returns what follows:
 
 finish   the job is over, with `status`
 again    it is to be requeued in Slurm under the same id
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     Document = dict[str, Any]
 
 REQUEUE = 85
-_TOLD = 143
+_SIGTERM_CODE = 143
 # Slurm's reasons for ending a running job whose node it has lost.
 # https://slurm.schedmd.com/job_reason_codes.html
 _NODE_LOST = ("NodeDown", "SystemFailure")
@@ -27,21 +27,21 @@ _NODE_LOST = ("NodeDown", "SystemFailure")
 _ECHO = re.compile(r"connection (closed|reset) by peer|broken pipe|socket|nccl|timed? ?out|node 0", re.IGNORECASE)
 
 
-class Evidence:
+class Observations:
     """The facts about a start.
 
     settings:    the job's.
     attempt:     the newest that has run, including restarts within this start.
     names:       the nodes' names, by rank.
     reports:     each node's final report, by rank.
-    begun:       the ranks of nodes that have begun.
+    started_ranks:       the ranks of nodes that have begun.
     overdue:     why this program has ended the ranks' step, if it has.
-    told:        this program has received SIGTERM.
+    terminated:        this program has received SIGTERM.
     cancel:      the job was cancelled through accel.
     slurm:       the record of `scontrol show job`; None if that failed.
     runs_before: earlier runs, by Slurm's count.
     srun:        its exit code.
-    words:       the last line of a node without a report, or a line of srun.
+    last_message:       the last line of a node without a report, or a line of srun.
     """
 
     def __init__(self, settings: Document, attempt: int, names: list[str]) -> None:
@@ -49,14 +49,14 @@ class Evidence:
         self.attempt = attempt
         self.names = names
         self.reports: dict[int, Document] = {}
-        self.begun: set[int] = set()
+        self.started_ranks: set[int] = set()
         self.overdue: Document | None = None
-        self.told = False
+        self.terminated = False
         self.cancel = False
         self.slurm: dict[str, str] | None = None
         self.runs_before = 0
         self.srun = 0
-        self.words = ""
+        self.last_message = ""
 
     def name(self, rank: int) -> str:
         return self.names[rank] if rank < len(self.names) else f"node {rank}"
@@ -74,125 +74,131 @@ class Evidence:
         return max(0, int(self.settings["max_restarts"]) - self.attempt)
 
 
-class Conclusion:
+class Outcome:
     def __init__(self, do: str, status: Document) -> None:
         self.do = do
         self.status = status
 
 
-def conclude(known: Evidence) -> Conclusion:
-    if known.cancel:
-        return Conclusion("finish", _status(known, "cancelled", "user", "cancelled", _code(known) or _TOLD))
-    if known.succeeded:
-        return Conclusion("finish", _status(known, "succeeded", "none", "", 0))
-    if known.slurm is not None and started_again(known.slurm, known.runs_before):
-        return _left(known)
-    if known.told or _told_on_a_node(known):
-        return _told(known)
-    asked = any(report.get("preempted") for report in known.reports.values())
-    if asked:
-        return _again(known, "preempted", "its ranks were warned and have left a checkpoint", REQUEUE)
-    status = _failed(known)
+def decide_outcome(observations: Observations) -> Outcome:
+    if observations.cancel:
+        return Outcome(
+            "finish", _status(observations, "cancelled", "user", "cancelled", _code(observations) or _SIGTERM_CODE)
+        )
+    if observations.succeeded:
+        return Outcome("finish", _status(observations, "succeeded", "none", "", 0))
+    if observations.slurm is not None and is_requeued(observations.slurm, observations.runs_before):
+        return _outcome_when_requeued(observations)
+    if observations.terminated or _node_was_terminated(observations):
+        return _outcome_when_terminated(observations)
+    checkpointed = any(report.get("preempted") for report in observations.reports.values())
+    if checkpointed:
+        return _outcome_restart(observations, "preempted", "its ranks were warned and have left a checkpoint", REQUEUE)
+    status = _failed(observations)
     if status["reason"] == "node_failure":
-        return _again(known, "node_failure", status["message"], status["exit_code"], status["failure"])
-    return Conclusion("finish", status)
+        return _outcome_restart(observations, "node_failure", status["message"], status["exit_code"], status["failure"])
+    return Outcome("finish", status)
 
 
-def too_often(settings: Document, attempt: int, last: Document | None) -> Document:
+def restart_limit_status(settings: Document, attempt: int, last: Document | None) -> Document:
     """Return the result of a job that Slurm has started once more than allowed.
 
     last: how the previous start ended; None if its first node never reported, as when it is lost.
     """
-    known = Evidence(settings, attempt, [])
-    why = last or {"reason": "node_failure", "message": "its first node was lost", "exit_code": None}
-    message = "{}; {}".format(why["message"], _used_up(settings, attempt))
-    return _status(known, "failed", why["reason"], message, why.get("exit_code"))
+    observations = Observations(settings, attempt, [])
+    end = last or {"reason": "node_failure", "message": "its first node was lost", "exit_code": None}
+    message = "{}; {}".format(end["message"], _used_up(settings, attempt))
+    return _status(observations, "failed", end["reason"], message, end.get("exit_code"))
 
 
 def not_started(settings: Document, attempt: int, reason: str, message: str) -> Document:
-    return _status(Evidence(settings, attempt, []), "failed", reason, message, 1)
+    return _status(Observations(settings, attempt, []), "failed", reason, message, 1)
 
 
 def cancelled(settings: Document, attempt: int) -> Document:
-    known = Evidence(settings, attempt, [])
-    return _status(known, "cancelled", "user", "cancelled before its ranks were started", None)
+    observations = Observations(settings, attempt, [])
+    return _status(observations, "cancelled", "user", "cancelled before its ranks were started", None)
 
 
-def started_again(facts: dict[str, str], runs_before: int) -> bool:
+def is_requeued(facts: dict[str, str], runs_before: int) -> bool:
     """Return True if Slurm already restarts the job, after a lost or preempted node or by a user's request."""
     return int(facts.get("Restarts") or 0) > runs_before or facts["JobState"] == "PENDING"
 
 
-def _left(known: Evidence) -> Conclusion:
-    saved = any(report.get("preempted") for report in known.reports.values())
-    if saved:
+def _outcome_when_requeued(observations: Observations) -> Outcome:
+    checkpointed = any(report.get("preempted") for report in observations.reports.values())
+    if checkpointed:
         message = "Slurm starts it again; its ranks have left a checkpoint"
-        return Conclusion("leave", _status(known, "failed", "preempted", message, REQUEUE))
+        return Outcome("leave", _status(observations, "failed", "preempted", message, REQUEUE))
     message = "Slurm starts it again: it lost a node, or gave its nodes to another job"
-    return Conclusion("leave", _status(known, "failed", "node_failure", message, _code(known) or _TOLD))
+    return Outcome(
+        "leave", _status(observations, "failed", "node_failure", message, _code(observations) or _SIGTERM_CODE)
+    )
 
 
-def _told(known: Evidence) -> Conclusion:
+def _outcome_when_terminated(observations: Observations) -> Outcome:
     """Decide after a SIGTERM from outside. Only Slurm knows its reason, from its record of the job."""
-    facts = known.slurm
-    saved = any(report.get("preempted") for report in known.reports.values())
-    code = REQUEUE if saved else _code(known) or _TOLD
-    words = "its ranks have left a checkpoint" if saved else _advice(known)
+    facts = observations.slurm
+    checkpointed = any(report.get("preempted") for report in observations.reports.values())
+    code = REQUEUE if checkpointed else _code(observations) or _SIGTERM_CODE
+    detail = "its ranks have left a checkpoint" if checkpointed else _advice(observations)
     if facts is None:
-        said = "it was told to end, and Slurm could not be asked why"
-        return Conclusion("leave", _status(known, "failed", "exit_code", said, code))
+        message = "it was told to end, and Slurm could not be asked why"
+        return Outcome("leave", _status(observations, "failed", "exit_code", message, code))
     if facts.get("PreemptTime", "None") != "None":
-        return _again(known, "preempted", "a job of higher priority took its nodes; " + words, code)
+        return _outcome_restart(observations, "preempted", "a job of higher priority took its nodes; " + detail, code)
     if facts.get("Reason") == "TimeLimit" or facts.get("JobState") == "TIMEOUT":
         limit = "its time limit ({}) was reached; ".format(facts.get("TimeLimit", "?"))
-        if saved:
-            return _again(known, "time_limit", limit + words, code)
-        return Conclusion("finish", _status(known, "failed", "time_limit", limit + words, code))
+        if checkpointed:
+            return _outcome_restart(observations, "time_limit", limit + detail, code)
+        return Outcome("finish", _status(observations, "failed", "time_limit", limit + detail, code))
     if facts.get("Reason") in _NODE_LOST or facts.get("JobState") == "NODE_FAIL":
-        return _again(known, "node_failure", _lost_node(known, facts), code)
-    if saved and facts.get("JobState") == "RUNNING":
-        return _again(known, "preempted", words, code)
+        return _outcome_restart(observations, "node_failure", _lost_node_message(observations, facts), code)
+    if checkpointed and facts.get("JobState") == "RUNNING":
+        return _outcome_restart(observations, "preempted", detail, code)
     if facts.get("JobState") in ("COMPLETING", "CANCELLED"):
-        return _ended_in_slurm(known, facts, code)
-    status = _failed(known)
+        return _ended_in_slurm(observations, facts, code)
+    status = _failed(observations)
     status["message"] = "its ranks were told to end by SIGTERM, and not by this program; " + status["message"]
-    return Conclusion("finish", status)
+    return Outcome("finish", status)
 
 
-def _ended_in_slurm(known: Evidence, facts: dict[str, str], code: int | None) -> Conclusion:
+def _ended_in_slurm(observations: Observations, facts: dict[str, str], code: int | None) -> Outcome:
     """Decide for a job that Slurm has ended. Every ended job is COMPLETING, and only scancel has no reason.
 
     With another reason, Slurm's final state, which comes after this program, is more precise.
     """
     reason = facts.get("Reason", "None")
     if reason in ("None", "(null)"):
-        return Conclusion("finish", _status(known, "cancelled", "user", "cancelled in Slurm (scancel)", code))
-    return Conclusion("leave", _status(known, "failed", "exit_code", f"ended in Slurm ({reason})", code))
+        return Outcome("finish", _status(observations, "cancelled", "user", "cancelled in Slurm (scancel)", code))
+    return Outcome("leave", _status(observations, "failed", "exit_code", f"ended in Slurm ({reason})", code))
 
 
-def _lost_node(known: Evidence, facts: dict[str, str]) -> str:
-    silent = [known.name(rank) for rank in known.everybody if rank not in known.reports]
-    names = f"; {', '.join(silent)} has not reported" if silent else ""
+def _lost_node_message(observations: Observations, facts: dict[str, str]) -> str:
+    missing = [observations.name(rank) for rank in observations.everybody if rank not in observations.reports]
+    names = f"; {', '.join(missing)} has not reported" if missing else ""
     return "Slurm lost a node of the job ({}){}".format(facts.get("Reason", "NODE_FAIL"), names)
 
 
-def _told_on_a_node(known: Evidence) -> bool:
-    return any(report.get("told") == "SIGTERM" for report in known.reports.values())
+def _node_was_terminated(observations: Observations) -> bool:
+    return any(report.get("told") == "SIGTERM" for report in observations.reports.values())
 
 
-def _advice(known: Evidence) -> str:
+def _advice(observations: Observations) -> str:
     """Return advice for a script that ignored the warning."""
-    lacks = "call accelerator.checkpoint_on_preemption() after each step to leave a checkpoint"
-    if not int(known.settings["max_restarts"]):
-        lacks += ", and give --max-restarts to be started again from it"
-    return "no checkpoint was left: " + lacks
+    advice = "call accelerator.checkpoint_on_preemption() after each step to leave a checkpoint"
+    if not int(observations.settings["max_restarts"]):
+        advice += ", and give --max-restarts to be started again from it"
+    return "no checkpoint was left: " + advice
 
 
-def _again(known: Evidence, reason: str, why: str, code: int | None, failure: Document | None = None) -> Conclusion:
-    if known.restarts_left:
-        return Conclusion("again", _status(known, "failed", reason, why, code, failure))
-    message = f"{why}; {_used_up(known.settings, known.attempt + 1)}"
-    return Conclusion("finish", _status(known, "failed", reason, message, code, failure))
+def _outcome_restart(
+    observations: Observations, reason: str, cause: str, code: int | None, failure: Document | None = None
+) -> Outcome:
+    if observations.restarts_left:
+        return Outcome("again", _status(observations, "failed", reason, cause, code, failure))
+    message = f"{cause}; {_used_up(observations.settings, observations.attempt + 1)}"
+    return Outcome("finish", _status(observations, "failed", reason, message, code, failure))
 
 
 def _used_up(settings: Document, starts: int) -> str:
@@ -202,23 +208,23 @@ def _used_up(settings: Document, starts: int) -> str:
     return f"it was started {starts} times, and --max-restarts {allowed} allows no more"
 
 
-def _failed(known: Evidence) -> Document:
+def _failed(observations: Observations) -> Document:
     """Return the first failure, by its node's clock; else what is known about the missing nodes."""
-    told = [report["failure"] for report in known.reports.values() if report.get("failure")]
-    first = _first(told)
-    overdue = known.overdue
+    failures = [report["failure"] for report in observations.reports.values() if report.get("failure")]
+    first = _first(failures)
+    overdue = observations.overdue
     if overdue is not None and (first is None or first["rank"] is None or _ECHO.search(str(first["message"]))):
-        return _status(known, "failed", overdue["reason"], overdue["message"], _code(known) or 1, first)
+        return _status(observations, "failed", overdue["reason"], overdue["message"], _code(observations) or 1, first)
     if first is not None:
-        return _status(known, "failed", first["reason"], _said(first), first["exit_code"], first)
-    failed = {rank: report for rank, report in known.reports.items() if report["code"] != 0}
+        return _status(observations, "failed", first["reason"], _failure_text(first), first["exit_code"], first)
+    failed = {rank: report for rank, report in observations.reports.items() if report["code"] != 0}
     if failed:
-        rank, report = min(failed.items(), key=lambda item: (_late(item[1]), float(item[1]["at"]), item[0]))
+        rank, report = min(failed.items(), key=lambda item: (_gave_up_waiting(item[1]), float(item[1]["at"]), item[0]))
         killed = "" if report["refused"] else _killed(report["code"])
-        words = killed or report["words"] or "it ended with code {}".format(report["code"])
-        message = f"{known.name(rank)}: {words}"
-        return _status(known, "failed", report["refused"] or "exit_code", message, report["code"])
-    return _without_reports(known)
+        detail = killed or report["words"] or "it ended with code {}".format(report["code"])
+        message = f"{observations.name(rank)}: {detail}"
+        return _status(observations, "failed", report["refused"] or "exit_code", message, report["code"])
+    return _without_reports(observations)
 
 
 def _first(failures: list[Document]) -> Document | None:
@@ -227,28 +233,30 @@ def _first(failures: list[Document]) -> Document | None:
     return min(ranks or failures, key=lambda failure: float(failure["time"]) or float("inf"), default=None)
 
 
-def _without_reports(known: Evidence) -> Document:
-    missing = [rank for rank in known.everybody if rank not in known.reports]
-    lost = [rank for rank in missing if rank in known.begun]
-    names = ", ".join(known.name(rank) for rank in lost or missing)
-    words = ": " + known.words if known.words else ""
-    if any(f"No module named {name!r}" in words for name in ("submitit", "schedulers")):
-        words += f"; there: {known.settings['python']} -m pip install 'accel-launch[slurm]'"
-    code = known.srun or 1
+def _without_reports(observations: Observations) -> Document:
+    missing = [rank for rank in observations.everybody if rank not in observations.reports]
+    lost = [rank for rank in missing if rank in observations.started_ranks]
+    names = ", ".join(observations.name(rank) for rank in lost or missing)
+    detail = ": " + observations.last_message if observations.last_message else ""
+    if any(f"No module named {name!r}" in detail for name in ("submitit", "schedulers")):
+        detail += f"; there: {observations.settings['python']} -m pip install 'accel-launch[slurm]'"
+    code = observations.srun or 1
     if lost:
-        return _status(known, "failed", "node_failure", f"{names} ended without a word{words}", code)
-    return _status(known, "failed", "setup", f"{names} could not begin{words}", code)
+        return _status(observations, "failed", "node_failure", f"{names} ended without a word{detail}", code)
+    return _status(observations, "failed", "setup", f"{names} could not begin{detail}", code)
 
 
-def _late(report: Document) -> bool:
+def _gave_up_waiting(report: Document) -> bool:
     """Return True for a node that timed out in the rendezvous, which matters less than one that could not join."""
     return bool(report["refused"] == "rendezvous")
 
 
-def _code(known: Evidence) -> int | None:
-    codes = [report["code"] for report in known.reports.values() if report["code"]]
-    told = [report["failure"]["exit_code"] for report in known.reports.values() if report.get("failure")]
-    return next(iter(told + codes), None)
+def _code(observations: Observations) -> int | None:
+    codes = [report["code"] for report in observations.reports.values() if report["code"]]
+    failure_codes = [
+        report["failure"]["exit_code"] for report in observations.reports.values() if report.get("failure")
+    ]
+    return next(iter(failure_codes + codes), None)
 
 
 def _killed(code: int) -> str:
@@ -256,22 +264,22 @@ def _killed(code: int) -> str:
     return f"accel launch was killed by {signal.Signals(code - 128).name}" if code in (134, 137, 139) else ""
 
 
-def _said(failure: Document) -> str:
-    who = "rank {}".format(failure["rank"]) if failure["rank"] is not None else "the launcher on " + failure["host"]
+def _failure_text(failure: Document) -> str:
+    subject = "rank {}".format(failure["rank"]) if failure["rank"] is not None else "the launcher on " + failure["host"]
     message = str(failure["message"]) or str(failure["how"])
-    text = message if message.startswith(who) else f"{who}: {message}"
+    text = message if message.startswith(subject) else f"{subject}: {message}"
     return "{} ({})".format(text, failure["cause"]) if failure["cause"] else text
 
 
 def _status(
-    known: Evidence, state: str, reason: str, message: str, code: int | None, failure: Document | None = None
+    observations: Observations, state: str, reason: str, message: str, code: int | None, failure: Document | None = None
 ) -> Document:
-    facts = known.slurm or {}
+    facts = observations.slurm or {}
     return {
         "state": state,
         "reason": reason,
         "exit_code": code,
-        "attempt": known.attempt,
+        "attempt": observations.attempt,
         "message": message,
         "native_state": facts.get("JobState", ""),
         "failure": failure,

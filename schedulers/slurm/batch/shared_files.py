@@ -90,7 +90,7 @@ def fenced(path: str, attempt: int) -> bool:
 
 def lines(path: str, start: int = 0) -> list[Document]:
     """Return the documents in the file from byte `start` on, one per line, without truncated ones."""
-    found = []
+    documents = []
     try:
         with open(path, "rb") as file:
             file.seek(start)
@@ -103,8 +103,8 @@ def lines(path: str, start: int = 0) -> list[Document]:
         except (ValueError, RecursionError):
             continue
         if isinstance(document, dict):
-            found.append(document)
-    return found
+            documents.append(document)
+    return documents
 
 
 def append(path: str, document: Document) -> None:
@@ -120,7 +120,7 @@ def append(path: str, document: Document) -> None:
         os.close(fd)
 
 
-def reserve(path: str) -> None:
+def preallocate(path: str) -> None:
     """Reserve the disk space that `write` may need later."""
     with contextlib.suppress(OSError), open(path, "wb") as file:
         file.write(b"~" * _SPARE)

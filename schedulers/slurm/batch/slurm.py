@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 
-from .outcome import started_again
+from .outcome import is_requeued
 from .unanswered import is_unanswered
 
 TYPE_CHECKING = False
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 FIRST_PORT, PORTS = 20000, 12000  # below the ports that systems give out by themselves (32768 on Linux)
-_ASK_S = 5.0
+_COMMAND_TIMEOUT_S = 5.0
 _PAUSES_S = (1, 2, 4, 8, 16, 30, 60, 60, 60, 0)
 _END_S = 30.0
 _SIOCGIFADDR = 0x8915
@@ -31,7 +31,7 @@ class Problem(Exception):
     """The job cannot be started. The message has one line."""
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     print("accel: " + text, flush=True)
 
 
@@ -49,9 +49,9 @@ def own_job() -> str:
 
 def node_names() -> list[str]:
     """Return the names of the job's nodes, by rank."""
-    listed = os.environ["SLURM_JOB_NODELIST"]
-    done = _call("scontrol", "show", "hostnames", listed)
-    names = done.stdout.split() if done is not None and done.returncode == 0 else []
+    nodelist = os.environ["SLURM_JOB_NODELIST"]
+    completed = _call("scontrol", "show", "hostnames", nodelist)
+    names = completed.stdout.split() if completed is not None and completed.returncode == 0 else []
     return names or [os.environ.get("SLURMD_NODENAME") or socket.gethostname()]
 
 
@@ -61,9 +61,9 @@ def reachable(name: str) -> str:
         socket.getaddrinfo(name, None)
         return name
     except OSError:
-        done = _call("scontrol", "show", "node", "-o", name)
-        found = re.search(r"\bNodeAddr=(\S+)", done.stdout) if done is not None else None
-        return found.group(1) if found else socket.gethostname()
+        completed = _call("scontrol", "show", "node", "-o", name)
+        match = re.search(r"\bNodeAddr=(\S+)", completed.stdout) if completed is not None else None
+        return match.group(1) if match else socket.gethostname()
 
 
 def address_of(interface: str | None) -> str | None:
@@ -80,8 +80,8 @@ def address_of(interface: str | None) -> str | None:
         digits, _, _, scope, _, name = line.split()
         if name == interface and scope == "00":
             return socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
-    there = ", ".join(name for _, name in socket.if_nameindex())
-    raise Problem(f"interface {interface}: {socket.gethostname()} has no address on it; there are {there}")
+    interfaces = ", ".join(name for _, name in socket.if_nameindex())
+    raise Problem(f"interface {interface}: {socket.gethostname()} has no address on it; there are {interfaces}")
 
 
 def hold_port(job: int) -> tuple[int, socket.socket]:
@@ -92,70 +92,70 @@ def hold_port(job: int) -> tuple[int, socket.socket]:
     """
     for number in range(PORTS):
         port = FIRST_PORT + (job + number) % PORTS
-        held = socket.socket(socket.AF_INET6 if socket.has_ipv6 else socket.AF_INET, socket.SOCK_STREAM)
+        sock = socket.socket(socket.AF_INET6 if socket.has_ipv6 else socket.AF_INET, socket.SOCK_STREAM)
         try:
-            held.bind(("", port))
-            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            return port, held
+            sock.bind(("", port))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            return port, sock
         except OSError:
-            held.close()
+            sock.close()
     raise Problem(f"none of the ports {FIRST_PORT} … {FIRST_PORT + PORTS - 1} is free on this node")
 
 
 def facts(job: str) -> dict[str, str] | None:
     """Return Slurm's current record of a job, or None if the query fails."""
     for _ in range(2):
-        done = _call("scontrol", "show", "job", "-o", job)
-        if done is not None and done.returncode == 0:
+        completed = _call("scontrol", "show", "job", "-o", job)
+        if completed is not None and completed.returncode == 0:
             # A job's name comes before these, its command and directory after: the first of each is Slurm's word.
-            said = dict(reversed(_FACT.findall(done.stdout.partition(" GroupId=")[2])))
-            if "JobState" in said:
-                return said
+            fields = dict(reversed(_FACT.findall(completed.stdout.partition(" GroupId=")[2])))
+            if "JobState" in fields:
+                return fields
     return None
 
 
-def requeue(job: str, runs_before: int, told: Callable[[], bool]) -> str | None:
+def requeue(job: str, runs_before: int, terminating: Callable[[], bool]) -> str | None:
     """Requeue the job under the same id. Return None, or why Slurm refuses.
 
     Retries for some minutes while the controller does not respond. Slurm may kill the client with this program,
     which is part of the job too; so this checks whether the job was requeued. If Slurm ends the job for another
     reason, its record of the job shows that.
     """
-    words = ""
+    message = ""
     for pause in _PAUSES_S:
-        done = _call("scontrol", "requeue", job)
-        if done is not None and done.returncode == 0:
+        completed = _call("scontrol", "requeue", job)
+        if completed is not None and completed.returncode == 0:
             return None
-        now = facts(job)
-        if now is not None and started_again(now, runs_before):
+        job_facts = facts(job)
+        if job_facts is not None and is_requeued(job_facts, runs_before):
             return None
-        words = done.stderr.strip() if done is not None and done.returncode > 0 else ""
-        if not words:
-            if told() if now is None else now["JobState"] != "RUNNING":
+        message = completed.stderr.strip() if completed is not None and completed.returncode > 0 else ""
+        if not message:
+            if terminating() if job_facts is None else job_facts["JobState"] != "RUNNING":
                 return None
-        elif told() or (now is not None and not is_unanswered(words)):
+        elif terminating() or (job_facts is not None and not is_unanswered(message)):
             break
         time.sleep(pause)
-    return (words or "slurmctld does not answer").splitlines()[-1]
+    return (message or "slurmctld does not answer").splitlines()[-1]
 
 
 def cancel(job: str) -> bool:
-    done = _call("scancel", job)
-    return done is not None and done.returncode == 0
+    completed = _call("scancel", job)
+    return completed is not None and completed.returncode == 0
 
 
-def await_end(told: Callable[[], bool]) -> None:
+def await_end(terminating: Callable[[], bool]) -> None:
     """Wait for the signal with which Slurm ends this program."""
     deadline = time.monotonic() + _END_S
-    while not told() and time.monotonic() < deadline:
+    while not terminating() and time.monotonic() < deadline:
         time.sleep(0.05)
 
 
 def _call(*argv: str) -> subprocess.CompletedProcess[str] | None:
     try:
         return subprocess.run(
-            list(argv), stdin=subprocess.DEVNULL, capture_output=True, timeout=_ASK_S, text=True, errors="replace",
-            env=dict(os.environ, LC_ALL="C"), preexec_fn=_deafen,
+            list(argv), stdin=subprocess.DEVNULL, capture_output=True, timeout=_COMMAND_TIMEOUT_S, text=True,
+            errors="replace", env=dict(os.environ, LC_ALL="C"), preexec_fn=_deafen,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return None

@@ -11,7 +11,7 @@ import subprocess
 import time
 
 from . import shared_files, slurm
-from .outcome import Evidence
+from .outcome import Observations
 
 try:
     from ...node import logs
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 
 _LOOK_S = 0.25
 _ENDING = ("warned", "told", "first report")  # after which the end is near
-_SOON_S = 0.05
-_SOON_FOR_S = 20.0
+_FAST_POLL_S = 0.05
+_FAST_POLL_FOR_S = 20.0
 _GLANCE_S = 1.0
 _ALLOWANCE_S = 20.0  # beyond the grace, for a node to say how it ended
 _REPORTED_S = 10.0  # for srun to end once all nodes have
 _START_ALLOWANCE_S = 5.0
 _KILL_S = 5.0
-_LONGEST_WORDS = 500
-_MOST_HELD = 4096
+_MAX_MESSAGE = 500
+_MAX_HELD = 4096
 _ERROR = "srun: error: "
 _MARK = re.compile(r"(\d+)\.(begun|warned|json)\Z")
 # A warning that comes while the interpreter starts must not end it, which is what both do by default.
@@ -46,13 +46,13 @@ def _name_pickle(folder: str, env: dict[str, str]) -> None:
     """Link submitit's pickle under the job number that submitit expects, if the submit was killed before it did."""
     task = env.get("SLURM_ARRAY_TASK_ID")
     number = env["SLURM_JOB_ID"] if task is None else env["SLURM_ARRAY_JOB_ID"] + "_" + task
-    before = "job.pkl" if task is None else f"job_{task}.pkl"
+    pickle_name = "job.pkl" if task is None else f"job_{task}.pkl"
     with contextlib.suppress(FileExistsError, FileNotFoundError):
-        os.link(os.path.join(folder, before), os.path.join(folder, number + "_submitted.pkl"))
+        os.link(os.path.join(folder, pickle_name), os.path.join(folder, number + "_submitted.pkl"))
 
 
 class Step:
-    """The step: call `run`, then `finish`. Fills in `known` meanwhile. `full`: the logs' disk has been full."""
+    """The step: call `run`, then `finish`. Fills in `observations` meanwhile. `full`: the logs' disk has been full."""
 
     def __init__(
         self,
@@ -60,11 +60,11 @@ class Step:
         directory: str,
         attempt: int,
         env: dict[str, str],
-        known: Evidence,
-        told: Callable[[], bool],
+        observations: Observations,
+        terminating: Callable[[], bool],
     ) -> None:
         self._settings, self._directory, self._attempt, self._env = settings, directory, attempt, env
-        self._known, self._told = known, told
+        self._observations, self._is_terminated = observations, terminating
         self._nodes = os.path.join(directory, "slurm", "nodes", f"a{attempt}")
         self._logs = os.path.join(directory, "logs")
         self._clock = logs.Clock(self._logs)
@@ -90,11 +90,11 @@ class Step:
         except OSError as error:
             raise slurm.Problem(f"cannot run {argv[0]}: {error.strerror}") from None
         assert self._srun.stderr is not None
-        self._words = _Words(self._srun.stderr.fileno())
+        self._srun_output = _SrunOutput(self._srun.stderr.fileno())
         self._mark("start")
         self._watch(self._saved)
         if self._srun.returncode is not None:
-            self._take_end()
+            self._record_end()
 
     @property
     def full(self) -> bool:
@@ -104,47 +104,49 @@ class Step:
         """Wait for the end of srun: nodes still have work after their reports."""
         self._watch(lambda: False)
 
-    def _watch(self, enough: Callable[[], bool]) -> None:
-        while self._srun.poll() is None and not enough():
-            ready = select.select([self._woken, *self._words.wanted()], [], [], self._pause_s)[0]
+    def _watch(self, finished: Callable[[], bool]) -> None:
+        while self._srun.poll() is None and not finished():
+            ready = select.select([self._woken, *self._srun_output.readable_fds()], [], [], self._pause_s)[0]
             if self._woken in ready:
                 os.read(self._woken, 4096)
-            self._words.read()
+            self._srun_output.read()
             self._look()
             self._end_when_due(self._srun)
 
     def _saved(self) -> bool:
         """Return True if all nodes have reported and request a restart: that need not wait for srun."""
-        reports = self._known.reports
-        return all(rank in reports and reports[rank].get("preempted") for rank in self._known.everybody)
+        reports = self._observations.reports
+        return all(rank in reports and reports[rank].get("preempted") for rank in self._observations.everybody)
 
     @property
     def _pause_s(self) -> float:
         now = time.monotonic()
-        recent = [event for event in _ENDING if event in self._since and now - self._since[event] < _SOON_FOR_S]
-        return _SOON_S if recent else _LOOK_S
+        recent = [event for event in _ENDING if event in self._since and now - self._since[event] < _FAST_POLL_FOR_S]
+        return _FAST_POLL_S if recent else _LOOK_S
 
-    def _take_end(self) -> None:
-        self._words.read()
+    def _record_end(self) -> None:
+        self._srun_output.read()
         self._look(now=True)
         code = self._srun.returncode
-        self._known.srun = code if code >= 0 else 128 - code
-        if self._known.srun and len(self._known.reports) < self._settings["nodes"]:
-            self._known.words = self._last_words() or self._words.complaint or self._words.first
+        self._observations.srun = code if code >= 0 else 128 - code
+        if self._observations.srun and len(self._observations.reports) < self._settings["nodes"]:
+            self._observations.last_message = (
+                self._last_error() or self._srun_output.complaint or self._srun_output.first
+            )
 
     def _look(self, now: bool = False) -> None:
         """Read new files in the job's directory, each kind at its own interval."""
         clock = time.monotonic()
-        if self._told():
+        if self._is_terminated():
             self._mark("told")
         if now or clock >= self._next_look:
             self._read_nodes()
             self._next_look = clock + self._pause_s
         if now or clock >= self._next_glance:
             self._next_glance = clock + _GLANCE_S
-            if shared_files.exists(self._own("cancel")):
+            if shared_files.exists(self._job_file("cancel")):
                 self._mark("cancel")
-            if shared_files.fenced(self._own("attempt"), self._attempt):
+            if shared_files.fenced(self._job_file("attempt"), self._attempt):
                 self._mark("fence")
         if now or clock >= self._next_note:
             self._clock.note()
@@ -153,74 +155,74 @@ class Step:
 
     def _read_nodes(self) -> None:
         for name in _entries(self._nodes):
-            found = _MARK.match(name)
-            if found is None:
+            match = _MARK.match(name)
+            if match is None:
                 continue
-            rank = int(found.group(1))
-            self._known.begun.add(rank)
-            if found.group(2) == "warned":
+            rank = int(match.group(1))
+            self._observations.started_ranks.add(rank)
+            if match.group(2) == "warned":
                 self._mark("warned")
-            if found.group(2) == "json" and rank not in self._known.reports:
+            if match.group(2) == "json" and rank not in self._observations.reports:
                 report = shared_files.read(os.path.join(self._nodes, name))
                 if isinstance(report, dict):
-                    self._known.reports[rank] = report
+                    self._observations.reports[rank] = report
                     self._mark("first report")
 
-    def _own(self, name: str) -> str:
+    def _job_file(self, name: str) -> str:
         return os.path.join(self._directory, "slurm", name)
 
     def _end_when_due(self, srun: subprocess.Popen[bytes]) -> None:
         """End the step once it will not end by itself."""
         now = time.monotonic()
         if self._kill_at is None:
-            if not self._due(now):
+            if not self._is_due(now):
                 return
             srun.terminate()  # Slurm then kills the step on all nodes
             self._kill_at = now + _KILL_S
         elif now >= self._kill_at:
             srun.kill()
 
-    def _due(self, now: float) -> bool:
-        settings, known = self._settings, self._known
+    def _is_due(self, now: float) -> bool:
+        settings, observations = self._settings, self._observations
         if "fence" in self._since:
             return True
-        patience = float(settings["grace_s"]) + _ALLOWANCE_S
-        missing = [rank for rank in known.everybody if rank not in known.reports]
+        timeout_s = float(settings["grace_s"]) + _ALLOWANCE_S
+        missing = [rank for rank in observations.everybody if rank not in observations.reports]
         if not missing:
-            return self._passed("all reported", _REPORTED_S, now)
-        idle = [rank for rank in missing if rank not in known.begun]
+            return self._has_elapsed("all reported", _REPORTED_S, now)
+        idle = [rank for rank in missing if rank not in observations.started_ranks]
         start = float(settings["start_timeout_s"])
         if idle and now - self._since["start"] >= start + _START_ALLOWANCE_S:
-            names = ", ".join(known.name(rank) for rank in idle)
+            names = ", ".join(observations.name(rank) for rank in idle)
             message = f"{names} did not start within {start:g} s"
-            known.overdue = {"reason": "rendezvous", "message": message}
+            observations.overdue = {"reason": "rendezvous", "message": message}
             return True
         for cause in ("cancel", "told", "first report"):
-            if cause in self._since and now - self._since[cause] >= patience:
-                names = ", ".join(known.name(rank) for rank in missing)
-                message = f"{names} has not been heard of for {patience:.0f} s"
-                known.overdue = {"reason": "node_failure", "message": message}
+            if cause in self._since and now - self._since[cause] >= timeout_s:
+                names = ", ".join(observations.name(rank) for rank in missing)
+                message = f"{names} has not been heard of for {timeout_s:.0f} s"
+                observations.overdue = {"reason": "node_failure", "message": message}
                 return True
         return False
 
     def _mark(self, event: str) -> None:
         self._since.setdefault(event, time.monotonic())
 
-    def _passed(self, event: str, seconds: float, now: float) -> bool:
+    def _has_elapsed(self, event: str, seconds: float, now: float) -> bool:
         self._mark(event)
         return now - self._since[event] >= seconds
 
-    def _last_words(self) -> str:
+    def _last_error(self) -> str:
         """Return the last line of the first node that ended without a report: a missing interpreter or package."""
-        for rank in self._known.everybody:
-            if rank not in self._known.reports:
-                words = logs.last_line(os.path.join(self._logs, f"node-{rank}.log"), _LONGEST_WORDS)
-                if words:
-                    return words
+        for rank in self._observations.everybody:
+            if rank not in self._observations.reports:
+                line = logs.last_line(os.path.join(self._logs, f"node-{rank}.log"), _MAX_MESSAGE)
+                if line:
+                    return line
         return ""
 
 
-class _Words:
+class _SrunOutput:
     """srun's output: forwarded, with its first error and its first line kept."""
 
     def __init__(self, fd: int) -> None:
@@ -230,7 +232,7 @@ class _Words:
         self.complaint = self.first = ""
         os.set_blocking(fd, False)
 
-    def wanted(self) -> list[int]:
+    def readable_fds(self) -> list[int]:
         return [self._fd] if self._open else []
 
     def read(self) -> None:
@@ -242,13 +244,13 @@ class _Words:
             self._open = bool(data)
             with contextlib.suppress(OSError):  # a full disk
                 os.write(2, data)
-            *whole, self._partial = (self._partial + data).split(b"\n")
-            for line in whole:
-                text = line[:_MOST_HELD].decode(errors="replace").strip()
+            *lines, self._partial = (self._partial + data).split(b"\n")
+            for line in lines:
+                text = line[:_MAX_HELD].decode(errors="replace").strip()
                 self.first = self.first or text
                 if text.startswith(_ERROR) and not self.complaint:
                     self.complaint = text[len(_ERROR) :]
-            del self._partial[_MOST_HELD:]  # of a line that does not end
+            del self._partial[_MAX_HELD:]  # of a line that does not end
 
 
 def _entries(path: str) -> list[str]:

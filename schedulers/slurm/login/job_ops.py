@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     Row = dict[str, str]
 
 COMMENT = "accel:"
-REFUSALS = (jobs.Refused, commands.Refused)
+REFUSALS = (jobs.InvalidRequest, commands.CommandFailed)
 LOOK_S, AFRESH_S = 0.1, 1.0
-LONGEST_WORDS = 300
+MAX_MESSAGE = 300
 LATE_S = 30.0  # after a job's grace, before a second cancel asks Slurm alone
 
 NOT_STARTED = (
@@ -56,60 +56,62 @@ def status(root: str, step: Step, contents: list[bytes]) -> dict[str, Any]:
     age_s:       the age of squeue's output.
     unreachable: why the queue or accounting could not be queried. Jobs with neither `exit` nor `said` may exist.
     """
-    asked = step["jobs"]
-    answers = [_of_files(root, job) for job in asked]
+    queried = step["jobs"]
+    answers = [_of_files(root, job) for job in queried]
     answer: dict[str, Any] = {
         "jobs": answers, "unreachable": None, "accounting": step.get("accounting", True), "age_s": 0.0
     }  # fmt: skip
-    waiting = [at for at, found in enumerate(answers) if found["exit"] is None]
-    for at in set(range(len(asked))).difference(waiting):
-        forget_secrets(jobs.directory_of(root, asked[at]))  # where the job was killed before it could
-    if not waiting:
+    unfinished = [index for index, entry in enumerate(answers) if entry["exit"] is None]
+    for index in set(range(len(queried))).difference(unfinished):
+        forget_secrets(jobs.directory_of(root, queried[index]))  # where the job was killed before it could
+    if not unfinished:
         return answer
-    asked_at = time.time()
+    polled_at = time.time()
     try:
-        queue = _queue(root, [asked[at] for at in waiting], step)
-        asked_at = queue.asked_at
-        for at in waiting:
-            _take_queue(root, asked[at], queue.rows.get(asked[at]["slurm"]), answers[at])
-        left = [at for at in waiting if answers[at]["said"] is None and asked[at].get("search", True)]
-        if left and answer["accounting"]:
-            for at in left:
-                answers[at]["searched"] = True
-            _take_accounts(root, [(asked[at], answers[at]) for at in left], step)
+        queue = _queue(root, [queried[index] for index in unfinished], step)
+        polled_at = queue.asked_at
+        for index in unfinished:
+            _apply_queue_row(root, queried[index], queue.rows.get(queried[index]["slurm"]), answers[index])
+        unlisted = [
+            index for index in unfinished if answers[index]["said"] is None and queried[index].get("search", True)
+        ]
+        if unlisted and answer["accounting"]:
+            for index in unlisted:
+                answers[index]["searched"] = True
+            _apply_accounting(root, [(queried[index], answers[index]) for index in unlisted], step)
     except commands.AccountingOff:
         answer["accounting"] = False
     except commands.Unanswered as error:
         answer["unreachable"] = str(error)
-    for at in waiting:
-        if answers[at]["said"] is None or answers[at]["said"]["state"].split()[0] not in LIVE:
-            _look_again(root, asked[at], answers[at], answered=answer["unreachable"] is None)
-    answer["age_s"] = max(0.0, time.time() - asked_at)  # what came after it, sacct too, has made it older
+    for index in unfinished:
+        if answers[index]["said"] is None or answers[index]["said"]["state"].split()[0] not in LIVE:
+            _recheck_result(root, queried[index], answers[index], answered=answer["unreachable"] is None)
+    answer["age_s"] = max(0.0, time.time() - polled_at)  # what came after it, sacct too, has made it older
     return answer
 
 
-def _queue(root: str, waiting: list[Step], step: Step) -> slurm_queue.Answer:
+def _queue(root: str, queried: list[Step], step: Step) -> slurm_queue.CachedOutput:
     """Return squeue's output; for jobs that it lacks, output from after their submission."""
     answer = slurm_queue.read(root, step)
-    unnamed = [job for job in waiting if job["slurm"] not in answer.rows]
-    newest = max((_submitted_at(root, job) for job in unnamed), default=0.0)
+    unlisted = [job for job in queried if job["slurm"] not in answer.rows]
+    newest = max((_submitted_at(root, job) for job in unlisted), default=0.0)
     if newest > answer.asked_at:
         answer = slurm_queue.read(root, step, since=min(newest, time.time()))
     return answer
 
 
 def _submitted_at(root: str, job: Step) -> float:
-    noted = jobs.document(os.path.join(jobs.directory_of(root, job), "slurm/submitted.json"))
-    at = noted.get("at") if isinstance(noted, dict) else None
-    return at if isinstance(at, (int, float)) else 0.0
+    submission = jobs.document(os.path.join(jobs.directory_of(root, job), "slurm/submitted.json"))
+    timestamp = submission.get("at") if isinstance(submission, dict) else None
+    return timestamp if isinstance(timestamp, (int, float)) else 0.0
 
 
-def _whole(value: Any) -> int:
+def _int_or_zero(value: Any) -> int:
     """Return the value if it is a positive int, else 0: files may be damaged."""
     return value if isinstance(value, int) and value > 0 else 0
 
 
-def _look_again(root: str, job: Step, answer: dict[str, Any], *, answered: bool = False) -> None:
+def _recheck_result(root: str, job: Step, answer: dict[str, Any], *, answered: bool = False) -> None:
     """Check again for a result. A job that Slurm, when `answered`, does not know is over."""
     directory = jobs.directory_of(root, job)
     state = "" if answer["said"] is None else answer["said"]["state"].split()[0].rstrip("+")
@@ -119,7 +121,7 @@ def _look_again(root: str, job: Step, answer: dict[str, Any], *, answered: bool 
     path = os.path.join(directory, "exit.json")
     answer["exit"] = jobs.document(path) if documents.exists(path) else None
     if not answer["started"]:
-        answer["words"] = last_words(root, job)
+        answer["words"] = last_log_line(root, job)
 
 
 def _may_start_again(directory: str, answer: dict[str, Any]) -> bool:
@@ -128,35 +130,39 @@ def _may_start_again(directory: str, answer: dict[str, Any]) -> bool:
     `scontrol requeue` does, until the controller forgets the job, unless it was submitted with --no-requeue.
     """
     settings = jobs.document(os.path.join(directory, "slurm/settings.json"))
-    most = settings.get("max_restarts") if isinstance(settings, dict) else None
-    if answer["searched"] or not isinstance(most, int):
+    max_restarts = settings.get("max_restarts") if isinstance(settings, dict) else None
+    if answer["searched"] or not isinstance(max_restarts, int):
         return False
-    return most > (answer["attempt"] if answer["started"] else 0)
+    return max_restarts > (answer["attempt"] if answer["started"] else 0)
 
 
-def ends(root: str, wanted: dict[str, Step], step: Step) -> Iterator[list[str]]:
-    """Yield, at each look, the ids of those `wanted` jobs that have left a result or that Slurm reports as over.
+def ends(root: str, watched: dict[str, Step], step: Step) -> Iterator[list[str]]:
+    """Yield, at each look, the ids of those `watched` jobs that have left a result or that Slurm reports as over.
 
     Each look checks for results, which costs Slurm nothing, and calls squeue only if its output is too old.
     """
-    heard = looked = 0.0
-    asks = True
+    answered_at = refreshed_at = 0.0
+    use_squeue = True
     while True:
-        afresh = time.monotonic() - looked >= AFRESH_S
-        looked = time.monotonic() if afresh else looked
-        exists = documents.exists if afresh else os.path.exists
-        found = list(wanted.items())
-        over = [job for job, each in found if exists(os.path.join(jobs.directory_of(root, each), "exit.json"))]
+        refresh = time.monotonic() - refreshed_at >= AFRESH_S
+        refreshed_at = time.monotonic() if refresh else refreshed_at
+        exists = documents.exists if refresh else os.path.exists
+        pending = list(watched.items())
+        finished = [
+            job for job, job_step in pending if exists(os.path.join(jobs.directory_of(root, job_step), "exit.json"))
+        ]
         try:
-            answer = slurm_queue.read(root, step) if asks and found and not over else None
+            answer = slurm_queue.read(root, step) if use_squeue and pending and not finished else None
         except commands.Unanswered:
             answer = None
-        except commands.Refused:  # there is no Slurm here: whoever asks for the job's status finds out
-            answer, asks = None, False
-        if answer is not None and answer.asked_at != heard:
-            heard = answer.asked_at
-            over = [job for job, each in found if _is_over(root, each, answer.rows.get(each["slurm"]))]
-        yield over
+        except commands.CommandFailed:  # there is no Slurm here: whoever asks for the job's status finds out
+            answer, use_squeue = None, False
+        if answer is not None and answer.asked_at != answered_at:
+            answered_at = answer.asked_at
+            finished = [
+                job for job, job_step in pending if _is_over(root, job_step, answer.rows.get(job_step["slurm"]))
+            ]
+        yield finished
 
 
 def _is_over(root: str, job: Step, row: Row | None) -> bool:
@@ -165,19 +171,19 @@ def _is_over(root: str, job: Step, row: Row | None) -> bool:
 
 def _of_files(root: str, job: Step) -> dict[str, Any]:
     directory = jobs.directory_of(root, job)
-    found = jobs.document(os.path.join(directory, "exit.json"))
+    result = jobs.document(os.path.join(directory, "exit.json"))
     answer: dict[str, Any] = {
-        "exit": found, "said": None, "searched": False, "attempt": 0, "started": False, "foreign": False, "words": "",
+        "exit": result, "said": None, "searched": False, "attempt": 0, "started": False, "foreign": False, "words": "",
     }  # fmt: skip
-    if found is None:
+    if result is None:
         starts = documents.lines(os.path.join(directory, "slurm/attempts.jsonl"))
-        inside = logs.newest_attempt(os.path.join(directory, "logs/launch.jsonl")) if starts else None
+        launched_attempt = logs.newest_attempt(os.path.join(directory, "logs/launch.jsonl")) if starts else None
         answer["started"] = bool(starts)
-        answer["attempt"] = max([inside or 0, *(_whole(start.get("attempt")) for start in starts[-1:])])
+        answer["attempt"] = max([launched_attempt or 0, *(_int_or_zero(start.get("attempt")) for start in starts[-1:])])
     return answer
 
 
-def _take_queue(root: str, job: Step, row: Row | None, answer: dict[str, Any]) -> None:
+def _apply_queue_row(root: str, job: Step, row: Row | None, answer: dict[str, Any]) -> None:
     if row is None:
         return
     if not commands.is_ours(row, *marks(root, job)):
@@ -192,25 +198,25 @@ def _take_queue(root: str, job: Step, row: Row | None, answer: dict[str, Any]) -
     }
 
 
-def _take_accounts(root: str, waiting: list[tuple[Step, dict[str, Any]]], step: Step) -> None:
-    found: dict[str, list[Row]] = {}
-    for row in commands.accounts_of([job["slurm"] for job, _ in waiting], step):
-        found.setdefault(row["id"], []).append(row)
-    for job, answer in waiting:
-        ours = [row for row in found.get(job["slurm"], ()) if commands.is_ours(row, *marks(root, job))]
+def _apply_accounting(root: str, unlisted: list[tuple[Step, dict[str, Any]]], step: Step) -> None:
+    rows_by_id: dict[str, list[Row]] = {}
+    for row in commands.accounts_of([job["slurm"] for job, _ in unlisted], step):
+        rows_by_id.setdefault(row["id"], []).append(row)
+    for job, answer in unlisted:
+        own_rows = [row for row in rows_by_id.get(job["slurm"], ()) if commands.is_ours(row, *marks(root, job))]
         # Accounting lags: what it says of a job that the controller does not know counts when the job is over.
-        if ours and ours[-1]["state"].split()[0] not in LIVE:
+        if own_rows and own_rows[-1]["state"].split()[0] not in LIVE:
             keys = ("state", "code", "derived")
-            answer["said"] = {**{key: ours[-1][key] for key in keys}, "reason": "", "restarts": len(ours) - 1}
+            answer["said"] = {**{key: own_rows[-1][key] for key in keys}, "reason": "", "restarts": len(own_rows) - 1}
 
 
-def last_words(root: str, job: Step) -> str:
+def last_log_line(root: str, job: Step) -> str:
     """Return the last line that the batch script printed."""
     path = os.path.join(jobs.directory_of(root, job), "logs/slurm.log")
     if "_" in job["slurm"]:
         path = os.path.join(marks(root, job)[1], "slurm", job["slurm"].partition("_")[2] + ".log")
-    words = logs.last_line(path, LONGEST_WORDS)
-    return "".join(sign if sign.isprintable() else "?" for sign in words)
+    line = logs.last_line(path, MAX_MESSAGE)
+    return "".join(char if char.isprintable() else "?" for char in line)
 
 
 def marks(root: str, job: Step) -> tuple[str, str]:
@@ -218,9 +224,9 @@ def marks(root: str, job: Step) -> tuple[str, str]:
     directory = jobs.directory_of(root, job)
     first = job["job"]
     if "_" in job["slurm"]:
-        noted = jobs.document(os.path.join(directory, "slurm/submitted.json"))
-        if isinstance(noted, dict):
-            first = str(noted.get("first", first))
+        submission = jobs.document(os.path.join(directory, "slurm/submitted.json"))
+        if isinstance(submission, dict):
+            first = str(submission.get("first", first))
     return COMMENT + first, jobs.directory_of(root, {"job": first})
 
 
@@ -230,29 +236,29 @@ def earlier(root: str, job: str, *, array: bool, clusters: str | None = None) ->
     Raises commands.Unanswered when that is unknown now.
     """
     directory = os.path.join(jobs.directory_of(root, {"job": job}), "slurm")
-    noted = jobs.document(os.path.join(directory, "submitted.json"))
-    if isinstance(noted, dict):
-        return str(noted.get("slurm")).partition("_")[0]
+    submission = jobs.document(os.path.join(directory, "submitted.json"))
+    if isinstance(submission, dict):
+        return str(submission.get("slurm")).partition("_")[0]
     try:
-        began = os.stat(os.path.join(directory, "submitting")).st_mtime
+        started_at = os.stat(os.path.join(directory, "submitting")).st_mtime
     except FileNotFoundError:
         return None
     starts = [] if array else documents.lines(os.path.join(directory, "attempts.jsonl"))
     if starts and starts[-1].get("slurm_job"):
         return str(starts[-1]["slurm_job"])
     step = {"clusters": clusters}
-    of_ours = (COMMENT + job, jobs.directory_of(root, {"job": job}))
+    job_marks = (COMMENT + job, jobs.directory_of(root, {"job": job}))
     key = "array" if array else "id"
-    mine = [row[key] for row in commands.queue(step) if commands.is_ours(row, *of_ours)]
-    if mine:
-        return mine[-1]
-    since = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(began - 3600))
+    own_ids = [row[key] for row in commands.queue(step) if commands.is_ours(row, *job_marks)]
+    if own_ids:
+        return own_ids[-1]
+    since = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(started_at - 3600))
     try:
         rows = commands.accounts(["-S", since], step)
     except commands.AccountingOff:
         return None
-    mine = [row["id"] for row in rows if commands.is_ours(row, *of_ours)]
-    return mine[-1].partition("_")[0] if mine else None
+    own_ids = [row["id"] for row in rows if commands.is_ours(row, *job_marks)]
+    return own_ids[-1].partition("_")[0] if own_ids else None
 
 
 def find(root: str, step: Step, contents: list[bytes]) -> Any:
@@ -261,9 +267,9 @@ def find(root: str, step: Step, contents: list[bytes]) -> Any:
     spec = jobs.document(os.path.join(directory, "slurm/spec.json"))
     if not isinstance(spec, dict):
         return None
-    noted = jobs.document(os.path.join(directory, "slurm/submitted.json"))
-    if isinstance(noted, dict):
-        return {"spec": spec, "slurm": str(noted.get("slurm"))}
+    submission = jobs.document(os.path.join(directory, "slurm/submitted.json"))
+    if isinstance(submission, dict):
+        return {"spec": spec, "slurm": str(submission.get("slurm"))}
     if "first" not in step:
         return {"spec": spec, "slurm": earlier(root, step["job"], array=False)}
     number = earlier(root, step["first"], array=True)
@@ -279,37 +285,37 @@ def cancel(root: str, step: Step, contents: list[bytes]) -> str:
     directory = jobs.directory_of(root, step)
     if os.path.exists(os.path.join(directory, "exit.json")):
         return "over"
-    unheard = _leave_word(directory)
+    stale = _request_cancel(directory)
     answer = _of_files(root, step)
     try:
         rows = {row["id"]: row for row in commands.queue(step)}
-        _take_queue(root, step, rows.get(step["slurm"]), answer)
+        _apply_queue_row(root, step, rows.get(step["slurm"]), answer)
     except commands.Unanswered:
-        if answer["started"] and not unheard:
+        if answer["started"] and not stale:
             return "asked"
         raise
-    said = answer["said"]
-    if said is None or said["state"] not in LIVE:
+    info = answer["said"]
+    if info is None or info["state"] not in LIVE:
         return "gone"
     starts = len(documents.lines(os.path.join(directory, "slurm/attempts.jsonl")))
-    waits = said["state"] in NOT_STARTED
-    if said["state"] == "COMPLETING" or (not waits and starts > said["restarts"] and not unheard):
+    pending = info["state"] in NOT_STARTED
+    if info["state"] == "COMPLETING" or (not pending and starts > info["restarts"] and not stale):
         return "asked"
     try:
-        commands.call(["scancel", *commands.where(step), step["slurm"]])
-    except commands.Refused:
+        commands.call(["scancel", *commands.cluster_flags(step), step["slurm"]])
+    except commands.CommandFailed:
         rows = {row["id"]: row for row in commands.queue(step)}
         if step["slurm"] not in rows or rows[step["slurm"]]["state"] not in LIVE:  # it has ended meanwhile
             return "gone"
         raise
     slurm_queue.forget(root, step)
-    if waits and not starts:
+    if pending and not starts:
         # Slurm may keep nothing of a job that never began, of a task of an array least of all.
-        leave_result(directory, said["state"])
+        leave_result(directory, info["state"])
     return "cancelled"
 
 
-def _leave_word(directory: str) -> bool:
+def _request_cancel(directory: str) -> bool:
     """Write the cancel file. Return True if it was written so long ago that nobody seems to read it."""
     path = os.path.join(directory, "slurm/cancel")
     try:
@@ -348,7 +354,7 @@ def forget_secrets(directory: str) -> None:
 
 def clear(root: str, step: Step, contents: list[bytes]) -> dict[str, str]:
     """Remove the directories of finished jobs. Return those that stay, and why."""
-    kept: dict[str, str] = {}
+    remaining: dict[str, str] = {}
     rows: list[Row] | None = None
     for job in step["jobs"]:
         directory = jobs.directory_of(root, job)
@@ -356,19 +362,21 @@ def clear(root: str, step: Step, contents: list[bytes]) -> dict[str, str]:
             continue
         if not os.path.exists(os.path.join(directory, "exit.json")):
             rows = commands.queue(step) if rows is None else rows
-            of_ours = marks(root, job) if job["slurm"] else (COMMENT + job["job"], directory)
-            mine = [row for row in rows if commands.is_ours(row, *of_ours) and row["id"] == (job["slurm"] or row["id"])]
-            if any(row["state"] in LIVE for row in mine):
-                kept[job["job"]] = f"it is {mine[-1]['state'].lower()} at Slurm"
+            job_marks = marks(root, job) if job["slurm"] else (COMMENT + job["job"], directory)
+            own_rows = [
+                row for row in rows if commands.is_ours(row, *job_marks) and row["id"] == (job["slurm"] or row["id"])
+            ]
+            if any(row["state"] in LIVE for row in own_rows):
+                remaining[job["job"]] = f"it is {own_rows[-1]['state'].lower()} at Slurm"
                 continue
         try:
             shutil.rmtree(directory)
         except OSError as error:
-            kept[job["job"]] = f"{error.filename or directory}: {(error.strerror or str(error)).lower()}"
-    return kept
+            remaining[job["job"]] = f"{error.filename or directory}: {(error.strerror or str(error)).lower()}"
+    return remaining
 
 
-def about(root: str, step: Step, contents: list[bytes]) -> dict[str, Any]:
+def directories(root: str, step: Step, contents: list[bytes]) -> dict[str, Any]:
     """Return this machine's paths of the root and the home directory."""
     return {"root": os.path.abspath(root), "home": os.path.expanduser("~")}
 
@@ -376,21 +384,21 @@ def about(root: str, step: Step, contents: list[bytes]) -> dict[str, Any]:
 def check(root: str, step: Step, contents: list[bytes]) -> dict[str, Any]:
     """Return the cluster's version of Slurm, its partitions, its accounting, and whether our root is writable."""
     fields = commands.SEPARATOR.join(("%R", "%a", "%l", "%D", "%A", "%G"))
-    found: dict[str, Any] = {"version": commands.call(["sinfo", "--version"]).strip(), "accounting": True, "root": None}
-    text = commands.call(["sinfo", *commands.where(step), "--noheader", "-o", fields])
-    found["partitions"] = [line.split(commands.SEPARATOR) for line in text.splitlines() if commands.SEPARATOR in line]
+    facts: dict[str, Any] = {"version": commands.call(["sinfo", "--version"]).strip(), "accounting": True, "root": None}
+    text = commands.call(["sinfo", *commands.cluster_flags(step), "--noheader", "-o", fields])
+    facts["partitions"] = [line.split(commands.SEPARATOR) for line in text.splitlines() if commands.SEPARATOR in line]
     try:
         commands.accounts(["-j", "1"], step)
     except commands.AccountingOff:
-        found["accounting"] = False
-    except (commands.Unanswered, commands.Refused) as error:
-        found["accounting"] = str(error)
+        facts["accounting"] = False
+    except (commands.Unanswered, commands.CommandFailed) as error:
+        facts["accounting"] = str(error)
     probe = os.path.join(root, "jobs")
     while not os.path.isdir(probe):
         probe = os.path.dirname(probe)
     if not os.access(probe, os.W_OK):
-        found["root"] = f"{probe} cannot be written to"
-    return found
+        facts["root"] = f"{probe} cannot be written to"
+    return facts
 
 
 OPERATIONS = {
@@ -399,8 +407,8 @@ OPERATIONS = {
     "cancel": cancel,
     "clear": clear,
     "logs": jobs.logs,
-    "at": jobs.at,
+    "at": jobs.positions_at,
     "tail": jobs.tail,
-    "about": about,
+    "about": directories,
     "check": check,
 }

@@ -51,25 +51,25 @@ def main() -> None:
     except commands.Unanswered as error:
         line = {"error": str(error), "unreachable": True}
     except OSError as error:
-        line = {"error": jobs.in_words(error)}
-    jobs.give(line, contents)
+        line = {"error": jobs.describe_error(error)}
+    jobs.write_reply(line, contents)
 
 
 def watch(root: str, request: Step) -> None:
-    wanted: dict[str, Step] = {}
+    watched: dict[str, Step] = {}
 
-    def hear() -> None:
+    def receive_jobs() -> None:
         for line in sys.stdin.buffer:
             job, number = line.decode("ascii", "replace").split()
-            wanted[job] = {"job": job, "slurm": number}
+            watched[job] = {"job": job, "slurm": number}
         os._exit(0)
 
-    threading.Thread(target=hear, daemon=True).start()
-    began = time.monotonic()
-    for over in slurm.ends(root, wanted, request):
-        for job in over:
-            del wanted[job]
+    threading.Thread(target=receive_jobs, daemon=True).start()
+    started_at = time.monotonic()
+    for finished in slurm.ends(root, watched, request):
+        for job in finished:
+            del watched[job]
             os.write(1, job.encode() + b"\n")
-        if time.monotonic() - began >= request["watch_s"]:
+        if time.monotonic() - started_at >= request["watch_s"]:
             return
         time.sleep(slurm.LOOK_S)

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 SEPARATOR = "\x1f"
 NO_LOGIN_NODE = "this machine is no login node of a Slurm cluster (say login: HOST in the target)"
-ANSWER_S = 30.0
-_AT_ONCE = 5000  # jobs in one argument, which may be 128 KiB long
+COMMAND_TIMEOUT_S = 30.0
+_BATCH_SIZE = 5000  # jobs in one argument, which may be 128 KiB long
 _SPAN = re.compile(r"(\d+)(?:-(\d+)(?::(\d+))?)?")  # of an array's elements: 7, 4-9, 0-8:2
 
 # Name here -> squeue's name and width; what is longer is cut, so that a row stays a row.
@@ -61,19 +61,21 @@ class AccountingOff(Exception):
     """The cluster keeps no accounting."""
 
 
-class Refused(Exception):
+class CommandFailed(Exception):
     """A command has failed for good. The message has one line."""
 
 
-class Missing(Refused):
+class CommandNotFound(CommandFailed):
     """The command does not exist here."""
 
 
 def look_everywhere() -> None:
     """Add Slurm's usual directories to the PATH of this process, which no login shell has started."""
-    known = os.environ.get("PATH", os.defpath).split(os.pathsep)
-    more = [place for place in _PLACES if place not in known and os.path.isdir(place)]
-    os.environ["PATH"] = os.pathsep.join([*known, *more])
+    directories = os.environ.get("PATH", os.defpath).split(os.pathsep)
+    extra_directories = [
+        directory for directory in _PLACES if directory not in directories and os.path.isdir(directory)
+    ]
+    os.environ["PATH"] = os.pathsep.join([*directories, *extra_directories])
 
 
 def queue(step: Step) -> list[Row]:
@@ -83,7 +85,7 @@ def queue(step: Step) -> list[Row]:
 
 def queue_text(step: Step) -> str:
     fields = ",".join(f"{name}:{width}{SEPARATOR}" for name, width in QUEUE.values())
-    text = _asked(["squeue", *where(step), "--me", "--states=all", "--noheader", "--array", "-O", fields])
+    text = _query(["squeue", *cluster_flags(step), "--me", "--states=all", "--noheader", "--array", "-O", fields])
     return re.sub(f" +{SEPARATOR}", SEPARATOR, text)  # without what fills the columns it is a tenth as long
 
 
@@ -94,7 +96,7 @@ def queue_rows(text: str) -> list[Row]:
 
 def _queue_row(line: str) -> Row | None:
     values = [value.strip() for value in line.split(SEPARATOR)]
-    return {name: values[at] for at, name in enumerate(QUEUE)} if len(values) >= len(QUEUE) else None
+    return {name: values[index] for index, name in enumerate(QUEUE)} if len(values) >= len(QUEUE) else None
 
 
 def is_ours(row: Row, comment: str, workdir: str) -> bool:
@@ -107,41 +109,41 @@ def accounts_of(numbers: list[str], step: Step) -> list[Row]:
 
     An array is queried as a whole, and thousands of jobs in several calls: command lines are limited.
     """
-    wanted = list(dict.fromkeys(number.partition("_")[0] for number in numbers))
+    base_numbers = list(dict.fromkeys(number.partition("_")[0] for number in numbers))
     rows: list[Row] = []
-    for start in range(0, len(wanted), _AT_ONCE):
-        rows += accounts(["-j", ",".join(wanted[start : start + _AT_ONCE])], step)
+    for start in range(0, len(base_numbers), _BATCH_SIZE):
+        rows += accounts(["-j", ",".join(base_numbers[start : start + _BATCH_SIZE])], step)
     return rows + list(_of_elements(rows, numbers))
 
 
 def _of_elements(rows: list[Row], numbers: list[str]) -> Iterator[Row]:
     """Yield rows for array elements without their own: unstarted ones share `74_[48-499]`, or `74` if none began."""
-    own = {row["id"] for row in rows}
-    waiting: dict[str, list[str]] = {}
+    row_ids = {row["id"] for row in rows}
+    missing: dict[str, list[str]] = {}
     for number in numbers:
-        array, found, _ = number.partition("_")
-        if found and number not in own:
-            waiting.setdefault(array, []).append(number)
+        array, separator, _ = number.partition("_")
+        if separator and number not in row_ids:
+            missing.setdefault(array, []).append(number)
     for row in rows:
         array, _, elements = row["id"].partition("_")
         spans = _SPAN.findall(elements.partition("%")[0]) if elements.startswith("[") else []
         if not spans and row["id"] != array:
             continue
-        for number in waiting.get(array, ()):
-            at = int(number.partition("_")[2])
-            if not spans or any(at in range(int(a), int(b or a) + 1, int(step or 1)) for a, b, step in spans):
+        for number in missing.get(array, ()):
+            index = int(number.partition("_")[2])
+            if not spans or any(index in range(int(a), int(b or a) + 1, int(step or 1)) for a, b, step in spans):
                 yield {**row, "id": number}
 
 
-def accounts(chosen: list[str], step: Step) -> list[Row]:
+def accounts(selection: list[str], step: Step) -> list[Row]:
     """Return all runs of the selected jobs in accounting. Raises Unanswered, AccountingOff."""
     fields = ",".join(ACCOUNT.values())
-    words = ["--allocations", "--duplicates", "--noheader", "--parsable2", f"--delimiter={SEPARATOR}", "-o", fields]
+    flags = ["--allocations", "--duplicates", "--noheader", "--parsable2", f"--delimiter={SEPARATOR}", "-o", fields]
     rows = []
-    for line in _asked(["sacct", *where(step), *words, *chosen]).split("\n"):
+    for line in _query(["sacct", *cluster_flags(step), *flags, *selection]).split("\n"):
         values = line.split(SEPARATOR)
         if len(values) == len(ACCOUNT) and values[1]:
-            row = {name: values[at] for at, name in enumerate(ACCOUNT)}
+            row = {name: values[index] for index, name in enumerate(ACCOUNT)}
             rows.append({**row, "code": _unfolded(row["code"]), "derived": _unfolded(row["derived"])})
     return rows
 
@@ -151,22 +153,22 @@ def _unfolded(code: str) -> str:
     return "143:0" if code == "15:0" else code
 
 
-def where(step: Step) -> list[str]:
+def cluster_flags(step: Step) -> list[str]:
     """Return the option for the selected cluster, if there are several."""
     return ["-M", str(step["clusters"])] if step.get("clusters") else []
 
 
-def _asked(argv: list[str]) -> str:
+def _query(argv: list[str]) -> str:
     """Call a command that cannot be refused: every failure is temporary and raises Unanswered."""
     try:
         return call(argv)
-    except Missing:
+    except CommandNotFound:
         raise
-    except Refused as error:
+    except CommandFailed as error:
         raise Unanswered(str(error)) from None
 
 
-def call(argv: list[str], timeout_s: float = ANSWER_S) -> str:
+def call(argv: list[str], timeout_s: float = COMMAND_TIMEOUT_S) -> str:
     """Return the output of a Slurm command. Raises Unanswered, AccountingOff, and Refused for a refusal."""
     env = {
         name: value
@@ -175,28 +177,28 @@ def call(argv: list[str], timeout_s: float = ANSWER_S) -> str:
     }
     env["SLURM_BITSTR_LEN"] = "0"  # sacct names all elements of an array, however many
     try:
-        done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, env=env, timeout=timeout_s)
+        completed = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, env=env, timeout=timeout_s)
     except FileNotFoundError:
-        raise Missing(f"there is no {argv[0]}: {NO_LOGIN_NODE}") from None
+        raise CommandNotFound(f"there is no {argv[0]}: {NO_LOGIN_NODE}") from None
     except subprocess.TimeoutExpired:
         raise Unanswered(f"{argv[0]} gives no answer in {timeout_s:g} s") from None
     except OSError as error:
         raise Unanswered(f"{argv[0]} cannot be run: {(error.strerror or str(error)).lower()}") from None
-    if done.returncode == 0:
-        return done.stdout.decode("utf-8", "surrogateescape")
-    said = words_of(done.stderr.decode("utf-8", "replace"))
-    if "accounting storage is disabled" in said.lower():
+    if completed.returncode == 0:
+        return completed.stdout.decode("utf-8", "surrogateescape")
+    message = complaint(completed.stderr.decode("utf-8", "replace"))
+    if "accounting storage is disabled" in message.lower():
         raise AccountingOff
-    if is_unanswered(said):
-        raise Unanswered(f"{argv[0]}: {said}")
-    raise Refused(f"{argv[0]}: {said}")
+    if is_unanswered(message):
+        raise Unanswered(f"{argv[0]}: {message}")
+    raise CommandFailed(f"{argv[0]}: {message}")
 
 
-def words_of(stderr: str) -> str:
+def complaint(stderr: str) -> str:
     """Return a command's error output as one line, without the command's name before each part."""
     parts = [re.sub(r"^\w+: (error: |fatal: )?", "", line.strip()) for line in stderr.splitlines() if line.strip()]
     text = "; ".join(dict.fromkeys(parts)) or "it says nothing"
-    text = "".join(sign if sign.isprintable() else "?" for sign in text)
+    text = "".join(char if char.isprintable() else "?" for char in text)
     if "configuration source" in text:
         text = "Slurm has no configuration here (set SLURM_CONF, or say login: HOST in the target): " + text
     return text if len(text) <= 400 else text[:400] + "…"

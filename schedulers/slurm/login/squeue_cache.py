@@ -35,7 +35,7 @@ _REST, _REST_OF_ERROR = 10.0, 2.0
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 
 
-class Answer:
+class CachedOutput:
     """squeue's output, or why it failed. `asked_at`: a time before the call."""
 
     def __init__(self, asked_at: float, took_s: float, error: str, text: str) -> None:
@@ -49,28 +49,28 @@ class Answer:
         """The rows by job number."""
         return {row["id"]: row for row in commands.queue_rows(self.text)}
 
-    def stands(self, since: float) -> bool:
+    def is_fresh(self, since: float) -> bool:
         """Return True if it is still valid. One from a machine whose clock is ahead is not."""
         pace_s = max(PACE_S, min(SLOWEST_S, self.took_s * (_REST_OF_ERROR if self.error else _REST)))
         return since <= self.asked_at and 0 <= time.time() - self.asked_at - self.took_s < pace_s
 
 
-_held: dict[str, Answer] = {}
+_cache: dict[str, CachedOutput] = {}
 
 
-def read(root: str, step: Step, since: float = 0.0) -> Answer:
+def read(root: str, step: Step, since: float = 0.0) -> CachedOutput:
     """Return squeue's output, new or cached, from after `since` (our clock). Raises Unanswered, Refused."""
     path = _path(root, step)
-    answer = _held.get(path)
-    if answer is None or not answer.stands(since):
+    answer = _cache.get(path)
+    if answer is None or not answer.is_fresh(since):
         answer = _load(path)
-    if answer is None or not answer.stands(since):
-        with _alone(path + ".lock"):
+    if answer is None or not answer.is_fresh(since):
+        with _exclusive(path + ".lock"):
             answer = _load(path)
-            if answer is None or not answer.stands(since):
-                answer = _ask(step)
+            if answer is None or not answer.is_fresh(since):
+                answer = _run_squeue(step)
                 _save(path, answer)
-    _held[path] = answer
+    _cache[path] = answer
     if answer.error:
         raise commands.Unanswered(answer.error)
     return answer
@@ -79,12 +79,12 @@ def read(root: str, step: Step, since: float = 0.0) -> Answer:
 def forget(root: str, step: Step) -> None:
     """Drop the cached output: a job was removed from the queue."""
     path = _path(root, step)
-    _held.pop(path, None)
+    _cache.pop(path, None)
     with contextlib.suppress(OSError):
         os.unlink(path)
 
 
-def taken(lock: int) -> bool:
+def try_lock(lock: int) -> bool:
     """Return True if the file is now locked for us, or its file system has no locks. Raises OSError."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -98,30 +98,30 @@ def taken(lock: int) -> bool:
 
 def _path(root: str, step: Step) -> str:
     """Return the cache's path, which differs for each user and each cluster."""
-    whose = [os.getuid(), step.get("clusters"), os.environ.get("SLURM_CONF")]
-    return os.path.join(root, f"slurm-queue-{zlib.crc32(json.dumps(whose).encode()):08x}")
+    cache_key = [os.getuid(), step.get("clusters"), os.environ.get("SLURM_CONF")]
+    return os.path.join(root, f"slurm-queue-{zlib.crc32(json.dumps(cache_key).encode()):08x}")
 
 
-def _ask(step: Step) -> Answer:
-    asked_at, began = time.time(), time.monotonic()
+def _run_squeue(step: Step) -> CachedOutput:
+    polled_at, started_at = time.time(), time.monotonic()
     text = error = ""
     try:
         text = commands.queue_text(step)
     except commands.Unanswered as problem:
         error = str(problem)
-    return Answer(asked_at, time.monotonic() - began, error, text)
+    return CachedOutput(polled_at, time.monotonic() - started_at, error, text)
 
 
-def _load(path: str) -> Answer | None:
+def _load(path: str) -> CachedOutput | None:
     try:
         with open(path, encoding="utf-8", errors="surrogateescape", newline="\n") as file:
             head, text = json.loads(file.readline()), file.read()
-        return Answer(float(head["asked_at"]), float(head["took_s"]), str(head["error"]), text)
+        return CachedOutput(float(head["asked_at"]), float(head["took_s"]), str(head["error"]), text)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def _save(path: str, answer: Answer) -> None:
+def _save(path: str, answer: CachedOutput) -> None:
     """Write the cache atomically. If that fails, each process queries for itself."""
     head = {"asked_at": answer.asked_at, "took_s": answer.took_s, "error": answer.error}
     partial = f"{path}.{os.getpid()}.{os.urandom(4).hex()}"
@@ -136,14 +136,14 @@ def _save(path: str, answer: Answer) -> None:
 
 
 @contextlib.contextmanager
-def _alone(path: str) -> Iterator[None]:
+def _exclusive(path: str) -> Iterator[None]:
     """Hold the lock if possible. Continue without it after 30 s: its holder may have been stopped."""
     lock = -1
     try:
         with contextlib.suppress(OSError):
             lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            deadline = time.monotonic() + commands.ANSWER_S
-            while not taken(lock) and time.monotonic() < deadline:
+            deadline = time.monotonic() + commands.COMMAND_TIMEOUT_S
+            while not try_lock(lock) and time.monotonic() < deadline:
                 time.sleep(0.02)
         yield
     finally:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from accel import Accelerator, ProjectConfiguration
-from accel.checkpoint.directory import damage
+from accel.checkpoint.directory import find_damage
 from accel.exit_codes import REQUEUE
 from accel.tracking import GeneralTracker
 from accel.tracking.jsonl import read_records
@@ -154,7 +154,7 @@ def test_the_state_is_saved_and_the_exit_asks_for_a_requeue(tmp_path: Path, proc
     directory = str(tmp_path / "here") if named else None
     assert run(_exit_code, directory, str(tmp_path / "project"), processes=processes) == [REQUEUE] * processes
     place = tmp_path / "here" if named else tmp_path / "project/checkpoints/checkpoint_0"
-    assert damage(place) is None
+    assert find_damage(place) is None
 
 
 class Unfinished(GeneralTracker):
@@ -195,7 +195,7 @@ def test_trackers_are_finished_once(tmp_path: Path, processes: int, ends_itself:
 def test_a_tracker_that_cannot_finish_does_not_cost_the_requeue(tmp_path: Path) -> None:
     ((code, _),) = run(_tracked, str(tmp_path), [Unfinished, "jsonl"], False, processes=1)
     assert code == REQUEUE
-    assert damage(tmp_path / "kept") is None
+    assert find_damage(tmp_path / "kept") is None
     assert [record["kind"] for record in read_records(tmp_path / "run/metrics.jsonl")][-1] == "end"
 
 

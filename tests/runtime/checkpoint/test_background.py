@@ -14,7 +14,7 @@ from torch import nn
 
 from accel import Accelerator, ProjectConfiguration
 from accel.checkpoint.background import Staging
-from accel.checkpoint.directory import damage
+from accel.checkpoint.directory import find_damage
 from accel.errors import CheckpointError
 
 from ..small import fill, simple, value_of
@@ -39,7 +39,7 @@ def _changed_after(directory: str) -> list[Any]:
         optimizer.optimizer.state[next(iter(optimizer.optimizer.state))]["exp_avg"].zero_()
         accelerator.load_state(place)
         after = optimizer.state_dict()["state"][0]["exp_avg"]
-        seen.append((value_of(model), tally.value, torch.equal(before, after), damage(Path(place))))
+        seen.append((value_of(model), tally.value, torch.equal(before, after), find_damage(Path(place))))
     return seen
 
 
@@ -107,7 +107,7 @@ def test_the_interpreter_waits_for_it(tmp_path: Path) -> None:
     )
     ended = subprocess.run([sys.executable, script, tmp_path / "here"], capture_output=True, text=True, timeout=120)
     assert (ended.returncode, ended.stderr) == (0, "")
-    assert damage(tmp_path / "here") is None
+    assert find_damage(tmp_path / "here") is None
     assert [entry.name for entry in tmp_path.iterdir() if entry.name.startswith(".")] == []
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from accel import ProjectConfiguration
-from accel.checkpoint.directory import NAME, damage
+from accel.checkpoint.directory import NAME, find_damage
 from accel.errors import CheckpointError
 from tests.marks import long
 
@@ -28,7 +28,7 @@ def _what(directory: str, **how: Any) -> tuple[float, Any]:
 def test_saving_again_replaces_the_whole_and_keeps_the_scripts_files(tmp_path: Path, processes: int) -> None:
     place = tmp_path / "here"
     run(save_twice, str(place), processes=processes)
-    assert damage(place) is None
+    assert find_damage(place) is None
     assert (place / "notes.txt").read_text() == "the script's own"
     assert [entry.name for entry in tmp_path.iterdir()] == ["here"]
     expected = {"model.safetensors", "optimizer.bin", "custom_checkpoint_0.pkl", NAME, "notes.txt"}
@@ -139,7 +139,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str, harm: str) -> None:
     else:
         path.write_bytes(content[:40] + bytes([content[40] ^ 255]) + content[41:])
     if (name, harm) == (NAME, "missing"):
-        assert damage(place) == f"{place} has no {NAME}"
+        assert find_damage(place) == f"{place} has no {NAME}"
         return
     ended = outcomes(_what, str(place), processes=1)[0]
     assert ended.error == "CheckpointError"

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel import Accelerator, DataLoaderConfiguration, ProjectConfiguration, set_seed
-from accel.checkpoint.directory import NAME, Manifest, damage, write_manifest
+from accel.checkpoint.directory import NAME, Manifest, find_damage, write_manifest
 from accel.checkpoint.durable import BLOCK, DurableFile, digest_of, write_durably
 from tests.marks import long
 from tests.needs import package
@@ -98,7 +98,7 @@ def test_a_run_that_is_killed_goes_on_to_the_bit(tmp_path: Path, processes: int,
     folder = Path(directory) / "checkpoints"
     names = sorted(entry.name for entry in folder.iterdir())
     if rest[0]:  # else the last kill came after the last save, and perhaps before that had cleared up
-        assert [damage(folder / name) for name in names] == [None, None], names
+        assert [find_damage(folder / name) for name in names] == [None, None], names
 
 
 def test_what_a_killed_writer_left_of_an_older_checkpoint_is_deleted(tmp_path: Path) -> None:
@@ -137,14 +137,14 @@ def test_any_flipped_bit_and_any_lost_byte_is_named(checkpoint: Path, data: st.D
         harmed = content[:place]
     path.write_bytes(harmed)
     try:
-        problem = damage(checkpoint)
+        problem = find_damage(checkpoint)
     finally:
         path.write_bytes(content)
     assert problem is not None
     assert "\n" not in problem
     if path.name != NAME:
         assert str(path) in problem
-    assert damage(checkpoint) is None
+    assert find_damage(checkpoint) is None
 
 
 def _automatic(directory: str) -> None:
@@ -244,11 +244,11 @@ def test_damage_is_found_in_any_block(tmp_path: Path, place: int) -> None:
     path = tmp_path / "large"
     digest = write_durably(path, lambda file: file.write(bytes(2 * BLOCK + 10)))
     write_manifest(tmp_path, Manifest(num_processes=1, files={"large": digest}))
-    assert damage(tmp_path) is None
+    assert find_damage(tmp_path) is None
     with path.open("r+b") as file:
         file.seek(place)
         file.write(b"\1")
-    assert damage(tmp_path) == f"{path} is not as it was written (its checksum differs)"
+    assert find_damage(tmp_path) == f"{path} is not as it was written (its checksum differs)"
 
 
 def test_a_disk_that_fails_is_told(tmp_path: Path) -> None:

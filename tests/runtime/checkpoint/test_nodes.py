@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from accel import ProjectConfiguration
-from accel.checkpoint.directory import damage
+from accel.checkpoint.directory import find_damage
 from accel.errors import ArgumentError
 from tests.needs import missing
 
@@ -131,7 +131,7 @@ def test_copies_of_two_saves_are_not_one_checkpoint(tmp_path: Path) -> None:
     place = tmp_path / "disk-0/run/checkpoints/checkpoint_1"
     shutil.rmtree(place)
     shutil.copytree(earlier, place)
-    assert damage(place) is None
+    assert find_damage(place) is None
     assert run(loaded, str(tmp_path)) == [(1.0, [1.0, 0], 1), (1.0, [1.0, 1], 1)]
 
 
@@ -172,8 +172,8 @@ def test_places_that_the_script_names(tmp_path: Path) -> None:
         assert told == [5.0, 5.0]
         assert project == logs == f"{tmp_path}/disk-{rank}/run"
         own = tmp_path / f"disk-{rank}" / ("node-1" if rank else "") / "mine"
-        assert damage(own) is None
-        assert damage(tmp_path / f"elsewhere-{rank}") is None
+        assert find_damage(own) is None
+        assert find_damage(tmp_path / f"elsewhere-{rank}") is None
 
 
 def apart(directory: str) -> None:

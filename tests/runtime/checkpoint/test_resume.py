@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel import Accelerator, DataLoaderConfiguration, set_seed
-from accel.checkpoint.directory import damage
+from accel.checkpoint.directory import find_damage
 from tests.marks import long
 
 from ..small import fill, simple
@@ -95,7 +95,7 @@ def _killed_at_every_point(directory: str) -> list[Any]:
         value = model.weight.flatten()[0].item()
         assert tally.value == value
         seen.append(value)
-        assert damage(place) is None
+        assert find_damage(place) is None
         if os.WIFEXITED(status):
             assert os.WEXITSTATUS(status) == 0
             break

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from accel import Accelerator, DataLoaderConfiguration, set_seed, skip_first_batches
 from accel.data import DataLoaderDispatcher, prepare_data_loader
-from accel.data.dispatcher import Dealer
+from accel.data.dispatcher import BatchSplitter
 from accel.data.transfer import Decoder, Encoder
 from accel.errors import DataError
 from accel.plugins import GradientAccumulationPlugin
@@ -181,8 +181,8 @@ def test_a_last_round_that_cannot_be_cut_is_completed_with_whole_batches() -> No
     assert shapes == [[(2, 3), (2, 6)], [(2, 4), (2, 7)], [(2, 5), (2, 3)]]
 
 
-def _dealer(**how: Any) -> Dealer:
-    return Dealer(shares=2, split=False, even=True, drop_last=False, **how)
+def _dealer(**how: Any) -> BatchSplitter:
+    return BatchSplitter(shares=2, split=False, even=True, drop_last=False, **how)
 
 
 def test_a_loop_that_changes_its_batch_does_not_change_what_completes_the_last_round() -> None:

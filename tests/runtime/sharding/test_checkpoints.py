@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from accel import Accelerator
 from accel.accelerator import Accelerator as Façade
 from accel.checkpoint.chunks import Saved
-from accel.checkpoint.directory import damage, differing
+from accel.checkpoint.directory import find_changed_file, find_damage
 from accel.errors import ArgumentError, CheckpointError
 from accel.plugins import ProjectConfiguration
 from accel.plugins.fsdp import FullyShardedDataParallelPlugin
@@ -289,12 +289,12 @@ def test_a_damaged_chunk_is_found_before_anything_is_loaded(folders: dict[str, A
 
 def test_each_block_is_read_by_one_process(folders: dict[str, Any]) -> None:
     folder = folders["sharded SHARDED_STATE_DICT"][0]
-    assert damage(folder) is None
+    assert find_damage(folder) is None
     for path in [path for path in folder.rglob("*") if path.is_file() and path.name != "accel_manifest.json"]:
         content = path.read_bytes()
         path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
         try:
-            found = [part for part in range(3) if differing(folder, part, 3)]
+            found = [part for part in range(3) if find_changed_file(folder, part, 3)]
         finally:
             path.write_bytes(content)
         assert len(found) == 1, path
@@ -378,7 +378,7 @@ def _every_placement(folder: str) -> list[bool]:
     Accelerator(cpu=True)
     mesh = init_device_mesh("cpu", (2, 2))
     whole = torch.arange(35.0).reshape(5, 7)
-    saved = Saved.whole({"x": whole}, folder)
+    saved = Saved.single_chunk({"x": whole}, folder)
     found = []
     for placements in product((Shard(0), Shard(1), Replicate()), repeat=2):
         empty = distribute_tensor(torch.zeros(5, 7), mesh, placements)

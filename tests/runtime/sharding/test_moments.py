@@ -14,7 +14,7 @@ import torch
 from accel import Accelerator
 from accel.accelerator import Accelerator as Façade
 from accel.checkpoint import all_ranks
-from accel.checkpoint.directory import damage
+from accel.checkpoint.directory import find_damage
 from accel.errors import ArgumentError
 from accel.exit_codes import REQUEUE
 from accel.plugins import GradientAccumulationPlugin
@@ -89,14 +89,14 @@ def test_preemption_waits_for_the_end_of_a_window(each: bool, replicas: int, tmp
     assert set(codes) == {REQUEUE}
     assert len(set(steps)) == 1
     assert each or steps[0] % 4 == 0
-    assert damage(tmp_path / "kept") is None
+    assert find_damage(tmp_path / "kept") is None
 
 
 def _by_one(folder: str) -> None:
     accelerator, model, optimizer = _prepared(each=False)
     train(accelerator, model, optimizer, steps=4)
     accelerator.save_state(folder)  # all of them
-    all_ranks._PATIENCE = timedelta(seconds=10)  # the others come from the same moment
+    all_ranks._TIMEOUT = timedelta(seconds=10)  # the others come from the same moment
     if accelerator.process_index != 1:
         accelerator.save_state(folder)
     train(accelerator, model, optimizer, steps=4)
@@ -109,4 +109,4 @@ def test_in_debug_mode_a_process_that_does_not_come_is_named(tmp_path: Path) -> 
         "save_state is for all processes to call, and process 1 did not: is it in a part for one?",
     )
     assert ended[2].error == "CollectiveError"
-    assert damage(tmp_path / "kept") is None
+    assert find_damage(tmp_path / "kept") is None

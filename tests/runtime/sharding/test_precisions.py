@@ -35,7 +35,7 @@ def _scaled() -> dict[str, Any]:
         skipped.append(accelerator.optimizer_step_was_skipped)
         moved.append(any(not torch.equal(p.full_tensor(), b) for p, b in zip(model.parameters(), before, strict=True)))
     scaler: Any = accelerator.scaler
-    accelerator.precision.settle()
+    accelerator.precision.finish_pending()
     return {"skipped": skipped, "moved": moved, "scale": scaler.get_scale(), "norms": norms}
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from accel.errors import TrackerError
 from accel.tracking import isolation as guards
-from accel.tracking.isolation import Guard, is_outage, reach
+from accel.tracking.isolation import IsolatedTracker, check_reachable, is_outage
 from accel.tracking.wandb import WandBTracker
 
 from ..worlds import free_port
@@ -58,7 +58,7 @@ def test_a_tracker_that_failed_is_tried_again_ever_more_rarely(
     now = [1000.0]
     monkeypatch.setattr("accel.tracking.isolation.time.monotonic", lambda: now[0])
     tracker = Failing("log", ConnectionError("refused"))
-    guard = Guard(tracker)
+    guard = IsolatedTracker(tracker)
     tried = []
     for _ in range(300):
         before = guard._pause
@@ -97,7 +97,7 @@ def test_a_long_wait_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Log
     handler = Told()
     logging.getLogger("accel.tracking").addHandler(handler)
     try:
-        assert Guard(Slow()).start() is True
+        assert IsolatedTracker(Slow()).start() is True
     finally:
         logging.getLogger("accel.tracking").removeHandler(handler)
     assert said.is_set()
@@ -117,7 +117,7 @@ class OfThePackage(WandBTracker):
 def test_a_tracker_that_is_set_up_wrong_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OfThePackage, "__module__", "accel.tracking.wandb")
     with pytest.raises(TrackerError) as caught:
-        Guard(OfThePackage("digits")).start()
+        IsolatedTracker(OfThePackage("digits")).start()
     assert str(caught.value) == (
         "tracker 'wandb' did not start: RuntimeError: no key; "
         "WANDB_MODE=offline logs to files that `wandb sync` sends later"
@@ -128,11 +128,11 @@ def test_reaching_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY", "no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
     with socket.create_server(("127.0.0.1", 0)) as server:
-        reach(f"http://127.0.0.1:{server.getsockname()[1]}/api")
+        check_reachable(f"http://127.0.0.1:{server.getsockname()[1]}/api")
     nobody = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(ConnectionError, match="cannot be reached: Connection refused"):
-        reach(nobody)
+        check_reachable(nobody)
     for left_to_the_package in ("sqlite:///x.db", "databricks", "", "file:/tmp/x"):
-        reach(left_to_the_package)
+        check_reachable(left_to_the_package)
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
-    reach(nobody)
+    check_reachable(nobody)

@@ -228,7 +228,7 @@ def fill_the_disk(directory: str) -> list[str]:
         for step in range(1, 6):
             accelerator.log({"loss": 1.0}, step=step)
     for one in accelerator._guards:
-        one._again = 0.0  # the pause is over
+        one._retry_at = 0.0  # the pause is over
     for step in range(6, 9):
         accelerator.log({"loss": 1.0}, step=step)
     accelerator.end_training()

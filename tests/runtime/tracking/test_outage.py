@@ -36,7 +36,7 @@ for step in (1, 2, 3):
 del os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"]
 os.killpg(server, signal.SIGCONT)
 for one in accelerator._guards:
-    one._again = 0.0
+    one._retry_at = 0.0
 for step in (4, 5):
     accelerator.log({"loss": float(step)}, step=step)
 accelerator.end_training()

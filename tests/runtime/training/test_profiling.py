@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from accel import Accelerator
-from accel.accelerator.arguments import by_type
+from accel.accelerator.arguments import handlers_by_class
 from accel.errors import ArgumentError
 from accel.plugins import AutocastKwargs, GradScalerKwargs, MSAMPRecipeKwargs, ProfileKwargs
 
@@ -95,8 +95,8 @@ def test_only_what_differs_from_the_defaults_is_passed_on(monkeypatch: pytest.Mo
 
 def test_handlers_are_sorted_by_what_they_are_for() -> None:
     profile, autocast = ProfileKwargs(), AutocastKwargs()
-    assert by_type([profile, autocast]) == {ProfileKwargs: profile, AutocastKwargs: autocast}
+    assert handlers_by_class([profile, autocast]) == {ProfileKwargs: profile, AutocastKwargs: autocast}
     with pytest.raises(ArgumentError, match="kwargs_handlers: ProfileKwargs is given twice"):
-        by_type([profile, profile])
+        handlers_by_class([profile, profile])
     with pytest.raises(ArgumentError, match="MSAMPRecipeKwargs is for mixed_precision='fp8'"):
-        by_type([MSAMPRecipeKwargs()])
+        handlers_by_class([MSAMPRecipeKwargs()])

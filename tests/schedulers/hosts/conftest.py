@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from schedulers.hosts.connection import Patience
+from schedulers.hosts.connection import Timeouts
 from schedulers.hosts.transport import Pool
 from tests.clusters.ssh import SshHosts
 from tests.needs import missing
@@ -22,12 +22,12 @@ def _fabric(request: pytest.FixtureRequest) -> None:
 @pytest.fixture
 def pool(ssh_hosts: SshHosts) -> Iterator[Pool]:
     """Connections that bear a busy machine."""
-    with Pool(config=str(ssh_hosts.config), patience=Patience(connect_s=30)) as made:
+    with Pool(config=str(ssh_hosts.config), timeouts=Timeouts(connect_s=30)) as made:
         yield made
 
 
 @pytest.fixture
 def impatient(ssh_hosts: SshHosts) -> Iterator[Pool]:
     """Connections that are given up after 1.5 s of silence."""
-    with Pool(config=str(ssh_hosts.config), patience=Patience(connect_s=10, alive_s=0.5)) as made:
+    with Pool(config=str(ssh_hosts.config), timeouts=Timeouts(connect_s=10, alive_s=0.5)) as made:
         yield made

@@ -72,14 +72,14 @@ class Job:
             settings = {**self.settings, "node": self.names.index(name), "secrets": list(self.secret)}
             text = {"settings.json": json.dumps(settings).encode()}
             text[PROGRAM] = program()
-            Files(self.pool.on(name)).put({f"jobs/{self.id}/{path}": data for path, data in text.items()})
+            Files(self.pool.remote(name)).put({f"jobs/{self.id}/{path}": data for path, data in text.items()})
         for name in names or self.names:
             self.start_supervisor(name)
         return self
 
     def start_supervisor(self, name: str) -> None:
         command = start_command("python3", f"~/.accel/jobs/{self.id}", self.names.index(name))
-        self.pool.on(name).run(command, stdin=json.dumps(self.secret).encode())
+        self.pool.remote(name).run(command, stdin=json.dumps(self.secret).encode())
 
     def directory(self, name: str) -> Path:
         return self.hosts.home(name) / ".accel" / "jobs" / self.id

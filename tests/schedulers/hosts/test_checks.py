@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from schedulers.convert import convert
 from schedulers.hosts.addresses import candidates, choose
-from schedulers.hosts.checks import judge
-from schedulers.hosts.facts import GB, Address, Facts, Gpus, Seen, Wanted
+from schedulers.hosts.checks import run_checks
+from schedulers.hosts.facts import GB, Address, Facts, Gpus, HostRequirements, TimedFacts
 
 FACTS = Facts(
     name="gpu1",
@@ -33,19 +33,19 @@ FACTS = Facts(
 )
 
 
-def _seen(machine: str, **other: object) -> Seen:
+def _seen(machine: str, **other: object) -> TimedFacts:
     facts = dataclasses.replace(FACTS, machine=machine, **other)  # type: ignore[arg-type]
-    return Seen(facts=facts, asked_at=999.9, answered_at=1000.1)
+    return TimedFacts(facts=facts, asked_at=999.9, answered_at=1000.1)
 
 
-def _findings(wanted: Wanted, **other: object) -> list[str]:
+def _findings(wanted: HostRequirements, **other: object) -> list[str]:
     """Of three hosts, of which the last one is different."""
     hosts = {"a": _seen("m1"), "b": _seen("m2"), "c": _seen(str(other.pop("machine", "m3")), **other)}
-    return [f"{finding.severity} {finding}" for finding in judge(hosts, wanted)]
+    return [f"{finding.severity} {finding}" for finding in run_checks(hosts, wanted)]
 
 
 def test_nothing_is_wrong_with_hosts_that_are_alike() -> None:
-    assert _findings(Wanted(gpus=8)) == []
+    assert _findings(HostRequirements(gpus=8)) == []
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_nothing_is_wrong_with_hosts_that_are_alike() -> None:
     ],
 )
 def test_what_is_wrong_is_one_line_with_its_remedy(other: dict[str, object], expected: str) -> None:
-    assert _findings(Wanted(), **other) == [expected]
+    assert _findings(HostRequirements(), **other) == [expected]
 
 
 @pytest.mark.parametrize("cpus", [0, -1, 20_000_000])
@@ -126,13 +126,13 @@ def test_a_number_of_processors_that_no_machine_has_is_refused(cpus: int) -> Non
 
 def test_gpus_are_as_asked_or_the_host_fails() -> None:
     line = "fails c: has 4 of 8 GPUs (nvml); ask for fewer (--gpus), or leave it out"
-    assert _findings(Wanted(gpus=8), gpus=Gpus(count=4, how="nvml")) == [line]
+    assert _findings(HostRequirements(gpus=8), gpus=Gpus(count=4, how="nvml")) == [line]
 
 
 @settings(deadline=None)
 @given(st.floats(-1e6, 1e6), st.floats(0, 1e3), st.floats(0, 1e3))
 def test_a_way_however_long_is_never_taken_for_a_wrong_clock(skew: float, there: float, back: float) -> None:
-    seen = Seen(facts=dataclasses.replace(FACTS, time=there + skew), asked_at=0.0, answered_at=there + back)
+    seen = TimedFacts(facts=dataclasses.replace(FACTS, time=there + skew), asked_at=0.0, answered_at=there + back)
     assert abs(seen.skew_s) <= abs(skew) + 1e-6
     assert abs(skew) <= abs(seen.skew_s) + max(there, back) + 1e-6
     assert seen.skew_s * skew >= 0

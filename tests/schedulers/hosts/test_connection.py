@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from schedulers.errors import ConfigError
-from schedulers.hosts.connection import Patience
+from schedulers.hosts.connection import Timeouts
 from schedulers.hosts.errors import HostKeyRefused, HostUnreachable, LoginRefused
 from schedulers.hosts.host_list import Host
 from schedulers.hosts.transport import Pool
@@ -32,20 +32,20 @@ def _with(extra: list[Pool], ssh_hosts: SshHosts, tmp_path: Path, text: str) -> 
     """A pool whose configuration has `text` before the usual one."""
     file = tmp_path / "config"
     file.write_text(text + "\n" + ssh_hosts.config.read_text())
-    pool = Pool(config=str(file), patience=Patience(connect_s=3, alive_s=0.5))
+    pool = Pool(config=str(file), timeouts=Timeouts(connect_s=3, alive_s=0.5))
     extra.append(pool)
     return pool
 
 
 def _came_from(pool: Pool, host: Host | str) -> str:
-    return pool.on(host).run(["sh", "-c", "echo $SSH_CONNECTION"]).stdout.decode().split()[0]
+    return pool.remote(host).run(["sh", "-c", "echo $SSH_CONNECTION"]).stdout.decode().split()[0]
 
 
 def test_ports_users_and_both_kinds_of_address(pool: Pool, ssh_hosts: SshHosts) -> None:
     here = ssh_hosts.network
     assert _came_from(pool, Host(name="node1", port=2222)) == here.address(0)
     assert _came_from(pool, Host(name=ssh_hosts["node1"].address6)) == here.address6(0)
-    assert pool.on(Host(name="node1", user="worker")).run(["id", "-un"]).stdout == b"worker\n"
+    assert pool.remote(Host(name="node1", user="worker")).run(["id", "-un"]).stdout == b"worker\n"
 
 
 def test_one_jump_and_several(ssh_hosts: SshHosts, extra: list[Pool], tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_many_hosts_share_one_connection_to_the_jump_host(
 def test_jumps_that_go_round_in_circles(ssh_hosts: SshHosts, extra: list[Pool], tmp_path: Path) -> None:
     pool = _with(extra, ssh_hosts, tmp_path, "Host node1\n ProxyJump node2\nHost node2\n ProxyJump node1")
     with pytest.raises(ConfigError, match=r"goes round in circles: node1 → node2 → node1"):
-        pool.on("node1").run(["true"])
+        pool.remote("node1").run(["true"])
 
 
 def test_a_jump_host_that_cannot_reach_the_host_is_named(
@@ -88,26 +88,26 @@ def test_a_jump_host_that_cannot_reach_the_host_is_named(
 ) -> None:
     pool = _with(extra, ssh_hosts, tmp_path, "Host node2\n ProxyJump node1\n Port 1")
     with pytest.raises(HostUnreachable, match=r"^node1: as a jump host to 10.*:1: it cannot connect to it$"):
-        pool.on("node2").run(["true"])
+        pool.remote("node2").run(["true"])
 
 
 def test_a_jump_host_with_an_unknown_key_is_refused(ssh_hosts: SshHosts, extra: list[Pool], tmp_path: Path) -> None:
     text = f"Host node1\n UserKnownHostsFile {tmp_path}/known\nHost node2\n ProxyJump node1"
     pool = _with(extra, ssh_hosts, tmp_path, text)
     with pytest.raises(HostKeyRefused, match=r"^node1: its host key is not known"):
-        pool.on("node2").run(["true"])
+        pool.remote("node2").run(["true"])
 
 
 def test_a_host_behind_a_jump_host_is_noticed_when_it_falls_silent(
     ssh_hosts: SshHosts, extra: list[Pool], tmp_path: Path
 ) -> None:
     pool = _with(extra, ssh_hosts, tmp_path, "Host node2\n ProxyJump node1")
-    with pool.on("node2").open(["sleep", "60"]) as session:
+    with pool.remote("node2").open(["sleep", "60"]) as session:
         ssh_hosts["node2"].link(False)
         with pytest.raises(HostUnreachable, match=r"^node2: lost while sleep was running: no answer for [0-9]+ s$"):
             session.finish(120)
     ssh_hosts["node2"].link(True)
-    assert pool.on("node1").run(["true"]).status == 0
+    assert pool.remote("node1").run(["true"]).status == 0
 
 
 def test_no_configuration_of_fabric_s_own_is_read(
@@ -132,7 +132,7 @@ def test_a_proxy_command(ssh_hosts: SshHosts, extra: list[Pool], tmp_path: Path)
     pool = _with(extra, ssh_hosts, tmp_path, text)
     assert _came_from(pool, "node2") == ssh_hosts["node1"].address
     with pytest.raises(HostUnreachable, match=r"^node3: .*the SSH handshake fails: ProxyCommand said: no way$"):
-        pool.on("node3").run(["true"])
+        pool.remote("node3").run(["true"])
 
 
 def test_an_unknown_key_is_refused_with_its_fingerprint_whatever_the_configuration_says(
@@ -143,7 +143,7 @@ def test_an_unknown_key_is_refused_with_its_fingerprint_whatever_the_configurati
         ["ssh-keygen", "-lf", ssh_hosts["node1"].own / "host_key.pub"], capture_output=True, text=True, check=True
     ).stdout
     with pytest.raises(HostKeyRefused) as error:
-        pool.on("node1").run(["true"])
+        pool.remote("node1").run(["true"])
     assert said.split()[1] in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -153,9 +153,9 @@ def test_the_line_that_accepts_a_key_works(ssh_hosts: SshHosts, extra: list[Pool
     pool = _with(extra, ssh_hosts, tmp_path, f"Host *\n UserKnownHostsFile {tmp_path}/known")
     host = Host(name="node1", port=port)
     with pytest.raises(HostKeyRefused, match=r"its host key is not known") as error:
-        pool.on(host).run(["true"])
+        pool.remote(host).run(["true"])
     subprocess.run(["sh", "-c", str(error.value).partition("if that is right: ")[2]], check=True)
-    assert pool.on(host).run(["true"]).status == 0
+    assert pool.remote(host).run(["true"]).status == 0
 
 
 def test_a_changed_key_is_refused_and_the_lines_that_are_shown_mend_it(
@@ -167,11 +167,11 @@ def test_a_changed_key_is_refused_and_the_lines_that_are_shown_mend_it(
     known.write_text(before)
     pool = _with(extra, ssh_hosts, tmp_path, f"Host *\n UserKnownHostsFile {known}")
     with pytest.raises(HostKeyRefused, match=r"^node1: ITS HOST KEY HAS CHANGED: .*known:1 says otherwise") as error:
-        pool.on("node1").run(["true"])
+        pool.remote("node1").run(["true"])
     command = str(error.value).partition("installed anew: ")[2]
     subprocess.run(["sh", "-c", command], check=True, capture_output=True)
-    assert pool.on("node1").run(["true"]).status == 0
-    assert pool.on("node2").run(["true"]).status == 0
+    assert pool.remote("node1").run(["true"]).status == 0
+    assert pool.remote("node2").run(["true"]).status == 0
 
 
 def test_a_revoked_key_is_refused(ssh_hosts: SshHosts, extra: list[Pool], tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_a_revoked_key_is_refused(ssh_hosts: SshHosts, extra: list[Pool], tmp_pa
     known.write_text(f"@revoked * {key}\n{ssh_hosts.known_hosts.read_text()}")
     pool = _with(extra, ssh_hosts, tmp_path, f"Host *\n UserKnownHostsFile {known}")
     with pytest.raises(HostKeyRefused, match=r"^node1: its host key, .*, is revoked \(.*known:1\)$"):
-        pool.on("node1").run(["true"])
+        pool.remote("node1").run(["true"])
 
 
 def test_a_key_that_a_file_of_revoked_keys_names_is_refused(
@@ -200,11 +200,11 @@ def test_a_key_that_a_file_of_revoked_keys_names_is_refused(
     ):
         pool = _with(extra, ssh_hosts, tmp_path, f"Host *\n RevokedHostKeys {file}")
         with pytest.raises(HostKeyRefused) as error:
-            pool.on("node1").run(["true"])
+            pool.remote("node1").run(["true"])
         assert str(error.value).startswith("node1: its host key, ssh-ed25519 SHA256:")
         assert str(error.value).endswith(said)
         if file in (lines, krl):
-            assert pool.on("node2").run(["true"]).status == 0
+            assert pool.remote("node2").run(["true"]).status == 0
 
 
 def test_an_authority_s_key_is_named_and_does_not_make_a_host_known(
@@ -214,7 +214,7 @@ def test_an_authority_s_key_is_named_and_does_not_make_a_host_known(
     known.write_text(f"@cert-authority * {(ssh_hosts['node2'].own / 'host_key.pub').read_text()}")
     pool = _with(extra, ssh_hosts, tmp_path, f"Host *\n UserKnownHostsFile {known}")
     with pytest.raises(HostKeyRefused) as error:
-        pool.on("node1").run(["true"])
+        pool.remote("node1").run(["true"])
     said = f"node1: its host key is not known (accel checks no certificates, as of the authority in {known}:1): "
     assert str(error.value).startswith(said)
 
@@ -225,14 +225,14 @@ def test_a_key_alias_is_what_is_looked_up(ssh_hosts: SshHosts, extra: list[Pool]
     known.write_text(f"the-pool {key}\n")
     text = f"Host node1 node2\n UserKnownHostsFile {known}\n HostKeyAlias the-pool"
     pool = _with(extra, ssh_hosts, tmp_path, text)
-    assert pool.on("node1").run(["true"]).status == 0
+    assert pool.remote("node1").run(["true"]).status == 0
     with pytest.raises(HostKeyRefused, match="CHANGED"):
-        pool.on("node2").run(["true"])
+        pool.remote("node2").run(["true"])
 
 
 def test_a_user_who_is_not_let_in(pool: Pool, ssh_hosts: SshHosts) -> None:
     with pytest.raises(LoginRefused) as error:
-        pool.on(Host(name="node1", user="nobody-there")).run(["true"])
+        pool.remote(Host(name="node1", user="nobody-there")).run(["true"])
     assert str(error.value) == (
         f"node1: does not let nobody-there in; tried {ssh_hosts.identity}; "
         "check the user, or ssh-copy-id nobody-there@node1"
@@ -256,7 +256,7 @@ def test_a_key_with_a_passphrase_is_said_and_works_through_the_agent(
     file = tmp_path / "config"
     file.write_text(text + rest)
     with Pool(config=str(file)) as pool, pytest.raises(LoginRefused) as error:
-        pool.on("node1").run(["true"])
+        pool.remote("node1").run(["true"])
     assert f"no key to log in as root with; {locked} needs its passphrase: ssh-add {locked};" in str(error.value)
 
     socket = tmp_path / "agent"
@@ -272,11 +272,11 @@ def test_a_key_with_a_passphrase_is_said_and_works_through_the_agent(
         monkeypatch.setenv("SSH_AUTH_SOCK", str(socket))
         with Pool(config=str(file)) as pool:
             # The agent signs, and is not taken along.
-            assert pool.on("node1").run(["sh", "-c", "echo ${SSH_AUTH_SOCK-none}"]).stdout == b"none\n"
+            assert pool.remote("node1").run(["sh", "-c", "echo ${SSH_AUTH_SOCK-none}"]).stdout == b"none\n"
         for line, said in (("none", "needs its passphrase"), (f"{tmp_path}/nothing", "nothing does not answer")):
             file.write_text(f"Host *\n IdentityAgent {line}\n{text}{rest}")
             with Pool(config=str(file)) as pool, pytest.raises(LoginRefused, match=said):
-                pool.on("node1").run(["true"])
+                pool.remote("node1").run(["true"])
     finally:
         agent.terminate()
         agent.wait()
@@ -286,15 +286,15 @@ def test_a_file_that_is_no_key_is_said(ssh_hosts: SshHosts, extra: list[Pool], t
     odd = tmp_path / "odd"
     odd.write_text("hello")
     _with(extra, ssh_hosts, tmp_path, f"Host *\n IdentityFile {odd}\n CertificateFile {odd}.cert")
-    assert extra[0].on("node1").run(["true"]).status == 0  # the next one opens
+    assert extra[0].remote("node1").run(["true"]).status == 0  # the next one opens
     with pytest.raises(LoginRefused, match=r"odd is no private key that can be used") as error:
-        extra[0].on(Host(name="node1", user="nobody-there")).run(["true"])
+        extra[0].remote(Host(name="node1", user="nobody-there")).run(["true"])
     assert f"{odd}.cert is not used: a certificate is only beside its key (KEY-cert.pub)" in str(error.value)
 
 
 def test_a_port_where_nothing_listens_and_one_where_something_else_does(pool: Pool, ssh_hosts: SshHosts) -> None:
     with pytest.raises(HostUnreachable, match=r"^node1: 10.*:1: connection refused$"):
-        pool.on(Host(name="node1", port=1)).run(["true"])
+        pool.remote(Host(name="node1", port=1)).run(["true"])
     code = "import socket, time; s = socket.create_server(('', 8022)); c, _ = s.accept(); c.sendall(b'hello\\n' * 200)"
     with subprocess.Popen(ssh_hosts["node1"].argv("python3", "-c", f"{code}; time.sleep(60)")) as other:
         try:
@@ -304,18 +304,18 @@ def test_a_port_where_nothing_listens_and_one_where_something_else_does(pool: Po
                 lambda: subprocess.run(ssh_hosts["node1"].argv("sh", "-c", listening)).returncode == 0,
             )
             with pytest.raises(HostUnreachable, match=r"8022 answers, but the SSH handshake fails"):
-                pool.on(Host(name="node1", port=8022)).run(["true"])
+                pool.remote(Host(name="node1", port=8022)).run(["true"])
         finally:
             other.kill()
 
 
 def test_a_host_that_is_cut_off_is_noticed_by_those_that_wait(ssh_hosts: SshHosts, impatient: Pool) -> None:
-    with impatient.on("node1").open(["sleep", "60"]) as session:
+    with impatient.remote("node1").open(["sleep", "60"]) as session:
         ssh_hosts["node1"].link(False)
         with pytest.raises(HostUnreachable, match=r"^node1: lost while sleep was running: no answer for [0-9]+ s$"):
             session.finish(120)  # its own timeout would be another error
     ssh_hosts["node1"].link(True)
-    assert impatient.on("node1").run(["echo", "again"]).stdout == b"again\n"
+    assert impatient.remote("node1").run(["echo", "again"]).stdout == b"again\n"
 
 
 def test_a_host_that_is_cut_off_while_it_is_sent_something(ssh_hosts: SshHosts, impatient: Pool) -> None:
@@ -326,23 +326,23 @@ def test_a_host_that_is_cut_off_while_it_is_sent_something(ssh_hosts: SshHosts, 
             yield b"x" * 100_000
 
     with pytest.raises(HostUnreachable, match=r"no answer for"):
-        impatient.on("node1").run(["cat"], stdin=chunks())
+        impatient.remote("node1").run(["cat"], stdin=chunks())
 
 
 def test_a_silent_command_on_a_live_host_is_not_given_up(impatient: Pool) -> None:
-    assert impatient.on("node2").run(["sh", "-c", "sleep 2.5; echo there"]).stdout == b"there\n"
+    assert impatient.remote("node2").run(["sh", "-c", "sleep 2.5; echo there"]).stdout == b"there\n"
 
 
 def test_a_host_that_is_off_is_given_up_in_time(ssh_hosts: SshHosts, extra: list[Pool], tmp_path: Path) -> None:
     ssh_hosts["node2"].kill()
     pool = _with(extra, ssh_hosts, tmp_path, "Host *\n ConnectTimeout 1")
     with pytest.raises(HostUnreachable, match=r"^node2: no answer from 10.*:22 within 1 s$|: no route to host$"):
-        pool.on("node2").run(["true"])
+        pool.remote("node2").run(["true"])
 
 
 @pytest.mark.parametrize("how", ["session", "power"])
 def test_a_server_that_dies_under_a_command(ssh_hosts: SshHosts, pool: Pool, how: str) -> None:
-    with pool.on("node3").open(["sh", "-c", "echo on; exec sleep 60"]) as session:
+    with pool.remote("node3").open(["sh", "-c", "echo on; exec sleep 60"]) as session:
         assert session.read_line(10) == b"on\n"
         if how == "session":
             ssh_hosts.end_sessions("node3")
@@ -353,6 +353,6 @@ def test_a_server_that_dies_under_a_command(ssh_hosts: SshHosts, pool: Pool, how
 
 
 def test_a_listener_that_dies_takes_no_session_with_it(ssh_hosts: SshHosts, pool: Pool) -> None:
-    pool.on("node3").run(["true"])
+    pool.remote("node3").run(["true"])
     ssh_hosts.end_sshd("node3")
-    assert pool.on("node3").run(["echo", "still"]).stdout == b"still\n"
+    assert pool.remote("node3").run(["echo", "still"]).stdout == b"still\n"

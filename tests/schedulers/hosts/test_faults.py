@@ -15,7 +15,7 @@ import pytest
 
 from schedulers.hosts.bundle import PROGRAM, program
 from schedulers.hosts.supervisor import wire
-from schedulers.hosts.supervisor.documents import Document
+from schedulers.hosts.supervisor.documents import AtomicJsonFile
 from schedulers.hosts.transport import Pool
 from tests.clusters.ssh import SshHosts
 from tests.marks import long
@@ -90,7 +90,7 @@ def test_what_the_job_leaves_behind_is_collected_when_it_ends(make: Make) -> Non
 def test_ranks_have_the_limits_and_signals_of_the_session(make: Make) -> None:
     job = make(shell("ulimit -Sn; umask; grep SigIgn /proc/self/status"), nodes=1)
     ignored = job.hosts["node1"].run("grep", "SigIgn", "/proc/self/status")
-    session = job.pool.on("node1").run(["sh", "-c", "ulimit -Sn; umask"]).stdout.decode()
+    session = job.pool.remote("node1").run(["sh", "-c", "ulimit -Sn; umask"]).stdout.decode()
     job.start().exits()
     assert job.log("node1", "node-0.log") == session + ignored
 
@@ -131,14 +131,14 @@ def test_how_a_job_ended_is_written_on_a_full_disk(make: Make, node: str) -> Non
 
 
 def test_a_document_that_is_read_while_it_is_written_is_whole(tmp_path: Path) -> None:
-    document = Document(str(tmp_path / "state.json"), 256)
+    document = AtomicJsonFile(str(tmp_path / "state.json"), 256)
     assert not (tmp_path / "state.json").exists()
     for size in (10, 200, 3, 5000, 7):
         document.write({"text": "x" * size})
         assert json.loads((tmp_path / "state.json").read_text()) == {"text": "x" * size}
-    result = Document(str(tmp_path / "exit.json"), 256)
+    result = AtomicJsonFile(str(tmp_path / "exit.json"), 256)
     result.write_once({"first": True})
-    Document(str(tmp_path / "exit.json"), 256).write_once({"first": False})
+    AtomicJsonFile(str(tmp_path / "exit.json"), 256).write_once({"first": False})
     assert (tmp_path / "exit.json").read_text() == '{"first": true}\n'
     assert sorted(path.name for path in tmp_path.iterdir()) == ["exit.json", "state.json", "state.json.next"]
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from schedulers.hosts.known_hosts import Verdict, judge, known_types, looked_up_as, read
+from schedulers.hosts.known_hosts import Verdict, known_types, lookup_names, read, verify_key
 
 A, B, C = "QUFB", "QkJC", "Q0ND"
 FILE = f"""\
@@ -38,12 +38,12 @@ KNOWN = read(FILE, "f")
     ],
 )
 def test_a_key_is_judged_as_openssh_does(name: str, port: int, key: str, verdict: Verdict, where: list[str]) -> None:
-    found, lines = judge(KNOWN, looked_up_as(name, port, None), "ssh-ed25519", key)
-    assert (found, [line.where for line in lines]) == (verdict, where)
+    found, lines = verify_key(KNOWN, lookup_names(name, port, None), "ssh-ed25519", key)
+    assert (found, [line.location for line in lines]) == (verdict, where)
 
 
 def test_the_alias_is_the_only_name_where_there_is_one() -> None:
-    assert looked_up_as("gpu1", 2222, "pool") == ["pool"]
+    assert lookup_names("gpu1", 2222, "pool") == ["pool"]
 
 
 def test_known_types_come_first() -> None:
@@ -60,5 +60,5 @@ def test_hashed_names_are_openssh_s(tmp_path: Path) -> None:
     assert "gpu1" not in file.read_text()
     known = read(file.read_text(), str(file))
     for name, port in (("gpu1", 22), ("gpu2", 2222)):
-        assert judge(known, looked_up_as(name, port, None), type, text)[0] is Verdict.KNOWN
-    assert judge(known, ["gpu3"], type, text)[0] is Verdict.UNKNOWN
+        assert verify_key(known, lookup_names(name, port, None), type, text)[0] is Verdict.KNOWN
+    assert verify_key(known, ["gpu3"], type, text)[0] is Verdict.UNKNOWN

@@ -69,7 +69,7 @@ class Play:
         for index, state in self.hosts.items():
             self._obey(index, state, order)
             if not late():
-                self.leader.hear(index, dict(state), self.now)
+                self.leader.receive_state(index, dict(state), self.now)
         if self.leader.step(self.now):
             return True
         if self.leader.do == "go" and (self.leader.attempt, self.leader.members) not in self.started:
@@ -211,7 +211,7 @@ def test_hosts_that_others_may_go_on_without_have_no_grace(lost: tuple[int, ...]
     if not lost:
         play.hosts[0]["cancel"] = True
     while play.leader.do != "stop":
-        play.leader.hear(0, dict(play.hosts[0]), play.now)
+        play.leader.receive_state(0, dict(play.hosts[0]), play.now)
         play.go(0.5)
     assert play.leader.order()["at_once"] is at_once
 
@@ -349,7 +349,7 @@ def test_who_takes_over_a_job_that_was_being_cancelled_does_not_start_it_again()
     play = Play(2, 1, max_restarts=1)
     play.go(5)
     play.hosts[0]["cancel"] = True
-    play.leader.hear(0, dict(play.hosts[0]), play.now)
+    play.leader.receive_state(0, dict(play.hosts[0]), play.now)
     play.leader.step(play.now)
     assert play.leader.do == "stop"
     assert _ended(_taken_over(play)) == ("cancelled", "user", 0)
@@ -507,13 +507,13 @@ def test_a_restart_keeps_its_slots_and_a_spare_waits_for_its_own() -> None:
     stale.do, stale.members = "queue", [0, 2]
     for index, queue in ((0, "1"), (2, "0")):
         state = {**job.hosts[index], "phase": "waiting", "queue": queue, "waits": "x" * index}
-        stale.hear(index, {**state, "holds": not index}, 0.0)
+        stale.receive_state(index, {**state, "holds": not index}, 0.0)
     stale.step(0.0)
     assert (stale.order()["turn"], stale.order()["release"]) == (2, [0])
-    stale.hear(2, {**state, "holds": True, "waits": ""}, 0.0)
+    stale.receive_state(2, {**state, "holds": True, "waits": ""}, 0.0)
     stale.step(0.0)
     assert (stale.order()["do"], stale.order()["turn"], stale.order()["release"]) == ("queue", 2, [0])
-    stale.hear(0, {**state, "queue": "1", "holds": False, "waits": ""}, 0.0)
+    stale.receive_state(0, {**state, "queue": "1", "holds": False, "waits": ""}, 0.0)
     stale.step(0.0)
     assert (stale.order()["do"], stale.order()["turn"], stale.order()["release"]) == ("queue", 0, [])
     machines[0].free = 1

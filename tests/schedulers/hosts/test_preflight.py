@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from schedulers.hosts.facts import Wanted
+from schedulers.hosts.facts import HostRequirements
 from schedulers.hosts.host_list import parse_hosts
 from schedulers.hosts.preflight import Report, examine
 from schedulers.hosts.remote_files import host_program, program_loader
@@ -21,7 +21,7 @@ from tests.clusters.ssh import SshHosts
 from tests.nvml import fake_gpus
 
 HOSTS = parse_hosts("node[1-4]")
-ANY = Wanted(packages={}, disk_bytes=1)
+ANY = HostRequirements(packages={}, disk_bytes=1)
 
 
 def _said(report: Report) -> list[str]:
@@ -31,14 +31,14 @@ def _said(report: Report) -> list[str]:
 def test_hosts_that_can_run_a_job(pool: Pool, ssh_hosts: SshHosts) -> None:
     # As this very Python sees itself: what the hosts lack is what this computer lacks.
     packages = {"pytest": "pytest"}
-    report = examine(pool, HOSTS, Wanted(packages=packages, disk_bytes=1), python=sys.executable)
+    report = examine(pool, HOSTS, HostRequirements(packages=packages, disk_bytes=1), python=sys.executable)
     assert _said(report) == []
     assert report.ok
     assert report.usable == tuple(HOSTS)
     assert report.master == ssh_hosts["node1"].address
     assert report.port
-    assert set(report.reach) == {"node2", "node3", "node4"}
-    first = report.rows[0].seen
+    assert set(report.attempts) == {"node2", "node3", "node4"}
+    first = report.rows[0].facts
     assert first is not None
     assert first.facts.name == "node1"
     assert first.facts.user == "root"
@@ -74,7 +74,7 @@ def test_a_python_that_is_not_there_and_packages_that_are_not(pool: Pool) -> Non
     assert _said(report) == [
         "node1: no /opt/none/bin/python there; make it, or name another (python: or venv: in accel.yaml)"
     ]
-    wanted = Wanted(packages={"no-such-package": "no_such_module"}, disk_bytes=1 << 60, gpus=99)
+    wanted = HostRequirements(packages={"no-such-package": "no_such_module"}, disk_bytes=1 << 60, gpus=99)
     said = "\n".join(_said(examine(pool, HOSTS[:1], wanted)))
     assert "-m pip install no-such-package, or name another" in said
     assert "free at" in said
@@ -99,7 +99,7 @@ def test_the_address_of_node_0_is_one_that_the_others_reached(nics: SshHosts, po
     report = examine(pool, HOSTS, ANY)
     assert report.ok, _said(report)
     assert report.master == nics["node1"].address
-    tried = report.reach["node2"]
+    tried = report.attempts["node2"]
     assert {"10.200.0.1", "172.17.0.1"} < set(tried)
     assert tried["10.200.0.1"] is not None
     assert tried["172.17.0.1"] is not None  # its own, of the same number
@@ -107,13 +107,13 @@ def test_the_address_of_node_0_is_one_that_the_others_reached(nics: SshHosts, po
 
 
 def test_an_interface_can_be_named_and_is_tried_all_the_same(nics: SshHosts, pool: Pool) -> None:
-    report = examine(pool, HOSTS[:2], Wanted(packages={}, disk_bytes=1, interface="eth1"))
+    report = examine(pool, HOSTS[:2], HostRequirements(packages={}, disk_bytes=1, interface="eth1"))
     assert report.master is None
     assert "node1: node2 does not reach it on port " in _said(report)[0]
     assert "10.200.0.1: " in _said(report)[0]
-    report = examine(pool, HOSTS[:2], Wanted(packages={}, disk_bytes=1, interface="eth0"))
+    report = examine(pool, HOSTS[:2], HostRequirements(packages={}, disk_bytes=1, interface="eth0"))
     assert report.master == nics["node1"].address
-    report = examine(pool, HOSTS[:2], Wanted(packages={}, disk_bytes=1, interface="eht0"))
+    report = examine(pool, HOSTS[:2], HostRequirements(packages={}, disk_bytes=1, interface="eht0"))
     assert (
         "node1: no interface 'eht0' with an address; did you mean 'eth0'? (it has docker0, eth0, eth1)"
         in _said(report)[0]
@@ -130,18 +130,18 @@ def test_another_machine_that_answers_is_not_node_0(nics: SshHosts, pool: Pool) 
         try:
             assert other.stdout is not None
             other.stdout.readline()
-            wanted = Wanted(packages={}, disk_bytes=1, ports=(port,))
+            wanted = HostRequirements(packages={}, disk_bytes=1, ports=(port,))
             report = examine(pool, HOSTS[:2], wanted)
-            assert report.reach["node2"]["172.17.0.1"] == "another machine answers there"
+            assert report.attempts["node2"]["172.17.0.1"] == "another machine answers there"
             assert (report.master, report.port) == (nics["node1"].address, port)
         finally:
             other.kill()
 
 
 def test_a_port_that_is_taken_is_passed_over(pool: Pool, ssh_hosts: SshHosts) -> None:
-    report = examine(pool, HOSTS[:2], Wanted(packages={}, disk_bytes=1, ports=(22, 29518)))
+    report = examine(pool, HOSTS[:2], HostRequirements(packages={}, disk_bytes=1, ports=(22, 29518)))
     assert report.port == 29518
-    report = examine(pool, HOSTS[:2], Wanted(packages={}, disk_bytes=1, ports=(22,)))
+    report = examine(pool, HOSTS[:2], HostRequirements(packages={}, disk_bytes=1, ports=(22,)))
     assert "node1: cannot listen on port 22: Address already in use; name other ports (ports: in accel.yaml)" in _said(
         report
     )

@@ -30,7 +30,7 @@ NOTHING = bytes(1024)
 
 @pytest.fixture
 def files(pool: Pool) -> Files:
-    return Files(pool.on("node1"))
+    return Files(pool.remote("node1"))
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def test_a_transfer_that_is_interrupted_leaves_nothing(pool: Pool, ssh_hosts: Ss
 
     thread = threading.Thread(target=cut)
     thread.start()
-    files = Files(pool.on("node1"))
+    files = Files(pool.remote("node1"))
     with pytest.raises((HostUnreachable, RemoteError)):
         files.unpack(blob, "a")
     thread.join()
@@ -141,7 +141,7 @@ def test_two_that_send_the_same_at_once_get_one_whole_blob(pool: Pool, there: Pa
 
 def test_a_full_disk_is_said_and_leaves_nothing(pool: Pool, ssh_hosts: SshHosts) -> None:
     ssh_hosts["node1"].run("sh", "-c", "mkdir -p /dev/shm/small && mount -t tmpfs -o size=2m tmpfs /dev/shm/small")
-    files = Files(pool.on("node1"), root="/dev/shm/small")
+    files = Files(pool.remote("node1"), root="/dev/shm/small")
     files.put({"kept": b"as it was"})
     for act in (
         lambda: files.unpack(Blob.of(b"x" * 10_000_000), "a"),
@@ -236,7 +236,7 @@ def test_an_archive_that_would_write_outside_is_refused(
 
 def test_a_host_that_is_far_away(pool: Pool, ssh_hosts: SshHosts) -> None:
     ssh_hosts["node4"].delay(50)
-    remote = pool.on("node4")
+    remote = pool.remote("node4")
     files = Files(remote)
     blob = Blob.of(NOTHING + os.urandom(300_000))
     assert [files.unpack(blob, "a"), files.unpack(blob, "b")] == [True, False]
@@ -247,5 +247,5 @@ def test_a_host_that_is_far_away(pool: Pool, ssh_hosts: SshHosts) -> None:
 
 def test_a_host_without_that_python_says_so(pool: Pool) -> None:
     with pytest.raises(RemoteError, match=r"^node1: python9: .*python9: not found$") as error:
-        Files(pool.on("node1"), python="python9").put({"a": b""})
+        Files(pool.remote("node1"), python="python9").put({"a": b""})
     assert error.value.status == 127

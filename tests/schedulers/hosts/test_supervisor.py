@@ -282,14 +282,14 @@ def test_who_asks_a_host_has_ended_what_a_killed_supervisor_and_its_guard_left(m
     _kill_with_guard(job)
     job.until("they are dead", lambda: not any("supervisor.pyz" in line for line in job.processes("node1")))
     assert any("sleep 345" in line for line in job.processes("node1"))
-    remote = job.pool.on("node1")
+    remote = job.pool.remote("node1")
     if asked == "clear":
         assert clear(remote, root="~/.accel", python="python3", unused_s=1e9, jobs=[job.id]) == {}
         assert job.processes("node1") == []
         assert not job.directory("node1").exists()
         return
     hosts = Hosts(SshOptions(ssh_config=str(job.hosts.config)))
-    answer = hosts.ask({remote.host: [{"op": asked, "job": job.id}]})[remote.host].get().done[0]
+    answer = hosts.query({remote.host: [{"op": asked, "job": job.id}]})[remote.host].get().done[0]
     hosts.close()
     assert answer is True or (answer["alive"], answer["exit"]) == (False, None)
     (result,) = job.exits("node1")
@@ -345,7 +345,7 @@ def test_what_hinders_a_supervisor_is_said_in_one_line(make: Make, pool: Pool) -
     with pytest.raises(RemoteError, match=r"port \d+ of node1 cannot be had: Address already in use"):
         other.start("node1")
     with pytest.raises(RemoteError, match="directory is shared between hosts"):
-        pool.on("node1").run(start_command("python3", f"~/.accel/jobs/{job.id}", 1))
+        pool.remote("node1").run(start_command("python3", f"~/.accel/jobs/{job.id}", 1))
     (job.directory("node1") / "cancel").touch()
     job.exits("node1")
 

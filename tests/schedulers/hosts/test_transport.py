@@ -14,7 +14,7 @@ import pytest
 
 from schedulers.errors import SpecError
 from schedulers.hosts import session as sessions
-from schedulers.hosts.connection import Patience
+from schedulers.hosts.connection import Timeouts
 from schedulers.hosts.errors import HostUnreachable, RemoteError, RemoteTimeout
 from schedulers.hosts.host_list import Host, parse_hosts
 from schedulers.hosts.transport import Pool, Remote
@@ -44,24 +44,24 @@ SHOW = r"for word in sys.argv[1:]: sys.stdout.buffer.write(os.fsencode(word) + b
 
 def test_hostile_arguments_arrive_bit_for_bit(pool: Pool, ssh_hosts: SshHosts) -> None:
     for user in ("root", "worker"):  # bash, and dash
-        remote = pool.on(Host(name="node1", user=user))
+        remote = pool.remote(Host(name="node1", user=user))
         done = remote.run(["python3", "-c", f"import os, sys\n{SHOW}", *HOSTILE])
         assert done.stdout.split(b"\0")[:-1] == [os.fsencode(word) for word in HOSTILE]
         assert not list(ssh_hosts.home("node1", user).iterdir())
 
 
 def test_environment_directory_and_input_arrive(pool: Pool) -> None:
-    done = pool.on("node1").run(
+    done = pool.remote("node1").run(
         ["sh", "-c", 'pwd; printf %s "$SECRET"; cat'], env={"SECRET": "s'3\n"}, directory="/dev/shm", stdin=b"\0\xff\n"
     )
     assert done.stdout == b"/dev/shm\ns'3\n\0\xff\n"
 
 
 def test_nothing_of_a_command_stands_in_a_command_line_but_the_program_itself(pool: Pool) -> None:
-    with pool.on("node1").open(["cat"], env={"TOKEN": "hush-hush"}, directory="/tmp") as session:
+    with pool.remote("node1").open(["cat"], env={"TOKEN": "hush-hush"}, directory="/tmp") as session:
         session.write(b"there\n")
         assert session.read_line(10) == b"there\n"
-        lines = pool.on("node1").run(["ps", "axww", "-o", "args="]).stdout.decode()
+        lines = pool.remote("node1").run(["ps", "axww", "-o", "args="]).stdout.decode()
     assert "cat" in lines.splitlines()
     assert "eval" in lines
     assert "hush-hush" not in lines
@@ -70,18 +70,18 @@ def test_nothing_of_a_command_stands_in_a_command_line_but_the_program_itself(po
 def test_both_outputs_come_back_whole_and_apart(pool: Pool) -> None:
     size = 5_000_000
     code = f"import os, sys; sys.stdout.buffer.write(bytes(range(256)) * ({size} // 256)); os.write(2, b'e' * {size})"
-    done = pool.on("node1").run(["python3", "-c", code])
+    done = pool.remote("node1").run(["python3", "-c", code])
     assert done.stdout == bytes(range(256)) * (size // 256)
     assert done.stderr == b"e" * size
 
 
 def test_a_large_input_and_a_large_output_do_not_block_each_other(pool: Pool) -> None:
     data = os.urandom(1 << 20) * 12
-    assert pool.on("node2").run(["cat"], stdin=data).stdout == data
+    assert pool.remote("node2").run(["cat"], stdin=data).stdout == data
 
 
 def test_a_command_that_does_not_read_its_input_is_no_error(pool: Pool) -> None:
-    assert pool.on("node1").run(["echo", "done"], stdin=b"x" * 8_000_000).stdout == b"done\n"
+    assert pool.remote("node1").run(["echo", "done"], stdin=b"x" * 8_000_000).stdout == b"done\n"
 
 
 def test_an_input_that_cannot_be_made_is_the_callers_error(pool: Pool) -> None:
@@ -90,11 +90,11 @@ def test_an_input_that_cannot_be_made_is_the_callers_error(pool: Pool) -> None:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        pool.on("node1").run(["cat"], stdin=chunks())  # type: ignore[arg-type]
+        pool.remote("node1").run(["cat"], stdin=chunks())  # type: ignore[arg-type]
 
 
 def test_a_status_is_kept_or_raised(pool: Pool) -> None:
-    remote = pool.on("node1")
+    remote = pool.remote("node1")
     assert remote.run(["sh", "-c", "exit 7"], check=False).status == 7
     assert remote.run(["sh", "-c", "kill -9 $$"], check=False).status == 137
     with pytest.raises(RemoteError, match=r"^node1: sh failed \(status 3\): it broke$") as error:
@@ -107,7 +107,7 @@ def test_a_status_is_kept_or_raised(pool: Pool) -> None:
 
 
 def test_a_command_that_takes_too_long(pool: Pool) -> None:
-    with pool.on("node1").open(["sh", "-c", "echo waiting >&2; exec sleep 60"]) as session:
+    with pool.remote("node1").open(["sh", "-c", "echo waiting >&2; exec sleep 60"]) as session:
 
         def problem() -> str:
             with pytest.raises(RemoteTimeout) as error:
@@ -116,14 +116,14 @@ def test_a_command_that_takes_too_long(pool: Pool) -> None:
 
         until(lambda: problem() == "node1: sh takes too long; it last said: waiting", "its last words are shown")
     with pytest.raises(RemoteTimeout, match=r"^node1: "):
-        pool.on("node1").run(["sleep", "60"], timeout_s=0.1)
-    assert pool.on("node1").run(["echo", "next"]).stdout == b"next\n"
+        pool.remote("node1").run(["sleep", "60"], timeout_s=0.1)
+    assert pool.remote("node1").run(["echo", "next"]).stdout == b"next\n"
 
 
 @pytest.mark.parametrize("words", [("yes",), ("sh", "-c", "yes >&2"), ("cat", "/dev/zero")])
 def test_a_command_that_prints_without_end_is_ended_by_its_deadline(pool: Pool, words: tuple[str, ...]) -> None:
     """Also where more has always come by the time that the last of it was taken."""
-    with pool.on("node1").open(words) as session:
+    with pool.remote("node1").open(words) as session:
         channel, take = session._channel, session._drain
         ready = channel.recv_stderr_ready if "sh" in words else channel.recv_ready
 
@@ -138,20 +138,23 @@ def test_a_command_that_prints_without_end_is_ended_by_its_deadline(pool: Pool, 
 
 
 def test_a_command_that_prints_without_end_is_not_held_for_ever(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions, "_MOST", 1 << 20)
+    monkeypatch.setattr(sessions, "_MAX_OUTPUT", 1 << 20)
     monkeypatch.setattr(sessions, "_LONGEST_LINE", 1 << 20)
     held = []
 
-    class Counted(sessions._Marked):
+    class Counted(sessions._MarkedOutput):
         def add(self, data: bytes) -> None:
             super().add(data)
             held.append(len(self.data))
 
-    monkeypatch.setattr(sessions, "_Marked", Counted)
+    monkeypatch.setattr(sessions, "_MarkedOutput", Counted)
     for words in ("yes", "yes >&2"):
         with pytest.raises(RemoteError, match=r"^node1: sh prints more than 1 MiB; it begins: y"):
-            pool.on("node1").run(["sh", "-c", words], timeout_s=None)
-    with pool.on("node1").open(["cat", "/dev/zero"]) as session, pytest.raises(RemoteError, match="more than 1 MiB"):
+            pool.remote("node1").run(["sh", "-c", words], timeout_s=None)
+    with (
+        pool.remote("node1").open(["cat", "/dev/zero"]) as session,
+        pytest.raises(RemoteError, match="more than 1 MiB"),
+    ):
         session.read_line(600)
     assert max(held) <= (1 << 20) + sessions._CHUNK
 
@@ -159,10 +162,10 @@ def test_a_command_that_prints_without_end_is_not_held_for_ever(pool: Pool, monk
 def test_a_start_up_file_that_prints_without_end(
     pool: Pool, ssh_hosts: SshHosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sessions, "_MOST", 1 << 20)
+    monkeypatch.setattr(sessions, "_MAX_OUTPUT", 1 << 20)
     ssh_hosts.home("node1").joinpath(".bashrc").write_text("yes careful\n")
     with pytest.raises(RemoteError, match=r"^node1: true prints more than 1 MiB; it begins: (careful|y|c|l)"):
-        pool.on("node1").run(["true"], timeout_s=None)
+        pool.remote("node1").run(["true"], timeout_s=None)
 
 
 def test_start_up_files_may_print(pool: Pool, ssh_hosts: SshHosts) -> None:
@@ -170,13 +173,13 @@ def test_start_up_files_may_print(pool: Pool, ssh_hosts: SshHosts) -> None:
     assert subprocess.run(
         ["ssh", "-F", ssh_hosts.config, "node1", "true"], capture_output=True, stdin=subprocess.DEVNULL
     ).stdout.startswith(b"Welcome!")
-    done = pool.on("node1").run(["sh", "-c", "echo out; echo err >&2"])
+    done = pool.remote("node1").run(["sh", "-c", "echo out; echo err >&2"])
     assert (done.stdout, done.stderr) == (b"out\n", b"err\n")
 
 
 def test_what_start_up_files_print_is_no_line_of_a_conversation(pool: Pool, ssh_hosts: SshHosts) -> None:
     ssh_hosts.home("node1").joinpath(".bashrc").write_text("echo Welcome; seq 100000; echo careful >&2\n")
-    with pool.on("node1").open(["cat"]) as session:
+    with pool.remote("node1").open(["cat"]) as session:
         session.write(b"one\n")
         assert session.read_line(60) == b"one\n"
         session.close_stdin()
@@ -185,7 +188,7 @@ def test_what_start_up_files_print_is_no_line_of_a_conversation(pool: Pool, ssh_
 
 def test_start_up_files_that_let_no_command_begin_are_shown(pool: Pool, ssh_hosts: SshHosts) -> None:
     ssh_hosts.home("node1").joinpath(".bashrc").write_text("echo Welcome; exec cat > /dev/null\n")
-    with pool.on("node1").open(["true"]) as session:
+    with pool.remote("node1").open(["true"]) as session:
 
         def problem() -> str:
             with pytest.raises(RemoteTimeout) as error:
@@ -199,14 +202,14 @@ def test_start_up_files_that_let_no_command_begin_are_shown(pool: Pool, ssh_host
 def test_a_shell_that_ends_before_the_command_is_said(pool: Pool, ssh_hosts: SshHosts) -> None:
     ssh_hosts.home("node1").joinpath(".bashrc").write_text("echo this account is closed; exit 1\n")
     with pytest.raises(RemoteError, match=r"^node1: its shell runs no command \(status 1\): this account is closed$"):
-        pool.on("node1").run(["true"])
+        pool.remote("node1").run(["true"])
 
 
 def test_twenty_commands_at_once_on_one_host_share_a_connection(pool: Pool) -> None:
     done = pool.map(lambda remote: remote.run(["sh", "-c", "sleep 0.1; echo $PPID"]), [Host(name="node1")] * 20)
     assert [outcome.get().status for outcome in done] == [0] * 20
     # What is left of an earlier test's may go at last.
-    until(lambda: int(pool.on("node1").run(["pgrep", "-fc", "sshd: root"]).stdout) <= 2, "there is one connection")
+    until(lambda: int(pool.remote("node1").run(["pgrep", "-fc", "sshd: root"]).stdout) <= 2, "there is one connection")
 
 
 def test_a_server_with_few_sessions_is_used_as_it_can_be(pool: Pool, ssh_hosts: SshHosts) -> None:
@@ -220,7 +223,7 @@ def test_a_server_with_few_sessions_is_used_as_it_can_be(pool: Pool, ssh_hosts: 
 
 
 def test_a_conversation_line_by_line(pool: Pool) -> None:
-    with pool.on("node3").open(["cat"]) as session:
+    with pool.remote("node3").open(["cat"]) as session:
         for word in (b"one\n", b"two\n"):
             session.write(word)
             assert session.read_line(10) == word
@@ -284,8 +287,8 @@ with Pool(config={str(ssh_hosts.config)!r}) as pool:
 
 
 def test_a_pool_that_is_closed_opens_no_more(ssh_hosts: SshHosts) -> None:
-    pool = Pool(config=str(ssh_hosts.config), patience=Patience())
-    remote = pool.on("node1")
+    pool = Pool(config=str(ssh_hosts.config), timeouts=Timeouts())
+    remote = pool.remote("node1")
     remote.run(["true"])
     pool.close()
     with pytest.raises(HostUnreachable, match=r"node1: the connections were closed"):

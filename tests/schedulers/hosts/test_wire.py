@@ -24,7 +24,7 @@ class Relay:
         self.ours = [socket.socketpair() for _ in range(2)]
         for pair in self.ours:
             pair[0].setblocking(False)
-        expected = called.own if expected is None else expected
+        expected = called.index if expected is None else expected
         self.links = (Link(self.ours[0][1], caller, expected), Link(self.ours[1][1], called))
         self.links[0].flush()  # it is connected
 
@@ -171,7 +171,7 @@ def test_messages_of_one_connection_are_refused_by_the_next(relay: Callable[...,
 @pytest.fixture
 def calls() -> Iterator[tuple[Calls, int]]:
     with wire.listen(0) as server:
-        found = Calls(server, Party("j", TOKEN, 0), most=10)
+        found = Calls(server, Party("j", TOKEN, 0), max_strangers=10)
         yield found, int(server.getsockname()[1])
         for link in found.links:
             link.close()

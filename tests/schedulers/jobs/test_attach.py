@@ -25,10 +25,10 @@ from schedulers import (
     Unreachable,
     find,
 )
-from schedulers.jobs.attach import record_or_adopt
+from schedulers.jobs.attach import find_or_attach
 from schedulers.ssh.options import SshOptions
 from schedulers.store.store import created_at, full_id
-from schedulers.target import Found
+from schedulers.target import DiscoveredJob
 
 
 @pytest.fixture
@@ -99,10 +99,10 @@ def test_a_later_object_of_the_same_name_takes_the_place_of_a_job_that_has_ended
     """As `helm install` makes it of the same values after `helm uninstall`. Who names the target gets the new job."""
     job_id, spec, now = "0aaaaaaaaaa", JobSpec(argv=("train.py",)), time.time()
     plan = Plan(target="lab", kind="kubernetes", job_id=job_id)
-    there: list[Found | SchedulerError] = []
+    there: list[DiscoveredJob | SchedulerError] = []
 
     class Cluster:
-        def find(self, job_id: str) -> Found | None:
+        def find(self, job_id: str) -> DiscoveredJob | None:
             found = there.pop()
             if isinstance(found, SchedulerError):
                 raise found
@@ -111,19 +111,19 @@ def test_a_later_object_of_the_same_name_takes_the_place_of_a_job_that_has_ended
     resolved = SimpleNamespace(name="lab", kind="kubernetes", options={}, source="", target=Cluster())
     monkeypatch.setattr("schedulers.config.named_targets.resolve_target", lambda *_, **__: resolved)
     first, second = (
-        Found(native_id=f"job/team/run1/{job_id}/{uid}", spec=spec, plan=plan, created_at=now + later_s)
+        DiscoveredJob(native_id=f"job/team/run1/{job_id}/{uid}", spec=spec, plan=plan, created_at=now + later_s)
         for uid, later_s in (("u-1", 0), ("u-2", 60))
     )
     there.append(first)
-    record, _ = record_or_adopt(job_id, store, "lab", {})
-    assert record_or_adopt(job_id, store, "lab", {})[0].native_id == first.native_id  # not over: not looked for
+    record, _ = find_or_attach(job_id, store, "lab", {})
+    assert find_or_attach(job_id, store, "lab", {})[0].native_id == first.native_id  # not over: not looked for
     record.update(Status(state=State.SUCCEEDED))
     for answer in (first, Unreachable("no")):
         there.append(answer)
-        assert record_or_adopt(job_id, store, "lab", {})[0].status.state is State.SUCCEEDED
-    assert record_or_adopt(job_id, store, None, {})[0].status.state is State.SUCCEEDED
+        assert find_or_attach(job_id, store, "lab", {})[0].status.state is State.SUCCEEDED
+    assert find_or_attach(job_id, store, None, {})[0].status.state is State.SUCCEEDED
     there.append(second)
-    record, _ = record_or_adopt(job_id, store, "lab", {})
+    record, _ = find_or_attach(job_id, store, "lab", {})
     assert (record.native_id, record.status.state) == (second.native_id, State.QUEUED)
     assert store.record(job_id).native_id == second.native_id
 

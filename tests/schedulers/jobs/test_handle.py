@@ -18,8 +18,8 @@ import schedulers
 from schedulers.errors import ConfigError, SpecError, StoreError, SubmitError, UnknownJob, Unreachable
 from schedulers.job import JobSpec, LogLine, Reason, State, Status
 from schedulers.jobs.handle import Job, dry_run, find, list_jobs, submit, submit_async, submit_spec
-from schedulers.jobs.poll import absorb
-from schedulers.store.store import Damaged, Record, Store
+from schedulers.jobs.poll import apply_poll
+from schedulers.store.store import CorruptRecord, Record, Store
 
 from .test_handle_target import install_shell
 
@@ -247,12 +247,12 @@ def test_a_job_that_stays_forgotten_is_lost(place: Place) -> None:
 def test_a_job_is_not_lost_within_a_minute_of_its_submit(place: Place) -> None:
     """Backends answer late: however often one does not know a job, that counts a minute after it was first said."""
     record = place.sh("true").record
-    absorb(record, None, time.time())
+    apply_poll(record, None, time.time())
     since = record.absent_since
     assert since is not None
     for seconds in (0.0, 1.0, 59.0):
-        assert absorb(record, None, since + seconds).state is State.QUEUED
-    status = absorb(record, None, since + 61.0)
+        assert apply_poll(record, None, since + seconds).state is State.QUEUED
+    status = apply_poll(record, None, since + 61.0)
     assert (status.state, status.reason) == (State.FAILED, Reason.LOST)
 
 
@@ -272,7 +272,7 @@ def test_a_backend_that_has_lost_a_job_is_asked_no_more(place: Place, cancelled:
     if cancelled:
         job.record.append("cancel", host="here", pid=1)
     lost = Status(state=State.FAILED, reason=Reason.LOST, message="it was deleted", native_state="Deleted")
-    assert absorb(job.record, lost, time.time()).state is state
+    assert apply_poll(job.record, lost, time.time()).state is state
     assert job.status(refresh=False).state is state
 
 
@@ -317,7 +317,7 @@ def test_one_bad_job_does_not_hide_the_others(place: Place) -> None:
     (plugged.record.directory / "target.json").write_text("{")
     (damaged.record.directory / "events.jsonl").write_text("rubbish\n")
     found = {job.id: job for job in list_jobs()}
-    assert isinstance(found[damaged.id], Damaged)
+    assert isinstance(found[damaged.id], CorruptRecord)
     known = found[plugged.id]
     assert isinstance(known, Record)
     assert "target.json is damaged" in known.warning

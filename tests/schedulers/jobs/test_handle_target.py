@@ -20,7 +20,7 @@ import pytest
 
 from schedulers.errors import SubmitError, Unreachable
 from schedulers.job import Cursor, JobSpec, LogLine, Reason, State, Status
-from schedulers.target import Found, Plan, TargetContext, Waits, load_kind
+from schedulers.target import DiscoveredJob, Plan, TargetContext, Waits, load_kind
 
 from ..test_target import install
 
@@ -156,13 +156,13 @@ class WaitingShellTarget(ShellTarget):
 class FindingShellTarget(WaitingShellTarget):
     """The same, found by the job's id."""
 
-    def find(self, job_id: str) -> Found | None:
+    def find(self, job_id: str) -> DiscoveredJob | None:
         self._called("find", job_id)
         if not (self._directory(job_id) / "pid").exists():
             return None
         plan = Plan(target=self.name, kind="finding", job_id=job_id)
         spec = JobSpec(argv=("sh",))
-        return Found(native_id=f"n-{job_id}", spec=spec, plan=plan, whole=self._options.whole)
+        return DiscoveredJob(native_id=f"n-{job_id}", spec=spec, plan=plan, whole=self._options.whole)
 
 
 def install_shell(site: Path) -> None:

@@ -11,7 +11,7 @@ import yaml
 from schedulers import JobSpec, State
 from schedulers.errors import ConfigError, Unreachable
 from schedulers.kubernetes import cluster_ref
-from schedulers.kubernetes.cluster_ref import Placed
+from schedulers.kubernetes.cluster_ref import ClusterRef
 from schedulers.kubernetes.options import KubernetesOptions
 from schedulers.kubernetes.target import KubernetesTarget
 from schedulers.target import TargetContext
@@ -40,7 +40,7 @@ def _place(tmp_path: Path, **servers: str) -> None:
     }
     (tmp_path / "config").write_text(yaml.safe_dump(content))
     for name in (*servers, "gone"):
-        place = Placed(namespace="team", kubeconfig=str(tmp_path / "config"), context=name)
+        place = ClusterRef(namespace="team", kubeconfig=str(tmp_path / "config"), context=name)
         cluster_ref.write(tmp_path / "jobs", name, place)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from accel.cli import exit_status, main
-from schedulers.kubernetes.dry_run import dropped
+from schedulers.kubernetes.dry_run import dropped_fields
 from tests.clusters.kubernetes import Kubernetes
 from tests.marks import long
 from tests.waiting import until
@@ -180,4 +180,4 @@ def test_a_plain_dry_run_asks_nobody(
     ],
 )
 def test_what_counts_as_left_out(sent: dict[str, object], there: dict[str, object], lost: list[str]) -> None:
-    assert dropped(sent, there) == lost
+    assert dropped_fields(sent, there) == lost

@@ -74,7 +74,7 @@ def test_one_pod_is_alone(kind: str) -> None:
     if kind in ("job", "jobset"):
         added = {"JOB_COMPLETION_INDEX": "0"}
     added.pop("ACCEL_NODE_RANK", None)  # a single master has none
-    assert launched(alone, kind, added).alone
+    assert launched(alone, kind, added).is_single_process
 
 
 def test_a_pod_of_a_world_that_may_grow() -> None:

@@ -20,7 +20,7 @@ _MADE = st.text("0123456789abcdefghjkmnpqrstvwxyz", min_size=11, max_size=11)
 def test_a_name_is_good_for_services_and_pods(name: str, job_id: str) -> None:
     made = object_names.object_name(name, job_id)
     assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", made)
-    assert len(made) <= object_names.MOST
+    assert len(made) <= object_names.MAX_LENGTH
     assert len(f"{made}-worker-9999") <= 63 >= len(f"{made}-node-0-9999-abcde")
     for value in names.labels(name, job_id).values():
         assert value != ""

@@ -31,7 +31,7 @@ SPECS = {
 
 
 def objects(spec: JobSpec, given: KubernetesOptions) -> list[dict[str, Any]]:
-    code = delivery.chosen(given, len(_DATA), delivery.digest_of(_DATA), "k")
+    code = delivery.choose_delivery(given, len(_DATA), delivery.digest_of(_DATA), "k")
     return list(build.build(spec, given, JOB_ID, code, data=_DATA))
 
 
@@ -48,9 +48,9 @@ def test_one_option(kind: str, case: str) -> None:
             spec = dataclasses.replace(spec, resources=Resources())
         for made in objects(spec, given):
             assert strict.errors(made) == []
-            assert strict.errors(build.stamped(made, spec)) == []
+            assert strict.errors(build.with_digest(made, spec)) == []
             uid = {"apiVersion": "v1", "kind": "Job", "metadata": {"name": "a", "uid": "u"}}
-            assert strict.errors(build.owned(made, uid)) == []
+            assert strict.errors(build.with_owner(made, uid)) == []
 
 
 @pytest.mark.parametrize("kind", KINDS)

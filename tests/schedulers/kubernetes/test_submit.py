@@ -190,7 +190,7 @@ def test_quotas_that_are_counted_by_many_at_once_are_asked_again(
     with serving(conflict, conflict, said(201, made)) as server:
         assert submits.create(make(server.url), made) == made
         assert [asked.partition(" ")[0] for asked in server.asked] == ["POST"] * 3
-    monkeypatch.setattr(submits, "_PASSING_S", 0.0)
+    monkeypatch.setattr(submits, "_TRANSIENT_S", 0.0)
     with serving(conflict, absent) as server, pytest.raises(Conflict, match="resourcequotas"):
         submits.create(make(server.url), made)
 

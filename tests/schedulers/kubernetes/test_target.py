@@ -32,7 +32,7 @@ def test_each_kind_of_workload(workload: str, submit: Submit, kubernetes: Kubern
     status = job.wait(120)
     assert status.state is State.SUCCEEDED, status
     assert printed(job) == f"node {job.id}\ncode\n" * 2
-    assert prune(Store.default(), ids=[job.id]).left == ()
+    assert prune(Store.default(), ids=[job.id]).kept_reasons == ()
     until(lambda: made_by(job, kubernetes, namespace) == [], "everything is gone")
 
 

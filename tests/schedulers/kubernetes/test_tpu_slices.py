@@ -34,7 +34,7 @@ def slices(**given: Any) -> KubernetesOptions:
 
 def objects(given: KubernetesOptions, **more: Any) -> list[dict[str, Any]]:
     wanted: dict[str, Any] = {"argv": ("train.py",), "name": "train", "resources": V5P} | more
-    spec = tpu_slices.sized(JobSpec(**wanted), given)
+    spec = tpu_slices.with_slice_nodes(JobSpec(**wanted), given)
     return list(build.build(spec, given, JOB_ID, Code(kind="configmap", digest="0" * 64), target="k"))
 
 
@@ -190,4 +190,4 @@ def test_two_slices_are_one_world(hosts_of_slices: Kubernetes, namespace: str, h
 
 
 def test_options_of_another_target_stay_as_they_are() -> None:
-    assert tpu_slices.sized(JobSpec(argv=("a.py",), resources=V5P), options(gpu="tpu")).nodes == 1
+    assert tpu_slices.with_slice_nodes(JobSpec(argv=("a.py",), resources=V5P), options(gpu="tpu")).nodes == 1

@@ -20,7 +20,7 @@ import pytest
 import schedulers
 from schedulers import Job, JobSpec, Reason, State, Status, Unreachable
 from schedulers.errors import SubmitError
-from schedulers.jobs.poll import cut_off
+from schedulers.jobs.poll import is_abandoned
 from schedulers.jobs.prune import prune
 from schedulers.local import job_files
 from schedulers.local.job_files import JobFiles, progress_document
@@ -186,7 +186,7 @@ def test_a_free_lock_after_another_boot(record: Record, monkeypatch: pytest.Monk
         with pytest.raises(Unreachable, match="may still run on gpu07"):
             schedulers.find(record.id).cancel()
         record.update(Status(state=State.FAILED, reason=Reason.LOST))  # as older versions have recorded
-        assert prune(store, ids=[record.id]).left == (f"job {record.id} is kept: {line}",)
+        assert prune(store, ids=[record.id]).kept_reasons == (f"job {record.id} is kept: {line}",)
         subprocess.run(["sh", "-c", line.rpartition(": ")[2]], check=True)
         assert prune(store, ids=[record.id]).ids == (record.id,)
 
@@ -259,8 +259,8 @@ def test_polls_do_not_keep_a_supervisor_from_its_lock(home: Path, project: Path)
 
 def test_a_submit_in_another_place_is_not_taken_for_cut_off(record: Record) -> None:
     gone = replace(record, created_at=time.time(), submitter=(NODE, 2**22 + 1))
-    assert cut_off(gone)
+    assert is_abandoned(gone)
     for space in (space_of("another-boot", NODE, pid_namespace()), space_of(boot_id(), NODE, "1")):
         elsewhere = replace(gone, submitted_from=space)
-        assert not cut_off(elsewhere)
-        assert cut_off(replace(elsewhere, created_at=0.0))
+        assert not is_abandoned(elsewhere)
+        assert is_abandoned(replace(elsewhere, created_at=0.0))

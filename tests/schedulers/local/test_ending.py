@@ -114,7 +114,7 @@ from schedulers.hosts.supervisor.slots import Slots
 from schedulers.local import supervisor as module
 from schedulers.local.job_files import JobFiles
 supervisor = module.Supervisor(JobFiles(Path(sys.argv[1])), 0)
-Slots._take = lambda *_: ([], "waits")
+Slots._acquire = lambda *_: ([], "waits")
 def write(document):
     os.kill(os.getpid(), signal.SIGTERM)
     print("whole", document["message"])

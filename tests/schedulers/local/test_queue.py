@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from schedulers import Job, Reason, State
-from schedulers.hosts.supervisor.slots import Slots, Want, wanted
+from schedulers.hosts.supervisor.slots import SlotRequest, Slots, required_slots
 from schedulers.local.job_files import JobFiles
 from tests.nvml import fake_gpus
 from tests.waiting import until
@@ -52,7 +52,7 @@ def settings(**changed: object) -> dict[str, object]:
     ],
 )
 def test_what_a_job_takes(job: dict[str, object], machine: dict[str, object], expected: list[tuple[str, int]]) -> None:
-    assert [(want.what, want.count) for want in wanted(job, machine)] == expected
+    assert [(want.what, want.count) for want in required_slots(job, machine)] == expected
 
 
 def test_what_is_written_while_the_status_is_read_is_newer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,15 +63,15 @@ def test_what_is_written_while_the_status_is_read_is_newer(tmp_path: Path, monke
 
 
 def test_who_came_first_is_first_however_late_it_looks(tmp_path: Path) -> None:
-    want = [Want(what="places", count=1, of=["place-0"])]
+    want = [SlotRequest(what="places", count=1, of=["place-0"])]
     first, second = Slots(tmp_path, "a"), Slots(tmp_path, "b")
-    first.line_up()
+    first.enqueue()
     assert second.attempt(want) == ([], "waits for its turn behind job a")
     assert first.attempt(want) == (["place-0"], "")
 
 
 def test_those_at_the_end_of_a_long_line_look_rarely(tmp_path: Path) -> None:
-    want = [Want(what="places", count=1, of=["place-0"])]
+    want = [SlotRequest(what="places", count=1, of=["place-0"])]
     jobs = [Slots(tmp_path, f"{number:03}") for number in range(200)]
     for job in jobs:
         job.attempt(want)
@@ -93,11 +93,11 @@ def test_a_ticket_that_was_taken_for_a_dead_job_s_is_drawn_again(
         lock(fd, how)
 
     monkeypatch.setattr(fcntl, "flock", late)
-    slots.line_up()
+    slots.enqueue()
     (ticket,) = tmp_path.rglob("queue/a")
     with ticket.open() as file, pytest.raises(BlockingIOError):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    slots.step_out()
+    slots.dequeue()
     assert not list(tmp_path.rglob("queue/a"))
 
 

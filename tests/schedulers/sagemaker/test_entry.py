@@ -14,7 +14,7 @@ from schedulers.sagemaker import entry
 def test_an_old_python_can_tell_why_it_cannot_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     ast.parse(Path(entry.__file__).read_text(), feature_version=(3, 8))
     monkeypatch.setattr(entry, "_PYTHON", (3, 99))
-    with pytest.raises(entry.Failed, match=r"the image has Python 3\.[\d.]+, and accel needs 3\.99"):
+    with pytest.raises(entry.EntryError, match=r"the image has Python 3\.[\d.]+, and accel needs 3\.99"):
         entry.check()
 
 

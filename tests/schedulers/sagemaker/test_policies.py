@@ -118,7 +118,7 @@ def test_the_life_of_a_job_needs_what_they_allow(
     assert job.fetch(tmp_path / "fetched") == ["model"]
     sagemaker.client("s3").create_multipart_upload(Bucket=sagemaker.bucket, Key="team/accel/content/abc")
     monkeypatch.setattr(s3, "_ORPHAN_S", -1.0)
-    assert prune(Store.default(), ids=[job.id]).left == ()
+    assert prune(Store.default(), ids=[job.id]).kept_reasons == ()
     assert needed(sagemaker, "launcher") == allowed("launcher.json")
     assert needed(sagemaker, "execution-role", AWS_OWN) == allowed("execution.json")
 

@@ -36,7 +36,7 @@ EVERYTHING: dict[str, Any] = {
 
 
 def build(given: SageMakerOptions, **wanted: Any) -> dict[str, Any]:
-    return request.build(spec(**wanted), given, JOB_ID, request.planned(given), "aws")
+    return request.build(spec(**wanted), given, JOB_ID, request.account_from_options(given), "aws")
 
 
 def test_the_least_request() -> None:

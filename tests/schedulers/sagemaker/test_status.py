@@ -43,7 +43,7 @@ def made(overall: str, second: str = "", *passed: str, why: str | None = None) -
     ],
 )
 def test_states(described: dict[str, Any], state: State, reason: Reason, attempt: int) -> None:
-    found = status.of(described)
+    found = status.status_of(described)
     assert (found.state, found.reason, found.attempt) == (state, reason, attempt)
 
 
@@ -58,7 +58,7 @@ def test_states(described: dict[str, Any], state: State, reason: Reason, attempt
     ],
 )
 def test_details(more: dict[str, Any], billed: int | None, trained: int | None, saving: int | None) -> None:
-    found = status.of({**made("InProgress", "Training"), **more})
+    found = status.status_of({**made("InProgress", "Training"), **more})
     assert found.details == {
         "secondary_status": "Training", "billable_seconds": billed, "training_seconds": trained,
         "spot_saving_percent": saving,
@@ -85,7 +85,7 @@ def test_details(more: dict[str, Any], billed: int | None, trained: int | None, 
     ],
 )  # fmt: skip
 def test_why_a_job_failed(why: str, reason: Reason, code: int | None, message: str) -> None:
-    found = status.of(made("Failed", why=why))
+    found = status.status_of(made("Failed", why=why))
     assert (found.state, found.reason, found.exit_code, found.message) == (State.FAILED, reason, code, message)
 
 

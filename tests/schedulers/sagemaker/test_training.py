@@ -105,7 +105,7 @@ def test_prune_removes_what_only_the_job_needed(
     client = sagemaker.client("s3")
     client.create_multipart_upload(Bucket=sagemaker.bucket, Key="team/accel/content/abc")
     monkeypatch.setattr(s3, "_ORPHAN_S", -1.0)
-    assert prune(Store.default(), ids=[job.id]).left == ()
+    assert prune(Store.default(), ids=[job.id]).kept_reasons == ()
     keys = [each["Key"] for each in client.list_objects_v2(Bucket=sagemaker.bucket)["Contents"]]
     assert not [key for key in keys if "/jobs/" in key]
     assert [key for key in keys if key.endswith("/output/model.tar.gz")]
@@ -202,10 +202,10 @@ def test_lines_that_cloudwatch_shows_late(
     for host in ("algo-1", "algo-2"):
         sagemaker.run(name, host, "touch", "/opt/ml/go")
     assert job.wait(120).state is State.SUCCEEDED, sagemaker.diagnose()
-    monkeypatch.setattr(logs, "_AGAIN_S", 0.2)
-    monkeypatch.setattr(logs, "_LATE_S", 1.0)
+    monkeypatch.setattr(logs, "_POLL_S", 0.2)
+    monkeypatch.setattr(logs, "_LATE_LINES_S", 1.0)
     assert "late\n" not in {text for _, _, text in printed(job)}
-    monkeypatch.setattr(logs, "_LATE_S", 300.0)
+    monkeypatch.setattr(logs, "_LATE_LINES_S", 300.0)
     before = len(sagemaker.calls("logs", "GetLogEvents"))
     with ThreadPoolExecutor() as pool:
         following = pool.submit(lambda: list(job.logs(follow=True)))

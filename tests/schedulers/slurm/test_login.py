@@ -14,7 +14,7 @@ import pytest
 import schedulers
 from schedulers import Job, State, SubmitError
 from schedulers.job import Reason
-from schedulers.jobs.attach import record_or_adopt
+from schedulers.jobs.attach import find_or_attach
 from schedulers.jobs.poll import restore
 from schedulers.slurm import watch as watches
 from schedulers.store.store import Store
@@ -107,7 +107,7 @@ def test_slurm_ends_it_and_the_laptop_is_told(
 ) -> None:
     """A job that leaves no result; and a conversation that was long enough is followed by the next at once."""
     monkeypatch.setattr(watches, "_LIFETIME_S", 0.5)
-    monkeypatch.setattr(watches, "_AGAIN_S", 1000.0)
+    monkeypatch.setattr(watches, "_RETRY_S", 1000.0)
     job = laptop("echo never", nodes=9)
     target: Any = job.waiting_target()
     assert not target.wait(str(job.native_id), 0.1)
@@ -134,14 +134,14 @@ def test_another_machine_finds_it(laptop: FromLaptop, options: dict[str, Any], t
     job = laptop("echo here; exit 3", after=())
     assert job.wait(120).exit_code == 3
     store = Store(tmp_path / "other")
-    record, resolved = record_or_adopt(job.id, store, "slurm", options)
+    record, resolved = find_or_attach(job.id, store, "slurm", options)
     assert resolved is not None
     other = Job(record, target=resolved.target)
     assert other.native_id == job.native_id
     assert other.status().exit_code == 3
     assert printed(other) == "here\n"
     with pytest.raises(schedulers.UnknownJob):
-        record_or_adopt("2mxaaaaaaaa", store, "slurm", options)
+        find_or_attach("2mxaaaaaaaa", store, "slurm", options)
     close(other)
 
 

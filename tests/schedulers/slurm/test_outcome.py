@@ -15,7 +15,7 @@ import pytest
 
 from schedulers.job import Status
 from schedulers.slurm.batch import shared_files, slurm
-from schedulers.slurm.batch.outcome import Evidence, conclude, too_often
+from schedulers.slurm.batch.outcome import Observations, decide_outcome, restart_limit_status
 from schedulers.slurm.batch_program import program
 
 RUNNING = {"JobState": "RUNNING", "Reason": "None", "Restarts": "0", "PreemptTime": "None", "TimeLimit": "01:00:00"}
@@ -43,10 +43,10 @@ def failure(rank: int | None, code: int, message: str, reason: str = "exit_code"
     }  # fmt: skip
 
 
-def evidence(*reports: dict[str, Any] | None, restarts: int = 0, attempt: int = 0, **facts: Any) -> Evidence:
-    known = Evidence({"nodes": len(reports), "max_restarts": restarts}, attempt, NAMES[: len(reports)])
+def evidence(*reports: dict[str, Any] | None, restarts: int = 0, attempt: int = 0, **facts: Any) -> Observations:
+    known = Observations({"nodes": len(reports), "max_restarts": restarts}, attempt, NAMES[: len(reports)])
     known.reports = {rank: one for rank, one in enumerate(reports) if one is not None}
-    known.begun = set(range(len(reports)))
+    known.started_ranks = set(range(len(reports)))
     known.slurm = dict(RUNNING)
     for name, value in facts.items():
         setattr(known, name, value)
@@ -82,52 +82,60 @@ FELLED = report(143, failure=failure(None, 143, "", "node_failure"))
         (evidence(SAVED, SAVED), "finish", "failed", "preempted", 85, "not started again without --max-restarts"),
         (evidence(SAVED, SAVED, restarts=2, attempt=2), "finish", "failed", "preempted", 85,
          "it was started 3 times, and --max-restarts 2 allows no more"),
-        (evidence(SAVED, SAVED, restarts=1, told=True, slurm=GOING), "finish", "cancelled", "user", 85, "scancel"),
-        (evidence(TOLD, TOLD, told=True, slurm=GOING), "finish", "cancelled", "user", 143, "scancel"),
-        (evidence(TOLD, TOLD, told=True, slurm=LIMIT), "finish", "failed", "time_limit", 143,
+        (evidence(SAVED, SAVED, restarts=1, terminated=True, slurm=GOING), "finish", "cancelled", "user", 85,
+         "scancel"),
+        (evidence(TOLD, TOLD, terminated=True, slurm=GOING), "finish", "cancelled", "user", 143, "scancel"),
+        (evidence(TOLD, TOLD, terminated=True, slurm=LIMIT), "finish", "failed", "time_limit", 143,
          "its time limit (00:10:00) was reached; no checkpoint was left: call accelerator.checkpoint_on_preemption()"),
-        (evidence(SAVED, SAVED, told=True, slurm=LIMIT, restarts=1), "again", "failed", "time_limit", 85, "00:10:00"),
-        (evidence(TOLD, FELLED, told=True, slurm=LOST), "finish", "failed", "node_failure", 143,
+        (evidence(SAVED, SAVED, terminated=True, slurm=LIMIT, restarts=1), "again", "failed", "time_limit", 85,
+         "00:10:00"),
+        (evidence(TOLD, FELLED, terminated=True, slurm=LOST), "finish", "failed", "node_failure", 143,
          "Slurm lost a node of the job (NodeDown); it is not started again without --max-restarts"),
-        (evidence(TOLD, None, told=True, slurm=LOST), "finish", "failed", "node_failure", 143, "n2 has not reported"),
-        (evidence(TOLD, None, told=True, slurm={**RUNNING, "JobState": "NODE_FAIL"}), "finish", "failed",
+        (evidence(TOLD, None, terminated=True, slurm=LOST), "finish", "failed", "node_failure", 143,
+         "n2 has not reported"),
+        (evidence(TOLD, None, terminated=True, slurm={**RUNNING, "JobState": "NODE_FAIL"}), "finish", "failed",
          "node_failure", 143, "Slurm lost a node"),
-        (evidence(SAVED, None, told=True, slurm=LOST, restarts=1), "again", "failed", "node_failure", 85, "n2 has not"),
-        (evidence(TOLD, TOLD, told=True, slurm={**GOING, "Reason": "DeadLine"}), "leave", "failed", "exit_code", 143,
+        (evidence(SAVED, None, terminated=True, slurm=LOST, restarts=1), "again", "failed", "node_failure", 85,
+         "n2 has not"),
+        (evidence(TOLD, TOLD, terminated=True, slurm={**GOING, "Reason": "DeadLine"}), "leave", "failed",
+         "exit_code", 143,
          "ended in Slurm (DeadLine)"),
         (evidence(TOLD, TOLD, slurm=PREEMPTED, restarts=1), "again", "failed", "preempted", 143, "higher priority"),
         (evidence(TOLD, TOLD, slurm=PREEMPTED), "finish", "failed", "preempted", 143, "--max-restarts"),
-        (evidence(TOLD, TOLD, told=True, slurm={**GOING, "Restarts": "1"}), "leave", "failed", "node_failure", 143,
+        (evidence(TOLD, TOLD, terminated=True, slurm={**GOING, "Restarts": "1"}), "leave", "failed", "node_failure",
+         143,
          "Slurm starts it again"),
-        (evidence(SAVED, TOLD, told=True, slurm={**GOING, "Restarts": "1"}), "leave", "failed", "preempted", 85,
+        (evidence(SAVED, TOLD, terminated=True, slurm={**GOING, "Restarts": "1"}), "leave", "failed", "preempted", 85,
          "left a checkpoint"),
-        (evidence(TOLD, TOLD, told=True, slurm={**GOING, "Restarts": "1"}, runs_before=1), "finish", "cancelled",
+        (evidence(TOLD, TOLD, terminated=True, slurm={**GOING, "Restarts": "1"}, runs_before=1), "finish", "cancelled",
          "user", 143, "scancel"),
         (evidence(None, None, slurm={**RUNNING, "JobState": "PENDING", "Restarts": "1"}, restarts=1), "leave", "failed",
          "node_failure", 143, "Slurm starts it again"),
-        (evidence(TOLD, TOLD, told=True, slurm=None), "leave", "failed", "exit_code", 143, "could not be asked"),
+        (evidence(TOLD, TOLD, terminated=True, slurm=None), "leave", "failed", "exit_code", 143, "could not be asked"),
         (evidence(TOLD, TOLD, slurm=RUNNING), "finish", "failed", "exit_code", 143, "SIGTERM, and not by this program"),
         (evidence(SAVED, TOLD, slurm=RUNNING, restarts=1), "again", "failed", "preempted", 85, "checkpoint"),
         (evidence(GONE, None, restarts=1), "again", "failed", "node_failure", 1, "nothing has been heard"),
         (evidence(GONE, None), "finish", "failed", "node_failure", 1, "--max-restarts"),
         (evidence(ECHO, None, overdue=SILENT, restarts=1), "again", "failed", "node_failure", 1, "n2 has not been"),
         (evidence(SEVEN, None, overdue=SILENT, restarts=1), "finish", "failed", "exit_code", 7, "ValueError"),
-        (evidence(None, None, overdue=LATE, begun={0}), "finish", "failed", "rendezvous", 1, "n2 did not start"),
-        (evidence(UNMET, None, begun={0}), "finish", "failed", "rendezvous", 1, "n1: of 2 nodes, node 1 (n2) did not"),
+        (evidence(None, None, overdue=LATE, started_ranks={0}), "finish", "failed", "rendezvous", 1,
+         "n2 did not start"),
+        (evidence(UNMET, None, started_ranks={0}), "finish", "failed", "rendezvous", 1,
+         "n1: of 2 nodes, node 1 (n2) did not"),
         (evidence(UNMET, report(4, refused="setup", words="the setup command 'x' failed", at=2.0)), "finish", "failed",
          "setup", 4, "n2: the setup command"),
-        (evidence(None, None, begun=set(), srun=1, words="No module named submitit"), "finish", "failed", "setup", 1,
-         "n1, n2 could not begin: No module named submitit"),
+        (evidence(None, None, started_ranks=set(), srun=1, last_message="No module named submitit"), "finish",
+         "failed", "setup", 1, "n1, n2 could not begin: No module named submitit"),
         (evidence(report(0), report(137, words="step 7")), "finish", "failed", "exit_code", 137,
          "n2: accel launch was killed by SIGKILL"),
         (evidence(report(137, refused="setup", words="the setup command 'x' failed")), "finish", "failed", "setup", 137,
          "n1: the setup command 'x' failed"),
-        (evidence(report(0), None, srun=137, words="n2: task 1: Killed"), "finish", "failed", "node_failure", 137,
-         "n2 ended without a word: n2: task 1: Killed"),
+        (evidence(report(0), None, srun=137, last_message="n2: task 1: Killed"), "finish", "failed", "node_failure",
+         137, "n2 ended without a word: n2: task 1: Killed"),
     ],
 )  # fmt: skip
-def test_conclusions(known: Evidence, do: str, state: str, reason: str, code: int, said: str) -> None:
-    end = conclude(known)
+def test_conclusions(known: Observations, do: str, state: str, reason: str, code: int, said: str) -> None:
+    end = decide_outcome(known)
     status = end.status
     assert (end.do, status["state"], status["reason"], status["exit_code"]) == (do, state, reason, code), status
     assert said in status["message"]
@@ -137,10 +145,10 @@ def test_conclusions(known: Evidence, do: str, state: str, reason: str, code: in
 
 def test_a_start_too_many_says_how_the_last_one_ended() -> None:
     last = {"reason": "preempted", "message": "its ranks were warned", "exit_code": 85}
-    assert too_often({"nodes": 1, "max_restarts": 1}, 2, last)["message"] == (
+    assert restart_limit_status({"nodes": 1, "max_restarts": 1}, 2, last)["message"] == (
         "its ranks were warned; it was started 2 times, and --max-restarts 1 allows no more"
     )
-    assert too_often({"nodes": 1, "max_restarts": 1}, 2, None)["reason"] == "node_failure"
+    assert restart_limit_status({"nodes": 1, "max_restarts": 1}, 2, None)["reason"] == "node_failure"
 
 
 def test_a_held_port_is_for_its_job_alone() -> None:
@@ -178,7 +186,7 @@ def test_a_torn_line_is_no_document(tmp_path: Path) -> None:
 
 def test_a_full_disk_gives_up_what_was_kept_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spare, path = str(tmp_path / "spare"), str(tmp_path / "exit.json")
-    shared_files.reserve(spare)
+    shared_files.preallocate(spare)
     create = shared_files._create
 
     def full(name: str, text: str) -> None:

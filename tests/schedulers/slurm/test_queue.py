@@ -29,10 +29,10 @@ from schedulers.slurm.login import squeue_cache
 def test_how_long_an_answer_stands(
     age_s: float, took_s: float, error: str, stands: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answer = squeue_cache.Answer(1000.0, took_s, error, "")
+    answer = squeue_cache.CachedOutput(1000.0, took_s, error, "")
     monkeypatch.setattr(time, "time", lambda: 1000.0 + took_s + age_s)
-    assert answer.stands(0.0) is stands
-    assert not answer.stands(since=1000.5)  # a job was submitted since
+    assert answer.is_fresh(0.0) is stands
+    assert not answer.is_fresh(since=1000.5)  # a job was submitted since
 
 
 @pytest.mark.parametrize(("status", "says"), [(0, ""), (1, "Unable to contact slurm controller")])
@@ -60,7 +60,7 @@ def test_an_answer_is_for_all_who_ask(status: int, says: str, tmp_path: Path, mo
 
     expected = f"squeue: {says}" if says else "Über\udcff"
     assert ask() == ask() == expected
-    squeue_cache._held.clear()  # as another process
+    squeue_cache._cache.clear()  # as another process
     assert (ask(), calls()) == (expected, 1)
     assert [path.stat().st_mode & 0o077 for path in root.iterdir()] == [0, 0]
     assert (ask(since=time.time()), calls()) == (expected, 2)

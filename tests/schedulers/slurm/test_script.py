@@ -83,7 +83,7 @@ def test_what_accel_says_to_sbatch_is_known_to_every_slurm_since_20_11() -> None
     lines = text_of(everything(), full_options()).split("\n")
     said = [line[len("#SBATCH --") :].partition("=")[0] for line in lines if line.startswith("#SBATCH")]
     assert {"nodes", "comment", "signal", "requeue"} <= set(said)
-    assert {sbatch_options.since(name) for name in said} == {"20.11"}
+    assert {sbatch_options.introduced_in(name) for name in said} == {"20.11"}
 
 
 def test_a_directory_with_a_percent_sign_is_no_pattern() -> None:

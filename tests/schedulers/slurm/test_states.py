@@ -12,17 +12,17 @@ import pytest
 
 from schedulers.job import Reason, State
 from schedulers.slurm.login import job_ops, slurm_commands, squeue_cache
-from schedulers.slurm.states import _STATES, Said, exit_code, status_of
+from schedulers.slurm.states import _STATES, SlurmJobInfo, exit_code, status_of
 from tests.needs import missing
 
 
 def test_an_answer_is_as_old_as_its_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What squeue said has grown older while accounting was asked."""
     clock = [1000.0]
-    queue = squeue_cache.Answer(1000.0, 0.0, "", "")
+    queue = squeue_cache.CachedOutput(1000.0, 0.0, "", "")
     monkeypatch.setattr("time.time", lambda: clock[0])
     monkeypatch.setattr(job_ops, "_queue", lambda *_: queue)
-    monkeypatch.setattr(job_ops, "_take_accounts", lambda *_: clock.__setitem__(0, 1025.0))
+    monkeypatch.setattr(job_ops, "_apply_accounting", lambda *_: clock.__setitem__(0, 1025.0))
     answer = job_ops.status(str(tmp_path), {"jobs": [{"job": "a", "slurm": "1"}]}, [])
     assert answer["age_s"] == 25.0
 
@@ -30,28 +30,28 @@ def test_an_answer_is_as_old_as_its_question(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("said", "state", "reason", "code"),
     [
-        (Said(state="PENDING", reason="Priority"), State.QUEUED, Reason.NO_CAPACITY, None),
-        (Said(state="PENDING", reason="Dependency"), State.QUEUED, Reason.DEPENDENCY, None),
-        (Said(state="PENDING", reason="BeginTime"), State.QUEUED, Reason.NONE, None),
-        (Said(state="RUNNING"), State.RUNNING, Reason.NONE, None),
-        (Said(state="COMPLETED", code="0:0"), State.SUCCEEDED, Reason.NONE, 0),
-        (Said(state="FAILED", reason="NonZeroExitCode", code="7:0"), State.FAILED, Reason.EXIT_CODE, 7),
-        (Said(state="FAILED", code="0:11"), State.FAILED, Reason.EXIT_CODE, 139),
-        (Said(state="FAILED", reason="JobLaunchFailure", code="15:53"), State.FAILED, Reason.SETUP, None),
-        (Said(state="FAILED", code="0:53"), State.FAILED, Reason.SETUP, None),
-        (Said(state="CANCELLED by 1000"), State.CANCELLED, Reason.USER, None),
-        (Said(state="CANCELLED+"), State.CANCELLED, Reason.USER, None),
-        (Said(state="TIMEOUT", code="0:15"), State.FAILED, Reason.TIME_LIMIT, 143),
-        (Said(state="NODE_FAIL"), State.FAILED, Reason.NODE_FAILURE, None),
-        (Said(state="NODE_FAIL", code="0:0"), State.FAILED, Reason.NODE_FAILURE, None),
-        (Said(state="PENDING", reason="launch failed requeued held"), State.QUEUED, Reason.SETUP, None),
-        (Said(state="PENDING", reason="JobHoldMaxRequeue"), State.QUEUED, Reason.SETUP, None),
-        (Said(state="PREEMPTED", restarts=2), State.FAILED, Reason.PREEMPTED, None),
-        (Said(state="OUT_OF_MEMORY", code="0:125"), State.FAILED, Reason.OUT_OF_MEMORY, 137),
-        (Said(state="CANCELLED", reason="DependencyNeverSatisfied"), State.FAILED, Reason.DEPENDENCY, None),
+        (SlurmJobInfo(state="PENDING", reason="Priority"), State.QUEUED, Reason.NO_CAPACITY, None),
+        (SlurmJobInfo(state="PENDING", reason="Dependency"), State.QUEUED, Reason.DEPENDENCY, None),
+        (SlurmJobInfo(state="PENDING", reason="BeginTime"), State.QUEUED, Reason.NONE, None),
+        (SlurmJobInfo(state="RUNNING"), State.RUNNING, Reason.NONE, None),
+        (SlurmJobInfo(state="COMPLETED", code="0:0"), State.SUCCEEDED, Reason.NONE, 0),
+        (SlurmJobInfo(state="FAILED", reason="NonZeroExitCode", code="7:0"), State.FAILED, Reason.EXIT_CODE, 7),
+        (SlurmJobInfo(state="FAILED", code="0:11"), State.FAILED, Reason.EXIT_CODE, 139),
+        (SlurmJobInfo(state="FAILED", reason="JobLaunchFailure", code="15:53"), State.FAILED, Reason.SETUP, None),
+        (SlurmJobInfo(state="FAILED", code="0:53"), State.FAILED, Reason.SETUP, None),
+        (SlurmJobInfo(state="CANCELLED by 1000"), State.CANCELLED, Reason.USER, None),
+        (SlurmJobInfo(state="CANCELLED+"), State.CANCELLED, Reason.USER, None),
+        (SlurmJobInfo(state="TIMEOUT", code="0:15"), State.FAILED, Reason.TIME_LIMIT, 143),
+        (SlurmJobInfo(state="NODE_FAIL"), State.FAILED, Reason.NODE_FAILURE, None),
+        (SlurmJobInfo(state="NODE_FAIL", code="0:0"), State.FAILED, Reason.NODE_FAILURE, None),
+        (SlurmJobInfo(state="PENDING", reason="launch failed requeued held"), State.QUEUED, Reason.SETUP, None),
+        (SlurmJobInfo(state="PENDING", reason="JobHoldMaxRequeue"), State.QUEUED, Reason.SETUP, None),
+        (SlurmJobInfo(state="PREEMPTED", restarts=2), State.FAILED, Reason.PREEMPTED, None),
+        (SlurmJobInfo(state="OUT_OF_MEMORY", code="0:125"), State.FAILED, Reason.OUT_OF_MEMORY, 137),
+        (SlurmJobInfo(state="CANCELLED", reason="DependencyNeverSatisfied"), State.FAILED, Reason.DEPENDENCY, None),
     ],
 )
-def test_state_reason_and_code(said: Said, state: State, reason: Reason, code: int | None) -> None:
+def test_state_reason_and_code(said: SlurmJobInfo, state: State, reason: Reason, code: int | None) -> None:
     status = status_of(said)
     assert (status.state, status.reason, status.exit_code) == (state, reason, code)
     assert status.native_state == said.state
@@ -59,10 +59,10 @@ def test_state_reason_and_code(said: Said, state: State, reason: Reason, code: i
 
 
 def test_the_true_code_behind_the_echo_of_killed_peers() -> None:
-    assert exit_code(Said(state="FAILED", code="143:0", derived="7:0")) == 7
-    assert exit_code(Said(state="FAILED", code="3:0", derived="143:0")) == 3
-    assert exit_code(Said(state="FAILED", code="0:0", derived="9:0")) == 9
-    assert exit_code(Said(state="FAILED")) is None
+    assert exit_code(SlurmJobInfo(state="FAILED", code="143:0", derived="7:0")) == 7
+    assert exit_code(SlurmJobInfo(state="FAILED", code="3:0", derived="143:0")) == 3
+    assert exit_code(SlurmJobInfo(state="FAILED", code="0:0", derived="9:0")) == 9
+    assert exit_code(SlurmJobInfo(state="FAILED")) is None
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_the_true_code_where_only_accounting_has_it(
     (tmp_path / "sacct").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     (found,) = slurm_commands.accounts(["-j", "7"], {})
-    assert exit_code(Said(state=found["state"], code=found["code"], derived=found["derived"])) == said
+    assert exit_code(SlurmJobInfo(state=found["state"], code=found["code"], derived=found["derived"])) == said
 
 
 @pytest.mark.parametrize(
@@ -140,12 +140,12 @@ def test_scancel_fails_for_a_job_that_ends_at_that_moment(
     if ends:
         assert job_ops.cancel(str(tmp_path), job, []) == "gone"
     else:
-        with pytest.raises(slurm_commands.Refused, match="scancel: No"):
+        with pytest.raises(slurm_commands.CommandFailed, match="scancel: No"):
             job_ops.cancel(str(tmp_path), job, [])
 
 
 def test_a_request_that_pends_for_ever_says_why() -> None:
-    status = status_of(Said(state="PENDING", reason="PartitionConfig"))
+    status = status_of(SlurmJobInfo(state="PENDING", reason="PartitionConfig"))
     assert "can never run" in status.message
     assert "(PartitionConfig)" in status.message
 
@@ -164,20 +164,20 @@ def test_a_request_that_pends_for_ever_says_why() -> None:
     ],
 )
 def test_a_job_that_is_held_says_how_it_is_let_go(state: str, reason: str) -> None:
-    message = status_of(Said(state=state, reason=reason)).message
+    message = status_of(SlurmJobInfo(state=state, reason=reason)).message
     assert "scontrol release lets it go" in message
     assert reason == "None" or message.endswith(f"({reason})")
 
 
 def test_a_reason_that_nobody_has_told_us_of_is_shown_as_it_is() -> None:
     sentence = "(Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority partitions)"
-    status = status_of(Said(state="PENDING", reason=sentence))
+    status = status_of(SlurmJobInfo(state="PENDING", reason=sentence))
     assert status.reason is Reason.NO_CAPACITY
     assert status.message == sentence.strip("()")
 
 
 def test_a_state_that_nobody_has_told_us_of_ends_no_job() -> None:
-    status = status_of(Said(state="LEVITATING"))
+    status = status_of(SlurmJobInfo(state="LEVITATING"))
     assert status.state is State.RUNNING
     assert "LEVITATING" in status.message
 
@@ -190,8 +190,8 @@ def test_secrets_stay_no_longer_than_the_job(state: str, tmp_path: Path) -> None
     (own / "secrets.json").touch()
     (own / "settings.json").write_text('{"max_restarts": 0}')
     answer = {"said": {"state": state}, "started": True, "attempt": 0, "searched": False}
-    job_ops._look_again(str(tmp_path), {"job": "2mxaaaaaaaa", "slurm": "7"}, answer)
-    assert (own / "secrets.json").exists() is not status_of(Said(state=state)).state.final
+    job_ops._recheck_result(str(tmp_path), {"job": "2mxaaaaaaaa", "slurm": "7"}, answer)
+    assert (own / "secrets.json").exists() is not status_of(SlurmJobInfo(state=state)).state.final
 
 
 @pytest.mark.parametrize(
@@ -216,13 +216,13 @@ def test_secrets_stay_while_slurm_can_start_the_job_again(
     (own / "secrets.json").touch()
     (own / "settings.json").write_text("{" if most is None else json.dumps({"max_restarts": most}))
     answer = {"said": {"state": "FAILED"}, "started": True, "attempt": attempt, "searched": False, **facts}
-    job_ops._look_again(str(tmp_path), {"job": "2mxaaaaaaaa", "slurm": "7"}, answer)
+    job_ops._recheck_result(str(tmp_path), {"job": "2mxaaaaaaaa", "slurm": "7"}, answer)
     assert (own / "secrets.json").exists() is kept
 
 
 @pytest.mark.parametrize(
     ("silent", "accounting", "kept"),
-    [("", False, False), ("", True, False), ("_queue", False, True), ("_take_accounts", True, True)],
+    [("", False, False), ("", True, False), ("_queue", False, True), ("_apply_accounting", True, True)],
 )
 def test_secrets_stay_while_slurm_may_know_the_job(
     silent: str, accounting: bool, kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -236,8 +236,8 @@ def test_secrets_stay_while_slurm_may_know_the_job(
     def unanswered(*_: object) -> None:
         raise slurm_commands.Unanswered("no answer")
 
-    monkeypatch.setattr(job_ops, "_queue", lambda *_: squeue_cache.Answer(1000.0, 0.0, "", ""))
-    monkeypatch.setattr(job_ops, "_take_accounts", lambda *_: None)
+    monkeypatch.setattr(job_ops, "_queue", lambda *_: squeue_cache.CachedOutput(1000.0, 0.0, "", ""))
+    monkeypatch.setattr(job_ops, "_apply_accounting", lambda *_: None)
     if silent:
         monkeypatch.setattr(job_ops, silent, unanswered)
     job_ops.status(str(tmp_path), {"jobs": [{"job": "2mxaaaaaaaa", "slurm": "7"}], "accounting": accounting}, [])
@@ -255,7 +255,7 @@ def test_secrets_go_with_the_result(tmp_path: Path) -> None:
 
 
 def test_a_time_limit_says_what_the_script_could_do() -> None:
-    assert "checkpoint_on_preemption" in status_of(Said(state="TIMEOUT")).message
+    assert "checkpoint_on_preemption" in status_of(SlurmJobInfo(state="TIMEOUT")).message
 
 
 def test_every_state_of_this_slurm_is_known() -> None:

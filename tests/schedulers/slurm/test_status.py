@@ -168,7 +168,7 @@ def test_slurm_is_asked_seldom(
         assert not target.wait(str(job.native_id), 0.0)  # type: ignore[attr-defined]
         list(target.logs(f"987654/{job.id}"))  # of which nothing is known
         restore(job.record).poll([str(job.native_id)])
-        squeue_cache._held.clear()  # as another process
+        squeue_cache._cache.clear()  # as another process
     assert calls.taken() == ["squeue", "sacct"]
     slurm.run(["scontrol", "update", f"JobId={number(job)}", "Comment=the site's"])
     (job.record.directory / "slurm/submitted.json").unlink()

@@ -47,7 +47,7 @@ def age(path: Path, days: float) -> None:
 
 
 def clear_old(pool: Pool, *jobs: str, days: float = 30, python: str = "python3") -> dict[str, str]:
-    return dict(clear(pool.on("node1"), root="~/.accel", python=python, unused_s=days * DAY_S, jobs=jobs))
+    return dict(clear(pool.remote("node1"), root="~/.accel", python=python, unused_s=days * DAY_S, jobs=jobs))
 
 
 def test_pruning_a_job_removes_it_from_its_hosts(submit: Submit, ssh_hosts: SshHosts) -> None:
@@ -59,7 +59,7 @@ def test_pruning_a_job_removes_it_from_its_hosts(submit: Submit, ssh_hosts: SshH
     assert prune(Store.default(), keep=0, dry_run=True).ids == (over.id,)
     assert job_files(ssh_hosts, "node1", over.id).exists()
     pruned = prune(Store.default(), keep=0)
-    assert (pruned.ids, pruned.left) == ((over.id,), ())
+    assert (pruned.ids, pruned.kept_reasons) == ((over.id,), ())
     for node in ("node1", "node2"):
         assert [path.name for path in (top(ssh_hosts, node) / "jobs").iterdir()] == [live.id]
         (ssh_hosts.home(node) / "enough").touch()
@@ -97,7 +97,7 @@ def test_a_job_of_another_machine_is_removed_from_its_hosts_only_when_it_is_name
         monkeypatch.setenv("ACCEL_HOME", str(tmp_path / f"elsewhere-{named}"))
         assert find(job.id, target="ssh", options=options).wait(60).state is State.SUCCEEDED
         pruned = prune(Store.default(), ids=named) if named else prune(Store.default(), keep=0)
-        assert (pruned.ids, pruned.left) == ((job.id,), ())
+        assert (pruned.ids, pruned.kept_reasons) == ((job.id,), ())
         assert job_files(ssh_hosts, "node1", job.id).exists() is (named is None)
 
 
@@ -122,7 +122,7 @@ def finish(job: Job, hosts: SshHosts) -> None:
 def test_old_contents_go_and_used_ones_stay(pool: Pool, ssh_hosts: SshHosts) -> None:
     end = bytes(1024)  # of a tar file, whatever follows
     blobs = [Blob.of(end + bytes([number])) for number in range(4)]
-    files = Files(pool.on("node1"))
+    files = Files(pool.remote("node1"))
     for blob in blobs:
         files.unpack(blob, blob.digest)
     where = top(ssh_hosts) / "blobs"
@@ -135,7 +135,7 @@ def test_old_contents_go_and_used_ones_stay(pool: Pool, ssh_hosts: SshHosts) -> 
     assert {path.name for path in where.iterdir()} == {blobs[1].digest, blobs[3].digest}
     age(where / blobs[3].digest, 31)
     new = Blob.of(end + b"new")
-    Files(pool.on("node1"), unused_s=30 * DAY_S).unpack(new, "new")  # a submit of new code
+    Files(pool.remote("node1"), unused_s=30 * DAY_S).unpack(new, "new")  # a submit of new code
     assert {path.name for path in where.iterdir()} == {blobs[1].digest, new.digest}
 
 

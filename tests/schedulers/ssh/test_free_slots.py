@@ -8,7 +8,7 @@ import pytest
 
 from schedulers.hosts.facts import Devices, Facts, Gpus, Queue
 from schedulers.hosts.host_list import Host
-from schedulers.hosts.jobs.free_slots import Room, choose, queue_settings, room
+from schedulers.hosts.jobs.free_slots import Capacity, choose, host_capacity, queue_settings
 
 GPUS = Devices(kind="cuda", ids=("GPU-a", "GPU-b", "MIG/c", "GPU-d"), cpus=16)
 CPUS = Devices(kind="cpu", ids=("cpu",), cpus=4)
@@ -44,8 +44,8 @@ def job(**given: Any) -> dict[str, Any]:
     ],
 )
 def test_the_room_that_a_host_has(size: dict[str, Any], of: Facts, expected: tuple[int, int]) -> None:
-    found = room(size, Host(name="h"), of)
-    assert isinstance(found, Room)
+    found = host_capacity(size, Host(name="h"), of)
+    assert isinstance(found, Capacity)
     assert (found.capacity, found.ahead) == expected
 
 
@@ -58,7 +58,7 @@ def test_the_room_that_a_host_has(size: dict[str, Any], of: Facts, expected: tup
     ],
 )
 def test_what_a_host_cannot_have_room_for(size: dict[str, Any], of: Facts, said: str) -> None:
-    assert room(size, Host(name="h"), of) == said
+    assert host_capacity(size, Host(name="h"), of) == said
 
 
 def test_slots_of_a_hostfile_are_the_processes_that_are_counted() -> None:
@@ -70,7 +70,7 @@ def test_slots_of_a_hostfile_are_the_processes_that_are_counted() -> None:
 def placed(rooms: list[tuple[int, int]], jobs: int, nodes: int = 1, spares: int = 0) -> list[str]:
     """`rooms` as (capacity, ahead); the hosts of each job by their letters, `+` and the spares."""
     names = "abcdefgh"
-    made = [Room(host=Host(name=names[n]), capacity=room[0], ahead=room[1]) for n, room in enumerate(rooms)]
+    made = [Capacity(host=Host(name=names[n]), capacity=room[0], ahead=room[1]) for n, room in enumerate(rooms)]
     found = choose(made, jobs, nodes, spares)
     return ["".join(h.name for h in members) + "+" + "".join(h.name for h in others) for members, others in found]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from schedulers import Reason, State
-from schedulers.hosts.facts import Wanted
+from schedulers.hosts.facts import HostRequirements
 from schedulers.hosts.host_list import parse_hosts
 from schedulers.hosts.preflight import examine
 from schedulers.hosts.transport import Pool
@@ -38,17 +38,17 @@ def rename(hosts: SshHosts, old: str, new: str) -> None:
 def test_the_next_hosts_addresses_are_tried_too(odd: SshHosts) -> None:
     with Pool(config=str(odd.config)) as pool:
         hosts = parse_hosts("node[1-4]")
-        report = examine(pool, hosts, Wanted(packages={}, disk_bytes=1))
+        report = examine(pool, hosts, HostRequirements(packages={}, disk_bytes=1))
         assert report.ok, report.findings
         assert report.leads == {host: odd[host.name].address for host in hosts}
-        report = examine(pool, hosts, Wanted(packages={}, disk_bytes=1, interface="eth0"))
+        report = examine(pool, hosts, HostRequirements(packages={}, disk_bytes=1, interface="eth0"))
         assert report.usable == tuple(hosts)
         (warning,) = [str(finding) for finding in report.findings]
         assert warning.startswith("node2: node1 and 2 more do not reach it on port ")
         assert f"(from node1: {DEAD}: " in warning
         assert "so it cannot lead when the first host is lost; open the target's ports" in warning
         assert [row.verdict for row in report.rows] == ["ok", "warns", "ok", "ok"]
-        report = examine(pool, hosts, Wanted(packages={}, disk_bytes=1, interface="ens"))
+        report = examine(pool, hosts, HostRequirements(packages={}, disk_bytes=1, interface="ens"))
         assert report.leads == {hosts[1]: odd["node2"].address}
         remedy = "name another (interface: in accel.yaml, or --option interface=NAME)"
         said = f"no interface 'ens' with an address (it has eth0); {remedy}"

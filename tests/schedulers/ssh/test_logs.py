@@ -16,7 +16,7 @@ from schedulers import Cursor, LogLine
 from schedulers.hosts.host_list import Host
 from schedulers.hosts.jobs import logs
 from schedulers.hosts.jobs.native_id import Native
-from schedulers.hosts.jobs.status import Answer
+from schedulers.hosts.jobs.status import Reply
 from schedulers.hosts.transport import Outcome
 from schedulers.node import jobs
 from schedulers.slurm import logs as slurm_reading
@@ -33,15 +33,15 @@ class Hosts:
     def __init__(self, root: Path) -> None:
         self.root, self.most, self.asked, self.down = root, 0, 0, set[Host]()
 
-    def ask(self, asked: Mapping[Host, Sequence[Any]], *, believe_down: bool = False) -> dict[Host, Outcome[Answer]]:
+    def query(self, asked: Mapping[Host, Sequence[Any]], *, believe_down: bool = False) -> dict[Host, Outcome[Reply]]:
         return {host: self._answer(host, steps) for host, steps in asked.items()}
 
-    def _answer(self, host: Host, steps: Sequence[Any]) -> Outcome[Answer]:
+    def _answer(self, host: Host, steps: Sequence[Any]) -> Outcome[Reply]:
         from schedulers.errors import Unreachable
 
         if host in self.down:
             return Outcome(host, error=Unreachable(f"{host}: no answer"))
-        return Outcome(host, value=Answer(*self.answer(jobs, str(self.root / host.name), steps)))
+        return Outcome(host, value=Reply(*self.answer(jobs, str(self.root / host.name), steps)))
 
     def answer(self, program: Any, root: str, steps: Sequence[Any]) -> tuple[list[Any], bytes]:
         contents: list[bytes] = []
@@ -54,7 +54,7 @@ class Hosts:
 class Login(Hosts):
     """The same for a login node."""
 
-    def ask(self, steps: Sequence[Any]) -> tuple[list[Any], bytes]:  # type: ignore[override]
+    def query(self, steps: Sequence[Any]) -> tuple[list[Any], bytes]:  # type: ignore[override]
         return self.answer(job_ops, str(self.root / "one"), steps)
 
 
@@ -72,7 +72,7 @@ def _log(root: Path, host: str, name: str) -> Path:
 def _read(hosts: Hosts, since: Cursor | None = None, *, over: bool = True) -> Iterator[LogLine]:
     if isinstance(hosts, Login):
         login: Any = hosts
-        return slurm_reading.read(login.ask, "job", since, over=over)
+        return slurm_reading.read(login.query, "job", since, finished=over)
     here: Any = hosts
     return logs.read(here, _NATIVE, since)
 
@@ -86,7 +86,7 @@ def test_a_line_longer_than_anything_that_is_read_at_once(tmp_path: Path, kind: 
         file.write(b"\nthe end\n")
     read, last = 0, ""
     for line in _read(hosts):
-        assert len(line.text) <= log_lines.MOST_BYTES
+        assert len(line.text) <= log_lines.MAX_BYTES
         assert line.partial == ("\n" not in line.text)
         read, last = read + len(line.text), line.text
     assert (read, last) == (size + 9, "the end\n")
@@ -98,10 +98,10 @@ def test_a_reader_that_is_cut_off_goes_on_with_the_next_byte(
     tmp_path: Path, kind: type[Hosts], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also in the midst of a line; and logs that hold back what fits into no answer keep no other from being read."""
-    monkeypatch.setattr(log_lines, "MOST_BYTES", 10)
+    monkeypatch.setattr(log_lines, "MAX_BYTES", 10)
     for module in (logs, slurm_reading):
         monkeypatch.setattr(module, "_LIMIT", 10)
-        monkeypatch.setattr(module, "_MOST", 20)
+        monkeypatch.setattr(module, "_MAX_BYTES", 20)
     hosts = kind(tmp_path)
     texts = ["12345678", "a\nbb\nccc", "x" * 45 + "\ny", "", "é" * 9 + "\r\n", "12345678", "z\n" * 9, "12345678"]
     for number, text in enumerate(texts):
@@ -112,7 +112,7 @@ def test_a_reader_that_is_cut_off_goes_on_with_the_next_byte(
         if over:
             (tmp_path / "one/jobs/job/exit.json").write_text("{}")
         elif kind is Hosts:
-            monkeypatch.setattr(jobs, "alive", lambda directory: "/one/" in directory)
+            monkeypatch.setattr(jobs, "has_supervisor", lambda directory: "/one/" in directory)
         whole = list(_read(hosts, over=over))
         found = {rank: "".join(line.text for line in whole if line.rank == rank) for rank in range(9)}
         for number, text in enumerate(texts):
@@ -148,5 +148,5 @@ def test_the_last_lines_on_a_login_node(tmp_path: Path) -> None:
     _log(tmp_path, "one", "rank-0.a0").write_text("a\nb\n")
     _log(tmp_path, "one", "rank-0.a1").write_text("c\nd")
     for over, expected in ((True, ["c\n", "d"]), (False, ["b\n", "c\n"])):
-        cursor = slurm_reading.tail_at(login.ask, "job", Cursor(), 2, over=over)
+        cursor = slurm_reading.tail_at(login.query, "job", Cursor(), 2, finished=over)
         assert [line.text for line in _read(login, cursor, over=over)] == expected

@@ -12,13 +12,13 @@ import pytest
 
 from schedulers.errors import SchedulerError, Unreachable
 from schedulers.hosts.errors import HostUnreachable, RemoteError
-from schedulers.hosts.facts import Facts, Gpus, Seen, Wanted
+from schedulers.hosts.facts import Facts, Gpus, HostRequirements, TimedFacts
 from schedulers.hosts.host_list import Host
 from schedulers.hosts.jobs import placement
 from schedulers.hosts.jobs.native_id import Native
-from schedulers.hosts.jobs.placement import Node, NotPlaced, Placement, place
-from schedulers.hosts.jobs.status import Answer, Hosts
-from schedulers.hosts.jobs.submit import NotStarted, cancel, ship, start
+from schedulers.hosts.jobs.placement import Node, Placement, PlacementError, place
+from schedulers.hosts.jobs.status import Hosts, Reply
+from schedulers.hosts.jobs.submit import StartError, cancel, ship, start
 from schedulers.hosts.preflight import Report, Row
 from schedulers.hosts.remote_files import Blob
 from schedulers.hosts.transport import Outcome
@@ -54,7 +54,7 @@ class Answers:
         self.pool = self
         self.mapped: list[str] = []
 
-    def ask(self, asked: Mapping[Host, Sequence[Mapping[str, object]]]) -> dict[Host, Outcome[Answer]]:
+    def query(self, asked: Mapping[Host, Sequence[Mapping[str, object]]]) -> dict[Host, Outcome[Reply]]:
         def done(host: Host, number: int, step: Mapping[str, object]) -> object:
             if step["op"] == "port":
                 return None if host.name == self._taken and number == 0 else 1
@@ -63,7 +63,7 @@ class Answers:
         return {
             host: Outcome(host, error=LOST)
             if host.name == self._silent
-            else Outcome(host, value=Answer([done(host, number, step) for number, step in enumerate(steps)], b""))
+            else Outcome(host, value=Reply([done(host, number, step) for number, step in enumerate(steps)], b""))
             for host, steps in asked.items()
         }
 
@@ -94,24 +94,24 @@ NONE = "no host runs the job"
 
 def test_a_host_that_cannot_start_anything_fails_its_own_jobs() -> None:
     assert started({"b": REFUSED}, *SWEEP) == {
-        "two": (NotStarted, f"{REFUSED}; {NONE}", None),
-        "three": (NotStarted, f"{REFUSED}; {NONE}", None),
-        "four": (NotStarted, f"{REFUSED}; {NONE}", "a,b/four"),  # what was started of it is to be cancelled
+        "two": (StartError, f"{REFUSED}; {NONE}", None),
+        "three": (StartError, f"{REFUSED}; {NONE}", None),
+        "four": (StartError, f"{REFUSED}; {NONE}", "a,b/four"),  # what was started of it is to be cancelled
     }
 
 
 def test_a_host_that_cannot_start_one_job_starts_the_others() -> None:
-    assert started({"b": {"two": REFUSED}}, *SWEEP) == {"two": (NotStarted, f"{REFUSED}; {NONE}", None)}
+    assert started({"b": {"two": REFUSED}}, *SWEEP) == {"two": (StartError, f"{REFUSED}; {NONE}", None)}
 
 
 def test_a_host_that_is_lost_may_run_the_jobs_that_it_has_alone() -> None:
     assert started({"b": LOST}, *SWEEP) == {
         "two": (Unreachable, str(LOST), None),
         "three": (Unreachable, str(LOST), None),
-        "four": (NotStarted, f"{LOST}; {NONE}", "a,b/four"),
+        "four": (StartError, f"{LOST}; {NONE}", "a,b/four"),
     }
     both = started({"a": REFUSED, "b": LOST}, job("one", "a", "b"))
-    assert both == {"one": (NotStarted, f"{REFUSED}; {LOST}; {NONE}", None)}
+    assert both == {"one": (StartError, f"{REFUSED}; {LOST}; {NONE}", None)}
 
 
 CODE = Blob(digest="0" * 64, size=0, source=b"")
@@ -138,7 +138,7 @@ def test_a_host_that_cannot_be_sent_anything_fails_its_own_jobs(
 ) -> None:
     answers = ship(cast(Hosts, hosts), SshOptions(), {}, SWEEP, code=CODE)
     assert {job_id: str(error) for job_id, error in answers.items()} == failed
-    assert {type(error) for error in answers.values()} <= {NotStarted}
+    assert {type(error) for error in answers.values()} <= {StartError}
     assert hosts.mapped == mapped
 
 
@@ -160,20 +160,22 @@ def test_a_host_that_is_lost_after_its_examination_fails_its_own_jobs(
 ) -> None:
     """So does one without a free port. What was claimed for the failed jobs is removed."""
     named = [Host(name=name) for name in "abcd"]
-    seen = Seen(facts=FACTS, asked_at=0.0, answered_at=0.0)
-    rows = tuple(Row(host=host, seen=seen, verdict="ok") for host in named)
+    seen = TimedFacts(facts=FACTS, asked_at=0.0, answered_at=0.0)
+    rows = tuple(Row(host=host, facts=seen, verdict="ok") for host in named)
     report = Report(
-        rows=rows, findings=(), usable=tuple(named), master="a", port=29500, reach={},
+        rows=rows, findings=(), usable=tuple(named), master="a", port=29500, attempts={},
         leads={host: host.name for host in named},
     )  # fmt: skip
     monkeypatch.setattr(placement, "examined", lambda *_, **__: report)
     job_ids = ["one", "two", "three", "four"]
-    placements, refused = place(cast(Hosts, hosts), SshOptions(), "ssh", job_ids, named, nodes, SIZE, wanted=Wanted())
+    placements, refused = place(
+        cast(Hosts, hosts), SshOptions(), "ssh", job_ids, named, nodes, SIZE, requirements=HostRequirements()
+    )
     assert [placement.job_id for placement in placements] == [job_id for job_id in job_ids if job_id not in failed]
     assert {
         job_id: re.sub(r"ports [0-9, ]+ is", "ports * is", str(error)) for job_id, error in refused.items()
     } == failed
-    assert {type(error) for error in refused.values()} <= {NotPlaced}
+    assert {type(error) for error in refused.values()} <= {PlacementError}
     assert hosts.mapped == mapped
 
 
@@ -189,11 +191,11 @@ def test_a_cancel_is_answered_by_a_host_that_has_the_job(
     answers: tuple[bool | SchedulerError, ...], answered: bool
 ) -> None:
     class Asked:
-        def ask(self, asked: dict[Host, object]) -> dict[Host, Outcome[Answer]]:
+        def query(self, asked: dict[Host, object]) -> dict[Host, Outcome[Reply]]:
             return {
                 host: Outcome(host, error=answer)
                 if isinstance(answer, SchedulerError)
-                else Outcome(host, value=Answer([answer], b""))
+                else Outcome(host, value=Reply([answer], b""))
                 for host, answer in zip(asked, answers, strict=True)
             }
 

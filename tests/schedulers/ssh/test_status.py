@@ -14,7 +14,7 @@ import pytest
 
 from schedulers import Cursor, LogLine, Reason, State, Unreachable
 from schedulers.hosts.jobs.native_id import Native
-from schedulers.hosts.jobs.status import tell_all
+from schedulers.hosts.jobs.status import query_all
 from schedulers.ssh.options import SshOptions
 from schedulers.ssh.target import SshTarget
 from schedulers.target import TargetContext
@@ -229,7 +229,7 @@ def test_a_claim_of_an_earlier_submit_is_no_other_host(target: SshTarget, ssh_ho
     (host,) = Native.parse(f"node1/{JOB}").hosts
 
     def told(op: str, node: int, token: str) -> object:
-        ((_, answer, error),) = tell_all(target._hosts, [host], {"op": op, "job": JOB, "node": node, "token": token})
+        ((_, answer, error),) = query_all(target._hosts, [host], {"op": op, "job": JOB, "node": node, "token": token})
         assert error is None
         return answer
 

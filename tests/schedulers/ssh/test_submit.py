@@ -23,7 +23,7 @@ from schedulers import JobSpec, Reason, State, SubmitError
 from schedulers.hosts import fanout
 from schedulers.hosts.bundle import PROGRAM, program
 from schedulers.hosts.errors import RemoteError
-from schedulers.hosts.fanout import Spread, spread
+from schedulers.hosts.fanout import FanOutResult, fan_out
 from schedulers.hosts.host_list import parse_hosts
 from schedulers.hosts.remote_files import Blob, Files, host_program, program_loader
 from schedulers.hosts.transport import Pool
@@ -139,9 +139,9 @@ def test_a_supervisor_starts_only_with_all_its_secrets(pool: Pool, ssh_hosts: Ss
     me = {"name": "node1", "address": ssh_hosts["node1"].address, "control_port": 23456}
     settings = {"schema": 1, "job_id": "t-1", "node": 0, "nodes": [me], "spares": [], "secrets": ["TOKEN"]}
     files = {"settings.json": json.dumps(settings).encode(), PROGRAM: program()}
-    Files(pool.on("node1")).put({f"jobs/t-1/{name}": data for name, data in files.items()})
+    Files(pool.remote("node1")).put({f"jobs/t-1/{name}": data for name, data in files.items()})
     with pytest.raises(RemoteError, match=r"node1: .*the values of secrets did not come: TOKEN$"):
-        pool.on("node1").run(
+        pool.remote("node1").run(
             ["sh", "-c", "exec python3 -I ~/.accel/jobs/t-1/supervisor.pyz ~/.accel/jobs/t-1 0"], stdin=said
         )
     assert not (job_files(ssh_hosts, "node1", "t-1") / "state.json").exists()
@@ -194,7 +194,7 @@ def processes(hosts: SshHosts, node: str) -> str:
 
 
 def test_hosts_pass_a_content_on(pool: Pool, ssh_hosts: SshHosts, tarball: Blob, way: Given) -> None:
-    assert spread(pool, blob=tarball, **way) == Spread(had=0, sent=1, passed=3, lacking=0)
+    assert fan_out(pool, blob=tarball, **way) == FanOutResult(had=0, sent=1, relayed=3, missing=0)
     for node in ssh_hosts.names:
         assert blobs(ssh_hosts, node) == [tarball.digest]
         there = ssh_hosts.home(node) / ".accel/blobs" / tarball.digest
@@ -203,7 +203,7 @@ def test_hosts_pass_a_content_on(pool: Pool, ssh_hosts: SshHosts, tarball: Blob,
         until(lambda node=node: not processes(ssh_hosts, node), f"nothing runs on {node}")  # type: ignore[misc]
     assert isinstance(tarball.source, Path)
     tarball.source.unlink()  # it is not even read
-    assert spread(pool, blob=tarball, **way) == Spread(had=4, sent=0, passed=0, lacking=0)
+    assert fan_out(pool, blob=tarball, **way) == FanOutResult(had=4, sent=0, relayed=0, missing=0)
 
 
 @pytest.mark.parametrize(
@@ -215,8 +215,8 @@ def test_a_tree_is_for_many_hosts_and_much_to_send(count: int, size: int, by_tre
 
 
 def test_who_has_it_passes_it_on_and_nothing_is_sent_from_here(pool: Pool, tarball: Blob, way: Given) -> None:
-    Files(pool.on("node3")).unpack(tarball, "code")
-    assert spread(pool, blob=tarball, **way) == Spread(had=1, sent=0, passed=3, lacking=0)
+    Files(pool.remote("node3")).unpack(tarball, "code")
+    assert fan_out(pool, blob=tarball, **way) == FanOutResult(had=1, sent=0, relayed=3, missing=0)
 
 
 def test_a_host_that_listens_in_vain_gets_it_from_here(
@@ -224,8 +224,8 @@ def test_a_host_that_listens_in_vain_gets_it_from_here(
 ) -> None:
     """The others do not reach it, nor anybody who would have got it from it; they get it from each other."""
     first = next(iter(way["addresses"]))
-    found = spread(pool, blob=tarball, **{**way, "addresses": {**way["addresses"], first: "203.0.113.1"}})
-    assert (found.lacking, found.sent + found.passed) == (0, 4), found
+    found = fan_out(pool, blob=tarball, **{**way, "addresses": {**way["addresses"], first: "203.0.113.1"}})
+    assert (found.missing, found.sent + found.relayed) == (0, 4), found
     assert found.sent >= 2  # the first, and at least one of the others
     assert [blobs(ssh_hosts, node) for node in ssh_hosts.names] == [[tarball.digest]] * 4
 
@@ -234,18 +234,18 @@ def test_hosts_whose_ports_are_all_taken_get_it_directly(
     pool: Pool, ssh_hosts: SshHosts, tarball: Blob, way: Given
 ) -> None:
     hosts = list(way["addresses"])
-    found = spread(pool, blob=tarball, **{**way, "ports": dict.fromkeys(hosts, ())})
-    assert found.sent + found.lacking == 4
-    assert found.passed == 0
+    found = fan_out(pool, blob=tarball, **{**way, "ports": dict.fromkeys(hosts, ())})
+    assert found.sent + found.missing == 4
+    assert found.relayed == 0
     for host in hosts:
-        Files(pool.on(host)).unpack(tarball, "code")  # what follows a spread, and sends what is lacking
+        Files(pool.remote(host)).unpack(tarball, "code")  # what follows a spread, and sends what is lacking
         assert blobs(ssh_hosts, host.name) == [tarball.digest]
 
 
 def test_a_full_disk_in_the_middle_of_the_tree(pool: Pool, ssh_hosts: SshHosts, tarball: Blob, way: Given) -> None:
     ssh_hosts["node1"].run("sh", "-c", "mkdir -p /dev/shm/root && mount -t tmpfs -o size=1m tmpfs /dev/shm/root")
-    found = spread(pool, blob=tarball, **{**way, "root": "/dev/shm/root"})
-    assert (found.lacking, found.sent + found.passed) == (1, 3), found
+    found = fan_out(pool, blob=tarball, **{**way, "root": "/dev/shm/root"})
+    assert (found.missing, found.sent + found.relayed) == (1, 3), found
     assert ssh_hosts["node1"].run("find", "/dev/shm/root", "-type", "f") == ""
 
 
@@ -253,16 +253,16 @@ def test_a_content_that_is_damaged_on_its_way_is_not_kept(
     pool: Pool, ssh_hosts: SshHosts, tarball: Blob, way: Given
 ) -> None:
     wrong = Blob(digest="0" * 64, size=tarball.size, source=tarball.source)
-    assert spread(pool, blob=wrong, **way).lacking == 4
+    assert fan_out(pool, blob=wrong, **way).missing == 4
     assert [blobs(ssh_hosts, node) for node in ssh_hosts.names] == [[]] * 4
 
 
 def test_a_stranger_gets_nothing(pool: Pool, ssh_hosts: SshHosts, tarball: Blob) -> None:
     """Somebody who connects without the token learns no byte of it; the program ends with the conversation."""
-    Files(pool.on("node1")).unpack(tarball, "code")
+    Files(pool.remote("node1")).unpack(tarball, "code")
     request = {"root": "~/.accel", "digest": tarball.digest, "size": tarball.size, "ports": [24001], "token": "ab" * 32}
     program = host_program("relay")
-    session = pool.on("node1").open(["python3", "-I", "-S", "-c", program_loader(program)])
+    session = pool.remote("node1").open(["python3", "-I", "-S", "-c", program_loader(program)])
     session.write(program + json.dumps(request).encode() + b"\n")
     assert json.loads(session.read_line(20)) == {"have": True, "port": 24001}
     for said in (b"", b"GET / HTTP/1.0\r\n\r\n", os.urandom(64)):
@@ -288,7 +288,7 @@ def test_a_client_that_goes_away_leaves_nobody_listening(
 
     monkeypatch.setattr(fanout, "chunks", half)
     pool = Pool(config=str(ssh_hosts.config))
-    thread = threading.Thread(target=lambda: spread(pool, blob=tarball, **way))
+    thread = threading.Thread(target=lambda: fan_out(pool, blob=tarball, **way))
     thread.start()
     until(lambda: all(blobs(ssh_hosts, node) for node in ssh_hosts.names), "all have a part of it")
     pool.close()
@@ -305,14 +305,14 @@ def test_a_submit_passes_code_on(
 ) -> None:
     monkeypatch.setattr(fanout, "FROM_HOSTS", 2)
     monkeypatch.setattr(fanout, "FROM_BYTES", 2_000_000)
-    found: list[Spread] = []
-    real = fanout.spread
-    monkeypatch.setattr(fanout, "spread", lambda *words, **given: found.append(real(*words, **given)))
+    found: list[FanOutResult] = []
+    real = fanout.fan_out
+    monkeypatch.setattr(fanout, "fan_out", lambda *words, **given: found.append(real(*words, **given)))
     (project / "large").write_bytes(os.urandom(2_000_000))
     job = submit("wc -c <large", nodes=4)
     assert job.wait(60).state is State.SUCCEEDED
     assert printed(job) == "2000000\n" * 4
-    assert found == [Spread(had=0, sent=1, passed=3)]
+    assert found == [FanOutResult(had=0, sent=1, relayed=3)]
     (project / "large").write_bytes(os.urandom(2_000_000))
     # Two ports are enough for a job, where code needs none.
     direct = submit("true", options={"fan_out": False, "ports": "29500-29501"})
@@ -385,7 +385,7 @@ def test_a_host_whose_disk_is_full_fails_its_own_jobs_of_a_sweep(
 def test_room_that_ends_on_the_way_leaves_nothing_half(pool: Pool, ssh_hosts: SshHosts) -> None:
     """As with a quota, or somebody else who writes: what was free at the beginning is not."""
     small_disk(ssh_hosts, "node1", 8)
-    files = Files(pool.on("node1"), root="/dev/shm/root")
+    files = Files(pool.remote("node1"), root="/dev/shm/root")
     raw = io.BytesIO()
     with tarfile.open(fileobj=raw, mode="w") as tar:
         for number in range(1500):  # each takes a page

@@ -183,7 +183,7 @@ def test_a_host_that_cannot_get_it_is_named_with_pips_words_and_nothing_is_left(
 
 def test_accel_may_come_with_the_requirements(pool: Pool, ssh_hosts: SshHosts, wheels: Path, tmp_path: Path) -> None:
     """The interpreter has neither; the examination is of the environment."""
-    from schedulers.hosts.facts import Wanted
+    from schedulers.hosts.facts import HostRequirements
     from schedulers.hosts.host_list import parse_hosts
     from schedulers.hosts.preflight import examine
 
@@ -197,16 +197,16 @@ def test_accel_may_come_with_the_requirements(pool: Pool, ssh_hosts: SshHosts, w
     where.write_text(f"{only_pip}\n")
     for name, version in (("torch", "2.13.0"), ("accel_launch", "0.4.0")):
         wheel(wheels, name, version)
-    wanted = Wanted(disk_bytes=1)
+    wanted = HostRequirements(disk_bytes=1)
     hosts = parse_hosts("node1,node2")
     python = str(bare / "bin/python")
     without = examine(pool, hosts, wanted, python=python)
     assert [str(finding) for finding in without.findings if "no torch for" in finding.problem]
     files = {"requirements.txt": lines(wheels, "torch", "accel_launch")}
     made = Environments(Requirements("r", files), root="~/.accel", python=python)
-    report = examine(pool, hosts, wanted, python=made.made)
+    report = examine(pool, hosts, wanted, python=made.ensure)
     assert report.usable == tuple(hosts), report.findings
-    found = [row.seen.facts.packages for row in report.rows if row.seen]
+    found = [row.facts.facts.packages for row in report.rows if row.facts]
     assert found == [{"accel-launch": "0.4.0", "torch": "2.13.0"}] * 2
 
 
@@ -225,17 +225,19 @@ def make(wheels: Path) -> Make:
 def test_two_at_once_make_one(pool: Pool, ssh_hosts: SshHosts, wheels: Path, make: Make) -> None:
     wheel(wheels, "needed")
     environments = make("needed")
-    assert environments.there(pool.on("node1")) is None
+    assert environments.find(pool.remote("node1")) is None
     pythons: list[str] = []
-    threads = [threading.Thread(target=lambda: pythons.append(environments.made(pool.on("node1")))) for _ in range(3)]
+    threads = [
+        threading.Thread(target=lambda: pythons.append(environments.ensure(pool.remote("node1")))) for _ in range(3)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert len(pythons) == 3
     assert len(set(pythons)) == 1
-    assert environments.there(pool.on("node1")) == pythons[0]
-    said = pool.on("node1").run([pythons[0], "-c", "import needed; print(needed.version)"]).stdout
+    assert environments.find(pool.remote("node1")) == pythons[0]
+    said = pool.remote("node1").run([pythons[0], "-c", "import needed; print(needed.version)"]).stdout
     assert said == b"1.0\n"
     log = next((ssh_hosts.home("node1") / ".accel/envs").glob("*.log")).read_text()
     assert log.count("Successfully installed needed-1.0") == 1
@@ -244,11 +246,11 @@ def test_two_at_once_make_one(pool: Pool, ssh_hosts: SshHosts, wheels: Path, mak
 def test_another_interpreter_has_another_environment(pool: Pool, wheels: Path, make: Make, tmp_path: Path) -> None:
     wheel(wheels, "needed")
     subprocess.run([PYTHON, "-m", "venv", str(tmp_path / "other")], check=True)
-    first = make("needed").made(pool.on("node1"))
-    second = make("needed", python=str(tmp_path / "other/bin/python")).made(pool.on("node1"))
+    first = make("needed").ensure(pool.remote("node1"))
+    second = make("needed", python=str(tmp_path / "other/bin/python")).ensure(pool.remote("node1"))
     assert first != second
-    assert pool.on("node1").run([first, "-c", "import msgspec"], check=False).status == 0  # of its interpreter
-    assert pool.on("node1").run([second, "-c", "import msgspec"], check=False).status == 1
+    assert pool.remote("node1").run([first, "-c", "import msgspec"], check=False).status == 0  # of its interpreter
+    assert pool.remote("node1").run([second, "-c", "import msgspec"], check=False).status == 1
 
 
 VERSION = ".".join(map(str, sys.version_info[:2]))
@@ -270,7 +272,7 @@ def put(path: Path, text: str) -> None:
 
 def test_an_environment_of_another_python_stands_alone(pool: Pool, ssh_hosts: SshHosts, wheels: Path, uv: str) -> None:
     """The interpreter, which has accel and torch, only starts uv; the environment is what is examined."""
-    from schedulers.hosts.facts import Wanted
+    from schedulers.hosts.facts import HostRequirements
     from schedulers.hosts.host_list import parse_hosts
     from schedulers.hosts.preflight import examine
 
@@ -282,15 +284,15 @@ def test_an_environment_of_another_python_stands_alone(pool: Pool, ssh_hosts: Ss
         files = {"requirements.txt": lines(wheels, *requirements)}
         return Environments(Requirements("r", files), root="~/.accel", python=PYTHON, version=VERSION)
 
-    report = examine(pool, parse_hosts("node1"), Wanted(disk_bytes=1), python=made("needed", "torch").made)
+    report = examine(pool, parse_hosts("node1"), HostRequirements(disk_bytes=1), python=made("needed", "torch").ensure)
     (row,) = report.rows
-    assert row.seen is not None
-    assert row.seen.facts.packages == {"accel-launch": None, "torch": "2.13.0"}
-    python = made("needed", "torch").there(pool.on("node1"))
-    assert python == row.seen.facts.executable
+    assert row.facts is not None
+    assert row.facts.facts.packages == {"accel-launch": None, "torch": "2.13.0"}
+    python = made("needed", "torch").find(pool.remote("node1"))
+    assert python == row.facts.facts.executable
     code = "import needed, sys; print(needed.version, sys.base_prefix)"
-    assert pool.on("node1").run([python, "-c", code]).stdout.decode() == f"1.0 {sys.base_prefix}\n"
-    assert pool.on("node1").run([python, "-m", "pip", "--version"]).status == 0  # for setup commands
+    assert pool.remote("node1").run([python, "-c", code]).stdout.decode() == f"1.0 {sys.base_prefix}\n"
+    assert pool.remote("node1").run([python, "-m", "pip", "--version"]).status == 0  # for setup commands
     assert (ssh_hosts.home("node1") / "uv.calls").read_text().count("\n") == 1
 
 
@@ -318,8 +320,8 @@ def test_uv_is_got_by_pip_where_there_is_none(
     put(ssh_hosts.home("node1") / ".config/pip/pip.conf", f"[global]\nno-index = true\nfind-links = {index}\n")
     wheel(wheels, "needed")
     files = Requirements("r.txt", {"requirements.txt": lines(wheels, "needed")})
-    python = Environments(files, root="~/.accel", python=PYTHON, version=VERSION).made(pool.on("node1"))
-    assert pool.on("node1").run([python, "-c", "import needed"]).status == 0
+    python = Environments(files, root="~/.accel", python=PYTHON, version=VERSION).ensure(pool.remote("node1"))
+    assert pool.remote("node1").run([python, "-c", "import needed"]).status == 0
     (call,) = (ssh_hosts.home("node1") / "uv.calls").read_text().splitlines()
     assert call.startswith(f"{Path(python).parents[1]}/uv/bin/uv venv ")
 
@@ -341,7 +343,7 @@ def test_a_python_or_a_package_that_there_is_not_is_one_line(
     put(ssh_hosts.home("node1") / ".local/bin/uv", uv)
     files = Requirements("r.txt", {"requirements.txt": lines(wheels, requirement)})
     with pytest.raises(RemoteError, match=rf"^node1: r.txt: {said}.*\(all of it: /.*\.log\)$"):
-        Environments(files, root="~/.accel", python=PYTHON, version=version).made(pool.on("node1"))
+        Environments(files, root="~/.accel", python=PYTHON, version=version).ensure(pool.remote("node1"))
     left = [path.suffix for path in (ssh_hosts.home("node1") / ".accel/envs").iterdir()]
     assert sorted(left) == [".lock", ".log"]
 
@@ -389,7 +391,7 @@ def test_one_that_is_cut_off_half_way_is_never_used(
 
     def give_up() -> None:
         with contextlib.suppress(Exception):
-            environments.made(first.on("node1"))
+            environments.ensure(first.remote("node1"))
 
     thread = threading.Thread(target=give_up)
     thread.start()
@@ -399,13 +401,13 @@ def test_one_that_is_cut_off_half_way_is_never_used(
     first.close()  # the client goes away
     thread.join()
     with Pool(config=str(ssh_hosts.config)) as second:
-        assert environments.there(second.on("node1")) is None
+        assert environments.find(second.remote("node1")) is None
         pips = ("sh", "-c", "pgrep -f 'pip instal[l]' || true")
         until(lambda: not ssh_hosts["node1"].run(*pips), "pip has ended")
         until(lambda: not [path for path in envs.iterdir() if len(path.name) == 64], "what was half made is gone")
         gate.touch()
-        python = environments.made(second.on("node1"))
-        assert second.on("node1").run([python, "-c", "import slow"]).status == 0
+        python = environments.ensure(second.remote("node1"))
+        assert second.remote("node1").run([python, "-c", "import slow"]).status == 0
 
 
 def test_a_full_disk_leaves_no_environment(pool: Pool, ssh_hosts: SshHosts, wheels: Path, make: Make) -> None:
@@ -415,7 +417,7 @@ def test_a_full_disk_leaves_no_environment(pool: Pool, ssh_hosts: SshHosts, whee
     files = {"requirements.txt": lines(wheels, "large")}
     environments = Environments(Requirements("r.txt", files), root="/dev/shm/small", python=PYTHON)
     with pytest.raises(RemoteError, match=r"^node1: r.txt: pip install .* failed .*No space left on device"):
-        environments.made(pool.on("node1"))
+        environments.ensure(pool.remote("node1"))
     left = ssh_hosts["node1"].run("ls", "/dev/shm/small/envs").split()
     assert sorted(name.rpartition(".")[2] for name in left) == ["lock", "log"]
 
@@ -437,7 +439,7 @@ def test_a_check_makes_nothing_and_says_so(
     with_another.close()  # type: ignore[attr-defined]
     envs = ssh_hosts.home("node1") / ".accel/envs"
     assert not envs.exists()
-    Environments(read("r.txt", str(tmp_path)), root="~/.accel", python=PYTHON).made(pool.on("node1"))
+    Environments(read("r.txt", str(tmp_path)), root="~/.accel", python=PYTHON).ensure(pool.remote("node1"))
     found = target.check()
     assert not [warning for warning in found.warnings if "environment" in warning]
     assert found.table[1][2] != "-"  # torch's version

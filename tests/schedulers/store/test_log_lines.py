@@ -19,7 +19,7 @@ from schedulers import Cursor, LogLine
 from schedulers.node import logs as files
 from schedulers.node.logs import Clock
 from schedulers.store import log_lines
-from schedulers.store.log_lines import MOST_BYTES, cursor_at, read, split, tail_at
+from schedulers.store.log_lines import MAX_BYTES, cursor_at, read, split, tail_at
 
 BYTES = st.lists(
     st.sampled_from([b"a", b"\n", b"\r", b"\r\n", b"\xc3", b"\xa9", b"\xff", b"word ", "é".encode(), "🏖".encode()]),
@@ -66,7 +66,7 @@ def test_a_long_line_comes_in_pieces_whenever_it_is_read(
     tmp_path_factory: object, chunks: list[bytes], cuts: list[int]
 ) -> None:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(log_lines, "MOST_BYTES", 10)
+        patched.setattr(log_lines, "MAX_BYTES", 10)
         patched.setattr(log_lines, "_CHUNK", 7)
         directory = _fresh(tmp_path_factory)
         path = directory / "rank-0.a0.log"
@@ -97,7 +97,7 @@ def test_a_long_line_comes_in_pieces_whenever_it_is_read(
 @pytest.mark.parametrize("before", range(4))
 @pytest.mark.parametrize("sign", ["é", "€", "🏖"])
 def test_a_piece_ends_between_characters(tmp_path: Path, sign: str, before: int) -> None:
-    text = "x" * (MOST_BYTES - 2 - before) + sign * 3
+    text = "x" * (MAX_BYTES - 2 - before) + sign * 3
     (tmp_path / "rank-0.a0.log").write_text(text, encoding="utf-8")
     first, last = read(tmp_path, None, complete=True)
     assert (first.partial, last.partial) == (True, False)
@@ -116,9 +116,9 @@ def test_what_is_asked_of_a_stream_without_line_ends(tmp_path: Path) -> None:
 
     for piece, partial in split(stream, complete=True):
         given += len(piece)
-        assert len(piece) <= MOST_BYTES
+        assert len(piece) <= MAX_BYTES
         assert partial == (given < size)
-        assert asked - given <= 2 * MOST_BYTES
+        assert asked - given <= 2 * MAX_BYTES
     assert given == size
 
 
@@ -141,14 +141,14 @@ def test_the_last_lines_are_found_from_the_end(
 def test_the_last_lines_of_a_rank_are_those_of_its_last_attempts(tmp_path: Path) -> None:
     (tmp_path / "rank-0.a0.log").write_text("a\nb\nc\n")
     (tmp_path / "rank-0.a1.log").write_text("d\ne")
-    (tmp_path / "rank-1.a0.log").write_text("f\n" + "x" * (3 * MOST_BYTES) + "\n")
+    (tmp_path / "rank-1.a0.log").write_text("f\n" + "x" * (3 * MAX_BYTES) + "\n")
     (tmp_path / "node-0.log").write_text("1\n2\n")
 
     def tail(count: int, *, complete: bool = True) -> list[tuple[str, int, bool]]:
         cursor = tail_at(tmp_path, Cursor(), count, complete=complete)
         return [(line.text[:1], len(line.text), line.partial) for line in read(tmp_path, cursor, complete=complete)]
 
-    most = MOST_BYTES - 2
+    most = MAX_BYTES - 2
     long = [("x", most, True), ("x", most, True), ("x", most, True), ("x", 7, False)]
     assert tail(1) == [*long, ("e", 1, False), ("2", 2, False)]
     assert tail(0) == []
@@ -253,7 +253,7 @@ def test_notes_of_weeks_take_little_room_and_stay_exact_in_proportion(
 ) -> None:
     began, most = 1_000_000, 1 << 14
     now = began
-    monkeypatch.setattr(files, "MOST_NOTES", most)
+    monkeypatch.setattr(files, "MAX_NOTES_BYTES", most)
     monkeypatch.setattr(time, "time", lambda: float(now))
     path = tmp_path / "rank-0.a0.log"
     path.touch()
@@ -272,7 +272,7 @@ def test_notes_of_weeks_take_little_room_and_stay_exact_in_proportion(
 
 
 def test_notes_that_cannot_be_thinned_out_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "MOST_NOTES", 200)
+    monkeypatch.setattr(files, "MAX_NOTES_BYTES", 200)
     path = tmp_path / "rank-0.a0.log"
     clock = Clock(str(tmp_path))
     for number in range(3):

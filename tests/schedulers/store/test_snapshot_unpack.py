@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from schedulers.errors import SnapshotError
-from schedulers.node.files import Refused, extract
+from schedulers.node.files import InvalidRequest, extract
 from schedulers.store.snapshot import _digest, pack, unpack
 from schedulers.store.source_files import Entry
 
@@ -88,7 +88,7 @@ def test_an_archive_cannot_write_more_than_it_holds(tmp_path: Path, kind: str) -
         unpack(archive, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     (tmp_path / "host").mkdir()
-    with pytest.raises(Refused, match="would write more than the archive holds"):
+    with pytest.raises(InvalidRequest, match="would write more than the archive holds"):
         extract(str(archive), str(tmp_path / "host"))
     assert not any((tmp_path / "host").iterdir())
 

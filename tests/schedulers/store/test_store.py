@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from schedulers.errors import SpecError, StoreError, UnknownJob
 from schedulers.job import JobSpec, Reason, State, Status
 from schedulers.store import atomic_files
-from schedulers.store.store import Damaged, Record, Store
+from schedulers.store.store import CorruptRecord, Record, Store
 from schedulers.target import Plan
 
 from ..test_job import SPECS, STATUSES
@@ -37,7 +37,7 @@ def create(store: Store, spec: JobSpec | None = None, job_id: str | None = None)
     return store.create(job_id, spec, plan, target="lab", kind="local", options={"slots": 2})
 
 
-def ids(found: list[Record | Damaged]) -> list[str]:
+def ids(found: list[Record | CorruptRecord]) -> list[str]:
     return [job.id for job in found]
 
 

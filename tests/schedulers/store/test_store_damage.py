@@ -19,7 +19,7 @@ import pytest
 from schedulers.errors import StoreError
 from schedulers.job import State, Status
 from schedulers.store import atomic_files
-from schedulers.store.store import Damaged, Record, Store
+from schedulers.store.store import CorruptRecord, Record, Store
 
 from .test_store import ROOT, create, store
 
@@ -55,9 +55,9 @@ def test_a_damaged_job_is_listed_with_its_reason_and_left_alone(store: Store, da
     record, other = create(store), create(store)
     events(record).write_bytes(content)
     found = store.records()
-    assert [type(job) for job in found] == [Record, Damaged]
+    assert [type(job) for job in found] == [Record, CorruptRecord]
     assert found[0].id == other.id
-    assert isinstance(found[1], Damaged)
+    assert isinstance(found[1], CorruptRecord)
     assert said in found[1].reason
     assert "\n" not in found[1].reason
     for change in (lambda: record.update(RUNNING), lambda: record.append("note"), record.reload):
@@ -72,7 +72,7 @@ def test_values_of_the_wrong_type_are_damage(store: Store) -> None:
         record = create(store)
         row = json.loads(events(record).read_text()) | {key: value}
         events(record).write_text(json.dumps(row) + "\n")
-        assert sum(isinstance(job, Damaged) for job in store.records()) == number + 1
+        assert sum(isinstance(job, CorruptRecord) for job in store.records()) == number + 1
 
 
 @pytest.mark.parametrize("value", ["1e300", "1e999", "NaN", "-1", "253402300800", "true", '"now"'])
@@ -86,7 +86,7 @@ def test_a_number_that_is_none_is_damage(store: Store, key: str, value: str) -> 
     events(record).write_text(changed)
     whole, damaged = store.records()
     assert (type(whole), whole.id) == (Record, other.id)
-    assert isinstance(damaged, Damaged)
+    assert isinstance(damaged, CorruptRecord)
     assert "events.jsonl is damaged: " in damaged.reason
 
 
@@ -294,8 +294,8 @@ def test_no_permission_is_said(open_place: Path) -> None:
     events(record).chmod(0o400)
     with as_somebody_else():
         found = store.records()
-        assert [type(job) for job in found] == [Record, Damaged, Record]
-        assert isinstance(found[1], Damaged)
+        assert [type(job) for job in found] == [Record, CorruptRecord, Record]
+        assert isinstance(found[1], CorruptRecord)
         assert "no permission to read" in found[1].reason
         with pytest.raises(StoreError, match=r"^no permission to write .*events.jsonl \(Permission denied\)$"):
             record.update(RUNNING)
@@ -308,5 +308,5 @@ def test_no_permission_is_said(open_place: Path) -> None:
 
 
 def test_other_refusals_say_what_the_system_said() -> None:
-    said = atomic_files.refusal(OSError(errno.EIO, os.strerror(errno.EIO)), "/x", "read")
+    said = atomic_files.store_error(OSError(errno.EIO, os.strerror(errno.EIO)), "/x", "read")
     assert str(said) == "cannot read /x: Input/output error"

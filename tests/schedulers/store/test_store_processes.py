@@ -142,7 +142,7 @@ print(record.update(Status(state=State.FAILED, exit_code=int(sys.argv[3]))).exit
 def test_a_job_is_listed_whole_while_it_is_made_and_deleted(store: Store) -> None:
     printed = together(
         """
-from schedulers.store.store import Damaged, Store
+from schedulers.store.store import CorruptRecord, Store
 from schedulers.job import JobSpec, State, Status
 from schedulers.target import Plan
 store = Store(sys.argv[1])
@@ -150,7 +150,7 @@ for turn in range(10):
     i = store.new_id()
     r = store.create(i, JobSpec(argv=("a",)), Plan(target="t", kind="local", job_id=i), target="t", kind="local")
     r.update(Status(state=State.SUCCEEDED))
-    print([job.reason for job in store.records() if isinstance(job, Damaged)])
+    print([job.reason for job in store.records() if isinstance(job, CorruptRecord)])
     store.prune(ids=[i])
 """,
         str(store.home),

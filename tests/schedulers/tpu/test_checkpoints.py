@@ -90,7 +90,7 @@ class Store:
                 blob.delete()
 
     def whole(self) -> list[str]:
-        return sorted(save.path for save in Bucket(URI).whole())
+        return sorted(save.path for save in Bucket(URI).complete_saves())
 
 
 @pytest.fixture
@@ -129,7 +129,7 @@ def test_two_hosts_make_a_checkpoint_whole(store: Store, tmp_path: Path) -> None
     assert store.names() == [
         f"{folder}/node-{n}/{name}" for n in (0, 1) for name in (directory.NAME, "below/state", "model")
     ]
-    assert list(bucket.whole()) == [Save("out/checkpoints/checkpoint_0", "aaaaaaaa")]
+    assert list(bucket.complete_saves()) == [Save("out/checkpoints/checkpoint_0", "aaaaaaaa")]
     for node, was in ((0, first), (1, other)):
         new = tmp_path / f"new{node}"
         assert restore(bucket, str(new), node) == ["out/checkpoints/checkpoint_0"]
@@ -187,7 +187,7 @@ def test_a_file_that_is_not_whole_is_not_restored(store: Store, tmp_path: Path) 
     document["files"]["model"]["bytes"] += 1
     (place / directory.NAME).write_text(json.dumps(document))
     Uploads(Bucket(URI), str(tmp_path / "h0"), 0, 1).look()
-    with pytest.raises(checkpoints.Failed, match="best/aaaaaaaa/node-0/model has not the 8 bytes of its manifest"):
+    with pytest.raises(checkpoints.BucketError, match="best/aaaaaaaa/node-0/model has not the 8 bytes of its manifest"):
         restore(Bucket(URI), str(tmp_path / "new"), 0)
     assert not (tmp_path / "new/best").exists()
 

@@ -87,7 +87,7 @@ def test_cancelled_while_it_runs(tpu: Tpu, create: Submit, tmp_path: Path) -> No
 
 
 def test_without_capacity_it_is_asked_for_again(tpu: Tpu, create: Submit, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(created, "_AGAIN_S", (0.5, 0.5))
+    monkeypatch.setattr(created, "_RETRY_PAUSES_S", (0.5, 0.5))
     tpu.capacity(False)
     job = create("true")
     until(lambda: job.status().reason is Reason.NO_CAPACITY, "there is no capacity")
@@ -163,7 +163,7 @@ def test_what_was_warned_of_maintenance_goes_on_on_the_next_slice(tpu: Tpu, crea
 
 @pytest.mark.long
 def test_ranks_that_leave_every_slice(tpu: Tpu, create: Submit, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(created, "_MOST_LEFT", 1)
+    monkeypatch.setattr(created, "_MAX_MOVES", 1)
     job = create("exit 85")
     status = job.wait(120)
     assert (status.state, status.reason, status.attempt) == (State.FAILED, Reason.PREEMPTED, 1), status

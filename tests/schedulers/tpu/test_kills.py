@@ -121,9 +121,11 @@ ROWS = {
     "before the slice is asked for": Row(point=("before", f"{API}.create", 1)),
     "asked for, and the answer not read": Row(point=("after", f"{API}.create", 1)),
     "asked for, and nobody goes on": Row(point=("after", f"{API}.create", 1), alone=True),
-    "the submit not recorded": Row(point=("before", "schedulers.jobs.submit:_keep", 1), options={"queued": True}),
+    "the submit not recorded": Row(
+        point=("before", "schedulers.jobs.submit:_record_native_id", 1), options={"queued": True}
+    ),
     # … to the start …
-    "READY": Row(point=("before", "schedulers.tpu.slice_target:SliceTarget.reach", 1)),
+    "READY": Row(point=("before", "schedulers.tpu.slice_target:SliceTarget.wait_reachable", 1)),
     "shipped and not started": Row(point=("before", START, 1)),
     "shipped, and nobody goes on": Row(point=("before", START, 1), alone=True),
     "started, and not seen": Row(point=("after", START, 1)),
@@ -164,7 +166,7 @@ def rows() -> list[Any]:
 def test_nothing_is_left(
     row: Row, tpu: Tpu, home: Path, project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(created, "_AGAIN_S", (0.5, 0.5))
+    monkeypatch.setattr(created, "_RETRY_PAUSES_S", (0.5, 0.5))
     go, waits = tmp_path / "go", bool(row.happens) or row.then == "cancel"
     (project / "job.sh").write_text('echo up; while [ ! -e "$GO" ]; do sleep 0.1; done\n')
     if not waits:

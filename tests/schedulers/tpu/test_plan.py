@@ -206,7 +206,7 @@ def test_a_slice_that_runs_nothing(found: str | None, said: str) -> None:
     problem = "out of order" if found == "REPAIRING" else ""
     made = found and Slice(name="pod1", node_id=7, state=found, problem=problem, addresses=())
     with pytest.raises(SubmitError) as refused:
-        slices.ready(made or None, TpuOptions(**LEAST), "target pod")
+        slices.ready_slice(made or None, TpuOptions(**LEAST), "target pod")
     assert str(refused.value) == said
 
 
@@ -220,7 +220,7 @@ def test_a_slice_that_runs_nothing(found: str | None, said: str) -> None:
 )  # fmt: skip
 def test_what_a_node_s_state_means_for_silent_hosts(state: str | None, reason: Reason | None) -> None:
     found = state and Slice(name="pod1", node_id=7, state=state, problem="", addresses=("10.0.0.2",))
-    status = slices.ended(found or None, TpuOptions(**LEAST))
+    status = slices.result_from_bucket(found or None, TpuOptions(**LEAST))
     if reason is None:
         assert status is None
     else:

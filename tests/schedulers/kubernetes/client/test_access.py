@@ -14,7 +14,7 @@ from schedulers import SchedulerError, State, SubmitError
 from schedulers.kubernetes.client.api import Api
 from schedulers.kubernetes.client.errors import Forbidden, Unauthorized
 from schedulers.kubernetes.options import KubernetesOptions
-from schedulers.kubernetes.preflight import needed
+from schedulers.kubernetes.preflight import required_permissions
 from schedulers.store.record import Record
 from tests.clusters.kubernetes import IMAGE, Kubernetes
 from tests.marks import long
@@ -64,7 +64,7 @@ def test_what_check_asks_for_is_enough(
     workload: str, submit: Submit, kubernetes: Kubernetes, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A service account that may do just what is asked about does everything."""
-    path = allow(kubernetes, namespace, needed(options(workload)))
+    path = allow(kubernetes, namespace, required_permissions(options(workload)))
     monkeypatch.setenv("KUBECONFIG", str(path))
     job = submit("echo told; cat note.txt; sleep 600", nodes=2, options={"workload": workload, "code": "auto"})
     until(lambda: printed(job) == "told\ncode\n" * 2, "it runs")
@@ -74,7 +74,7 @@ def test_what_check_asks_for_is_enough(
     from schedulers.jobs.prune import prune
     from schedulers.store.store import Store
 
-    assert prune(Store.default(), ids=[again.id]).left == ()
+    assert prune(Store.default(), ids=[again.id]).kept_reasons == ()
     until(lambda: made_by(again, kubernetes, namespace) == [], "it is gone")
 
 
@@ -95,7 +95,7 @@ def test_a_verb_that_is_lacking_is_named_and_nothing_is_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     group, resource, verb = lacking
-    verbs = needed(options())
+    verbs = required_permissions(options())
     verbs[group, resource] = tuple(each for each in verbs[group, resource] if each != verb)
     monkeypatch.setenv("KUBECONFIG", str(allow(kubernetes, namespace, verbs)))
     with pytest.raises(SubmitError) as refusal:
@@ -111,7 +111,7 @@ def test_what_cannot_be_removed_again_is_not_given_up(
     """The job's object is there: the job is kept as submitting, and is whole once the Role allows it."""
     from schedulers.jobs.poll import restore
 
-    verbs = needed(options())
+    verbs = required_permissions(options())
     less = {**verbs, ("", "configmaps"): ("get",), ("batch", "jobs"): ("create", "get", "list", "watch")}
     monkeypatch.setenv("KUBECONFIG", str(allow(kubernetes, namespace, less)))
     with pytest.raises(schedulers.Unreachable) as refusal:
@@ -132,7 +132,7 @@ def test_what_cannot_be_removed_again_is_not_given_up(
 def test_a_verb_that_is_lacking_later(
     submit: Submit, kubernetes: Kubernetes, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    verbs = needed(options())
+    verbs = required_permissions(options())
     verbs["batch", "jobs"] = tuple(each for each in verbs["batch", "jobs"] if each != "delete")
     monkeypatch.setenv("KUBECONFIG", str(allow(kubernetes, namespace, verbs)))
     job = submit("true", options={"workload": "job", "suspend": True})
@@ -162,7 +162,7 @@ def test_check(kubernetes: Kubernetes, namespace: str, home: Path, monkeypatch: 
     )
     (missing,) = check(code_claim="snapshots").failures
     assert missing == f"target kubernetes: code_claim: there is no claim snapshots in {namespace}"
-    verbs = needed(options("pytorchjob"))
+    verbs = required_permissions(options("pytorchjob"))
     verbs["", "pods"] = ("get",)
     monkeypatch.setenv("KUBECONFIG", str(allow(kubernetes, namespace, verbs)))
     found = check()
@@ -205,7 +205,7 @@ def test_an_exec_plug_in(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    path = allow(kubernetes, namespace, needed(options("pytorchjob")))
+    path = allow(kubernetes, namespace, required_permissions(options("pytorchjob")))
     token = kubernetes.token("bot", namespace, expired=expired)
     given = {"apiVersion": "client.authentication.k8s.io/v1", "kind": "ExecCredential", "status": {"token": token}}
     (tmp_path / "given.json").write_text(json.dumps(given))
@@ -255,7 +255,7 @@ def test_a_certificate_without_any_role(kubernetes: Kubernetes, namespace: str) 
 
 def test_from_inside_the_cluster(submit: Submit, kubernetes: Kubernetes, namespace: str) -> None:
     """A pod submits a job with what every pod of its service account has."""
-    allow(kubernetes, namespace, needed(options("pytorchjob")))
+    allow(kubernetes, namespace, required_permissions(options("pytorchjob")))
     code = (
         "import os, schedulers; os.environ['ACCEL_HOME'] = '/tmp/home'\n"
         "job = schedulers.submit('true', entry='command', target='kubernetes', procs_per_node=1, cwd='/tmp',\n"

@@ -19,7 +19,15 @@ import pytest
 
 from schedulers.errors import ConfigError, SchedulerError, Unreachable
 from schedulers.kubernetes.client import api, errors
-from schedulers.kubernetes.client.errors import ApiError, Conflict, Forbidden, Gone, Invalid, NotFound, Unauthorized
+from schedulers.kubernetes.client.errors import (
+    ApiError,
+    Conflict,
+    Forbidden,
+    Invalid,
+    NotFound,
+    ResourceExpired,
+    Unauthorized,
+)
 
 from ..conftest import MakeApi
 from ..servers import Answer, Server, authority, cut, hung_up, proxying, refused, said, serving
@@ -89,7 +97,7 @@ def test_the_versions_are_asked_for_once(make: MakeApi) -> None:
             Conflict,
             'target k: jobs "j" already exists',
         ),
-        (refused(410, "Expired", "too old resource version"), Gone, "target k: too old resource version"),
+        (refused(410, "Expired", "too old resource version"), ResourceExpired, "target k: too old resource version"),
         (
             refused(401, "Unauthorized", "Unauthorized"),
             Unauthorized,
@@ -347,7 +355,7 @@ def test_a_stream_that_breaks_off(make: MakeApi) -> None:
 
 def test_a_stream_that_is_refused(make: MakeApi) -> None:
     with serving(refused(410, "Expired", "too old resource version")) as server:
-        line(lambda: make(server.url).stream("/x"), Gone)
+        line(lambda: make(server.url).stream("/x"), ResourceExpired)
 
 
 def test_tls(make: MakeApi, tmp_path: Path) -> None:
@@ -485,7 +493,7 @@ def test_a_dry_run_imports_no_client(tmp_path: Path) -> None:
 
 
 def test_a_long_refusal_is_cut() -> None:
-    error = errors.error_of(409, b'{"message": "' + b"x" * 5000 + b'"}', where="target k", who="me")
+    error = errors.error_of(409, b'{"message": "' + b"x" * 5000 + b'"}', subject="target k", user="me")
     assert len(str(error)) == 600
 
 
@@ -516,6 +524,6 @@ def test_warnings_are_given_with_the_answer(make: MakeApi) -> None:
     seen: list[str] = []
     with serving(answer) as server:
         api = make(server.url)
-        assert api.call("POST", "/a", body={}, warned=seen.append) == {}
+        assert api.call("POST", "/a", body={}, on_warning=seen.append) == {}
         assert api.call("POST", "/a", body={}) == {}
     assert seen == ['would violate "restricted:latest": é', "b, c", "d"]

@@ -245,7 +245,7 @@ def test_a_pod_has_its_service_account(tmp_path: Path) -> None:
     found = kubeconfig.in_cluster(environ, directory)
     assert found is not None
     assert (found.server, found.namespace, found.context) == ("https://10.0.0.1:443", "team", None)
-    assert found.who == "this pod's service account"
+    assert found.user_label == "this pod's service account"
     shown = credentials(found)
     assert authorization(shown) == "Bearer pod-token"
     (tmp_path / "serviceaccount/token").write_text("the next hour's")  # the kubelet renews it
@@ -289,7 +289,7 @@ def test_an_exec_plug_in_is_run_once_and_again_when_its_token_is_refused(tmp_pat
     assert [authorization(shown), authorization(shown)] == ["Bearer t1"] * 2
     assert certificate(shown) is None
     assert (tmp_path / "runs").read_text() == "run\n"
-    refused = shown.given()
+    refused = shown.plugin_status()
     assert shown.renew(refused)
     assert authorization(shown) == "Bearer t1"
     assert (tmp_path / "runs").read_text() == "run\n" * 2

@@ -34,7 +34,7 @@ def unpack(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_snapshot_arrives_whole(tmp_path: Path) -> None:
-    data = delivery.packed(pack(tree(tmp_path), tmp_path / "home").path.read_bytes())
+    data = delivery.pack_snapshot(pack(tree(tmp_path), tmp_path / "home").path.read_bytes())
     made = delivery.config_maps("run", {"a": "b"}, None, data + bytes(1 << 20))
     assert [each["metadata"]["name"] for each in made] == ["run-code-0", "run-code-1"]
     parts = []
@@ -67,7 +67,7 @@ def test_code_that_is_not_what_was_submitted_is_refused(tmp_path: Path) -> None:
 
 def test_the_same_code_is_packed_alike(tmp_path: Path) -> None:
     tar = pack(tree(tmp_path), tmp_path / "home").path.read_bytes()
-    assert delivery.packed(tar) == delivery.packed(tar)
+    assert delivery.pack_snapshot(tar) == delivery.pack_snapshot(tar)
 
 
 @pytest.mark.parametrize(
@@ -83,14 +83,14 @@ def test_the_same_code_is_packed_alike(tmp_path: Path) -> None:
     ],
 )
 def test_the_way_by_size(given: dict[str, object], size: int, kind: str, parts: int) -> None:
-    made = delivery.chosen(options(**given), size, "d", "k")
+    made = delivery.choose_delivery(options(**given), size, "d", "k")
     assert (made.kind, made.parts) == (kind, parts)
 
 
 @pytest.mark.parametrize("given", [{}, {"code": "configmap", "code_claim": "c"}])
 def test_code_that_is_too_large_says_what_to_do(given: dict[str, object]) -> None:
     with pytest.raises(SpecError) as caught:
-        delivery.chosen(options(**given), 3 << 20, "d", "k")
+        delivery.choose_delivery(options(**given), 3 << 20, "d", "k")
     assert "the code is 3.0 MiB, packed, and ConfigMaps take 1 MiB" in str(caught.value)
     assert "code_claim" in str(caught.value)
 

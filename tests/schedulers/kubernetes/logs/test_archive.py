@@ -84,7 +84,7 @@ def test_a_cancel_goes_on_where_nothing_can_be_kept(
 def test_without_an_api_server_it_is_a_line(kubernetes: Kubernetes, tmp_path: Path) -> None:
     api = Api(KubernetesOptions(), "k")
     kubernetes.stop_api()
-    said = archive.keep(api, Native("pytorchjob", "default", "x-1", "1"), tmp_path)
+    said = archive.archive_job(api, Native("pytorchjob", "default", "x-1", "1"), tmp_path)
     assert said is not None
     assert said.startswith("what the job wrote is not kept: target k: the API server")
 
@@ -93,7 +93,7 @@ def test_a_log_that_is_too_long_is_kept_in_part_and_says_so(
     kubernetes: Kubernetes, namespace: str, submit: Submit, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(archive, "_MOST", 1000)
+    monkeypatch.setattr(archive, "_MAX_BYTES", 1000)
     job = submit("n=0; while [ $n -lt 500 ]; do n=$((n + 1)); echo line $n; done; echo hello 0; sleep 600")
     _runs(job)
     job.cancel()

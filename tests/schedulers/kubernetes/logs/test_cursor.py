@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from schedulers.errors import SpecError
 from schedulers.kubernetes.logs import cursor
-from schedulers.kubernetes.logs.cursor import Piece, Position, Stamped, stamp_of, written
+from schedulers.kubernetes.logs.cursor import LogChunk, Position, TimestampParser, format_stamp, parse_stamp
 from schedulers.store import log_lines
-from schedulers.store.log_lines import MOST_BYTES
+from schedulers.store.log_lines import MAX_BYTES
 
 _LINES = st.lists(st.binary(max_size=12).map(lambda data: data.replace(b"\n", b"")), max_size=12)
 
@@ -28,16 +28,16 @@ def _log(lines: list[bytes], steps: list[int], *, ended: bool) -> bytes:
     return text if ended else text.removesuffix(b"\n")
 
 
-def _read(log: bytes, cuts: list[int], after: Position | None = None, *, complete: bool = True) -> list[Piece]:
-    stamped = Stamped(after)
-    pieces: list[Piece] = []
+def _read(log: bytes, cuts: list[int], after: Position | None = None, *, complete: bool = True) -> list[LogChunk]:
+    stamped = TimestampParser(after)
+    pieces: list[LogChunk] = []
     places = sorted({0, len(log), *(cut % (len(log) + 1) for cut in cuts)})
     for begin, end in itertools.pairwise(places):
         pieces += stamped.feed(log[begin:end])
     return pieces + stamped.end(complete=complete)
 
 
-def _text(pieces: list[Piece]) -> bytes:
+def _text(pieces: list[LogChunk]) -> bytes:
     return b"".join(piece.data for piece in pieces)
 
 
@@ -73,9 +73,9 @@ def test_a_line_that_may_go_on_is_held_back(lines: list[bytes], cut: int) -> Non
 
 
 def test_steps_of_a_progress_bar_come_one_by_one() -> None:
-    stamped = Stamped(None)
+    stamped = TimestampParser(None)
     assert stamped.feed(b"2026-11-21T16:33:00.5Z [rank 1]  10%\r 2") == [
-        Piece(b"[rank 1]  10%\r", b"[rank 1]  10%\r 2", True, Position("20261121T163300.500000000Z", 0, 14))
+        LogChunk(b"[rank 1]  10%\r", b"[rank 1]  10%\r 2", True, Position("20261121T163300.500000000Z", 0, 14))
     ]
     (piece,) = stamped.feed(b"0%\r\n")
     assert (piece.data, piece.head, piece.first) == (b" 20%\r\n", b"[rank 1]  10%\r 20%\r\n", False)
@@ -103,50 +103,50 @@ def test_a_place_knows_whether_its_log_has_its_beginning(greeting: bytes, before
     line = b"2026-11-21T16:33:00.%09dZ %s\n"
     lines = [line % (number, b"x" * 99) for number in range(before)]
     log = b"".join([*lines, greeting, line % (500_000_000, b"last")])
-    stamped = Stamped(None, greets=True)
+    stamped = TimestampParser(None, greets=True)
     pieces = stamped.feed(log)
     lost = before == 900
     assert [piece.gap for piece in pieces].count(True) == lost
-    assert pieces[-1].after.ungreeted == (not greeting and not lost)
+    assert pieces[-1].after.before_launch_line == (not greeting and not lost)
     first = pieces[0].after
-    assert first.ungreeted
-    assert Position.parse(str(first)).ungreeted
-    rest = Stamped(Position.parse(str(first))).feed(log)
+    assert first.before_launch_line
+    assert Position.parse(str(first)).before_launch_line
+    rest = TimestampParser(Position.parse(str(first))).feed(log)
     assert [piece.gap for piece in rest].count(True) == lost
-    assert rest[-1].after.ungreeted == pieces[-1].after.ungreeted
-    assert not any(piece.after.ungreeted for piece in Stamped(None).feed(log))
+    assert rest[-1].after.before_launch_line == pieces[-1].after.before_launch_line
+    assert not any(piece.after.before_launch_line for piece in TimestampParser(None).feed(log))
 
 
 @pytest.mark.parametrize("report", [b"rank 1 on node 1 (p-1) failed first: exited with code 1", b"preempted: SIGTERM"])
 def test_a_report_without_a_greeting_before_it_comes_after_a_gap(report: bytes) -> None:
     """The launcher that writes it has greeted, however short the log is since it was rotated."""
     log = b"2026-11-21T16:33:00Z a\n2026-11-21T16:33:01Z accel launch: %s\n" % report
-    assert [piece.gap for piece in Stamped(None, greets=True).feed(log)] == [False, True]
+    assert [piece.gap for piece in TimestampParser(None, greets=True).feed(log)] == [False, True]
     greeted = b"2026-11-21T16:32:59Z accel launch: started on p-0\n" + log
-    assert not any(piece.gap for piece in Stamped(None, greets=True).feed(greeted))
+    assert not any(piece.gap for piece in TimestampParser(None, greets=True).feed(greeted))
 
 
 def test_the_log_of_another_run_is_read_from_its_beginning() -> None:
     log = b"2026-11-21T16:33:00Z a\n2026-11-21T16:33:01Z b\n"
-    other = Stamped(Position("20261121T163259.000000000Z", 1), own=False, greets=True)
-    assert [piece.after.ungreeted for piece in other.feed(log)] == [True, True]
-    same = Stamped(Position("20261121T163300.000000000Z", 1), own=False, greets=True)
-    assert [piece.after.ungreeted for piece in same.feed(log)] == [False]
+    other = TimestampParser(Position("20261121T163259.000000000Z", 1), own=False, greets=True)
+    assert [piece.after.before_launch_line for piece in other.feed(log)] == [True, True]
+    same = TimestampParser(Position("20261121T163300.000000000Z", 1), own=False, greets=True)
+    assert [piece.after.before_launch_line for piece in same.feed(log)] == [False]
 
 
 def test_a_place_that_was_rotated_away_is_said_and_what_is_there_is_given() -> None:
     log = b"2026-11-21T16:40:00Z later\n"
-    stamped = Stamped(Position("20261121T163300.000000000Z", 1))
+    stamped = TimestampParser(Position("20261121T163300.000000000Z", 1))
     assert _text(stamped.feed(log)) == b"later\n"
     assert stamped.lost
 
 
 def test_lines_of_a_run_that_were_taken_for_the_last_one_s_do_not_come_twice() -> None:
     log = b"2026-11-21T16:33:00Z a\n2026-11-21T16:33:01Z b\n2026-11-21T16:33:02Z c\n"
-    second = Stamped(Position("20261121T163301.000000000Z", 1), own=False)
+    second = TimestampParser(Position("20261121T163301.000000000Z", 1), own=False)
     assert _text(second.feed(log)) == b"c\n"
     for stamp in ("20261121T163259.000000000Z", "20261121T163301.500000000Z"):  # of the last one's own
-        other = Stamped(Position(stamp, 1), own=False)
+        other = TimestampParser(Position(stamp, 1), own=False)
         assert _text(other.feed(log) + other.end(complete=True)) == b"a\nb\nc\n"
         assert not other.lost
 
@@ -160,10 +160,10 @@ def test_a_time_is_a_place_too() -> None:
 
 
 def test_what_a_kubelet_says_instead_of_a_log_is_no_line_of_it() -> None:
-    stamped = Stamped(None)
+    stamped = TimestampParser(None)
     said = b"unable to retrieve container logs for containerd://0123"
     assert stamped.feed(said) + stamped.end(complete=True) == []
-    assert stamped.said == [said.decode()]
+    assert stamped.kubelet_lines == [said.decode()]
 
 
 @pytest.mark.parametrize(
@@ -177,9 +177,9 @@ def test_what_a_kubelet_says_instead_of_a_log_is_no_line_of_it() -> None:
     ],
 )
 def test_times_of_any_zone_are_one_kind_of_stamp(word: bytes, stamp: str | None) -> None:
-    assert stamp_of(word) == stamp
+    assert parse_stamp(word) == stamp
     if stamp is not None:
-        assert stamp_of(written(stamp)) == stamp
+        assert parse_stamp(format_stamp(stamp)) == stamp
 
 
 @pytest.mark.parametrize("text", ["", "lost", "5", "20261121T163300Z/1/0", "20261121T163300.123456789Z/1"])
@@ -201,7 +201,7 @@ def test_a_long_line_comes_in_pieces_wherever_a_reader_is_cut_off(
 ) -> None:
     with pytest.MonkeyPatch.context() as patched:
         for module in (log_lines, cursor):
-            patched.setattr(module, "MOST_BYTES", 40)
+            patched.setattr(module, "MAX_BYTES", 40)
         log = _log(lines, steps, ended=ended)
         first = _read(log, cuts)
         plain = b"".join(line + b"\n" for line in lines)
@@ -217,26 +217,26 @@ def test_a_long_line_comes_in_pieces_wherever_a_reader_is_cut_off(
 
 
 def test_what_is_held_of_a_line_without_an_end() -> None:
-    for after in (None, Position("20261121T163300.000000000Z", 0, 5 * (MOST_BYTES - 2))):
-        stamped = Stamped(after)
+    for after in (None, Position("20261121T163300.000000000Z", 0, 5 * (MAX_BYTES - 2))):
+        stamped = TimestampParser(after)
         chunk = b"x" * (1 << 16)
         fed, given = len(stamped.feed(b"2026-11-21T16:33:00Z ")), after.bytes if after else 0
         while fed < 8 << 20:
             given += len(_text(stamped.feed(chunk)))
             fed += len(chunk)
-            assert max(0, fed - given) <= MOST_BYTES + len(chunk)
-            assert len(stamped._rest) <= MOST_BYTES + len(chunk)
+            assert max(0, fed - given) <= MAX_BYTES + len(chunk)
+            assert len(stamped._rest) <= MAX_BYTES + len(chunk)
         given += len(_text(stamped.feed(b"\n")))
         assert given == fed + 1
 
 
 def test_what_comes_instead_of_a_log_is_not_held_for_ever() -> None:
-    stamped = Stamped(None)
+    stamped = TimestampParser(None)
     for _ in range(99):
         assert stamped.feed(b"no such log" + b"!" * (1 << 16)) == []
-        assert len(stamped._rest) <= MOST_BYTES
+        assert len(stamped._rest) <= MAX_BYTES
     assert stamped.feed(b"\n" + b"and so on\n" * 99) == []
-    assert sum(map(len, stamped.said)) < 10_000
+    assert sum(map(len, stamped.kubelet_lines)) < 10_000
 
 
 _LONG = b"x" * 16384 + b"y" * 16384 + b"z" * 8192
@@ -249,12 +249,12 @@ def test_an_answer_that_begins_inside_a_line_has_no_words_of_the_kubelet() -> No
     assert _text(pieces) == _LONG + b"\nnext\nlast\n"
     rest = whole[whole.index(b"z") :]  # since 16:33:01, when the last part was written
     for cuts in ([], [100], [8192, 8193, 8200], list(range(0, 9000, 7))):
-        stamped, found = Stamped(pieces[-2].after), b""
+        stamped, found = TimestampParser(pieces[-2].after), b""
         places = sorted({0, len(rest), *cuts})
         for begin, end in itertools.pairwise(places):
             found += _text(stamped.feed(rest[begin:end]))
         assert found + _text(stamped.end(complete=True)) == b"last\n"
-        assert (stamped.said, stamped.lost, stamped.absent) == ([], False, False)
+        assert (stamped.kubelet_lines, stamped.lost, stamped.absent) == ([], False, False)
 
 
 def test_the_rest_of_a_line_before_a_time_is_not_after_it() -> None:
@@ -272,9 +272,9 @@ def test_the_rest_of_a_line_before_a_time_is_not_after_it() -> None:
 )
 def test_a_log_that_is_absent_is_neither_empty_nor_lost(place: Position | None, words: bytes) -> None:
     for complete in (True, False):
-        stamped = Stamped(place)
+        stamped = TimestampParser(place)
         assert stamped.feed(words[:30]) + stamped.feed(words[30:]) + stamped.end(complete=complete) == []
-        assert (stamped.absent, stamped.lost, stamped.said) == (True, False, [words.decode().strip()])
+        assert (stamped.absent, stamped.lost, stamped.kubelet_lines) == (True, False, [words.decode().strip()])
 
 
 def test_why_a_kubelet_ends_a_stream_is_no_line_of_the_log() -> None:
@@ -283,5 +283,5 @@ def test_why_a_kubelet_ends_a_stream_is_no_line_of_the_log() -> None:
         b'rpc error: code = NotFound desc = an error occurred when try to find container "0": not found',
         b"20",
     ):
-        stamped = Stamped(None)
+        stamped = TimestampParser(None)
         assert _text(stamped.feed(log + words) + stamped.end(complete=True)) == b"last\n"

@@ -148,7 +148,7 @@ def test_the_report_of_a_failure_is_the_launcher_s(submit: Submit) -> None:
     assert "failed first, in attempt 0: exited with code 1\n" in report
 
 
-Streams = list[streams.Tail]
+Streams = list[streams.ContainerLogStream]
 
 
 @pytest.fixture
@@ -156,11 +156,11 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Streams:
     """The streams of this test's readers."""
     found: Streams = []
 
-    def tail(*args: Any, **how: Any) -> streams.Tail:
-        found.append(streams.Tail(*args, **how))
+    def tail(*args: Any, **how: Any) -> streams.ContainerLogStream:
+        found.append(streams.ContainerLogStream(*args, **how))
         return found[-1]
 
-    monkeypatch.setattr(reader, "Tail", tail)
+    monkeypatch.setattr(reader, "ContainerLogStream", tail)
     return found
 
 
@@ -169,7 +169,7 @@ def _stream_of(line: LogLine, opened: Streams) -> None:
     goes is surely read then."""
 
     def is_read() -> bool:
-        return any(tail.opened and tail.checked for tail in opened if tail.source.name == line.source)
+        return any(tail.opened and tail.run_confirmed for tail in opened if tail.source.name == line.source)
 
     until(is_read, "a stream is opened")
 
@@ -247,7 +247,7 @@ def test_a_run_that_ends_just_before_the_one_before_it_is_asked_for_is_not_taken
     until(lambda: job.status(refresh=True).attempt == 1, "it runs for the second time")
     asked: list[int] = []
 
-    def late(*args: Any, **how: Any) -> streams.Fetched:
+    def late(*args: Any, **how: Any) -> streams.LogResponse:
         source = args[2]
         if source.previous and not asked:
             asked.append(source.run)
@@ -279,7 +279,7 @@ def test_a_pod_that_goes_just_when_its_log_is_asked_for_has_been_read(
     job = submit(f"echo one; {more}; echo two; {go}; echo three; printf end", options=_host(shared))
     gone: list[str] = []
 
-    def late(*args: Any, **how: Any) -> streams.Fetched:
+    def late(*args: Any, **how: Any) -> streams.LogResponse:
         source = args[2]
         if source.ended and not gone:
             gone.append(source.pod)
@@ -486,7 +486,7 @@ def test_a_pod_that_goes_when_it_is_asked_what_it_wrote_so_far_is_said(
     until(lambda: "one\n" in _text(list(job.logs())), "it runs")
     asked: list[str] = []
 
-    def late(*args: Any, **how: Any) -> streams.Fetched:
+    def late(*args: Any, **how: Any) -> streams.LogResponse:
         if not asked:
             asked.append(args[2].pod)
             # The operator would make a pod of the same name where it does not see how this one ends.
@@ -525,7 +525,7 @@ def test_pods_that_are_gone_are_said_and_what_was_read_of_them_is_not(
 
 
 def test_more_logs_than_streams_are_all_followed(submit: Submit, shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader, "_MOST_TAILS", 1)
+    monkeypatch.setattr(reader, "_MAX_TAILS", 1)
     job = submit(_counting(shared), nodes=2, options=_host(shared))
     follower = Follower(job)
     until(lambda: all("line 20\n" in follower.text(rank) for rank in range(2)), "both write")

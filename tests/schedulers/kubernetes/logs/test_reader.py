@@ -21,7 +21,7 @@ from schedulers.kubernetes.logs import reader as readers
 from schedulers.kubernetes.logs.cursor import Position
 from schedulers.kubernetes.logs.followed_job import FollowedJob
 from schedulers.kubernetes.native_id import Native
-from schedulers.store.log_lines import MOST_BYTES
+from schedulers.store.log_lines import MAX_BYTES
 from schedulers.store.store import Store
 from schedulers.target import Plan
 from tests.waiting import until
@@ -85,7 +85,7 @@ def _logs(server: Server) -> int:
 def test_so_many_logs_are_held_at_a_time(make: MakeApi) -> None:
     """Each takes memory, or an open file, from when it is asked for until its lines are given."""
     with serving(_answering(_DONE)) as server:
-        lines = readers.Reader(make(server.url)).read(_NATIVE, None, None, over=True)
+        lines = readers.Reader(make(server.url)).read(_NATIVE, None, None, finished=True)
         found: list[LogLine] = [next(lines)]
         assert _logs(server) <= 16
         found += lines
@@ -95,17 +95,17 @@ def test_so_many_logs_are_held_at_a_time(make: MakeApi) -> None:
 
 def test_a_log_that_may_be_of_another_run_is_looked_at_again_and_then_left_for_the_next_time(make: MakeApi) -> None:
     with serving(_answering(again=3)) as server:
-        found = list(readers.Reader(make(server.url)).read(_NATIVE, None, None, over=False))
+        found = list(readers.Reader(make(server.url)).read(_NATIVE, None, None, finished=False))
         lists = [asked for asked in server.asked if "/pods?" in asked]
     assert [line.rank for line in found] == [node for node in range(_PODS) if node != 3]
     assert len(lists) == readers._LOOKS
 
 
 def test_a_disk_that_is_full_is_said(make: MakeApi, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "_IN_MEMORY", 1)
+    monkeypatch.setattr(streams, "_MAX_IN_MEMORY", 1)
     monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
     with serving(_answering(_DONE)) as server, pytest.raises(SchedulerError) as refusal:
-        list(readers.Reader(make(server.url)).read(_NATIVE, None, None, over=True))
+        list(readers.Reader(make(server.url)).read(_NATIVE, None, None, finished=True))
     words = "what node 0 wrote cannot be kept while it is read: /nowhere: no such file or directory"
     assert str(refusal.value) == f"target k: {words}"
 
@@ -114,7 +114,7 @@ def test_two_readers_at_one_place_do_not_take_from_one_stream(make: MakeApi) -> 
     """Each of them would miss what the other one took between its look at the stream and its hand in it."""
     with serving(_answering(_DONE)) as server:
         api, job = make(server.url), FollowedJob()
-        first, second = (readers._Pass(api, _NATIVE, job, None, None, over=True) for _ in range(2))
+        first, second = (readers._ReadPass(api, _NATIVE, job, None, None, finished=True) for _ in range(2))
         log = SimpleNamespace(name="log")
         tail: Any = SimpleNamespace(at=None, holder=None, source=log)
         job.add(tail)
@@ -134,16 +134,16 @@ def test_long_lines_of_ranks_that_share_a_log(make: MakeApi) -> None:
     log = b"".join(b"2026-11-21T10:00:00.%dZ %s\n" % (number, line) for number, line in enumerate(lines))
     with serving(_answering(_DONE, pods=1, log=log, flags=("--quiet", "--tee", "3"))) as server:
         reader = readers.Reader(make(server.url))
-        found = list(reader.read(_NATIVE, None, None, over=True))
+        found = list(reader.read(_NATIVE, None, None, finished=True))
         for number in (1, 3, 4, 5, 7):
             cursor = Cursor()
             for line in found[:number]:
                 cursor.advance(line)
-            assert list(reader.read(_NATIVE, cursor, None, over=True)) == found[number:]
+            assert list(reader.read(_NATIVE, cursor, None, finished=True)) == found[number:]
     of_rank = [[line for line in found if line.rank == rank] for rank in (0, 1)]
     assert "".join(line.text for line in of_rank[0]).encode() == first + second + b"the end\n"
     assert [line.partial for line in of_rank[0]] == [True] * (len(of_rank[0]) - 1) + [False]
-    assert all(len(line.text) <= MOST_BYTES for line in found)
+    assert all(len(line.text) <= MAX_BYTES for line in found)
     assert [line.text for line in of_rank[1]] == ["hello\n", "you\n", "\x1f\n"]
     assert [line.partial for line in of_rank[1]] == [False] * 3
 
@@ -166,7 +166,7 @@ def test_a_log_that_the_kubelet_cannot_find_for_now_is_queried_again(
     monkeypatch.setattr(readers, "_ABSENT_PAUSE_S", 0.0)
     answers = [_ABSENT, b"unable to retrieve container logs for containerd://0123", b"2026-11-21T10:00:00Z here\n"]
     with serving(_answering(_DONE, pods=1, log=lambda query: answers.pop(0))) as server:
-        found = list(readers.Reader(make(server.url)).read(_NATIVE, None, None, over=True))
+        found = list(readers.Reader(make(server.url)).read(_NATIVE, None, None, finished=True))
     assert [line.text for line in found] == ["here\n"]
 
 
@@ -176,8 +176,8 @@ def test_a_log_that_the_kubelet_does_not_find_again_is_reported_once(
     monkeypatch.setattr(readers, "_ABSENT_PAUSE_S", 0.0)
     with serving(_answering(_DONE, pods=1, log=_ABSENT)) as server:
         reader = readers.Reader(make(server.url))
-        (line,) = reader.read(_NATIVE, None, None, over=True)
-        assert list(reader.read(_NATIVE, _cursor([line]), None, over=True)) == []
+        (line,) = reader.read(_NATIVE, None, None, finished=True)
+        assert list(reader.read(_NATIVE, _cursor([line]), None, finished=True)) == []
     text = "accel: what node 0 wrote is missing: the cluster no longer has its log\n"
     assert (line.stream, line.text) == ("missing", text)
 
@@ -187,11 +187,11 @@ def test_a_place_that_was_rotated_away_is_reported_once(make: MakeApi, rest: byt
     """Also where nothing was written after the rotation."""
     first = b"2026-11-21T10:00:01Z one\n"
     with serving(_answering(pods=1, log=first)) as server:
-        lines = list(readers.Reader(make(server.url)).read(_NATIVE, None, None, over=False))
+        lines = list(readers.Reader(make(server.url)).read(_NATIVE, None, None, finished=False))
     with serving(_answering(_DONE, pods=1, log=lambda query: rest)) as server:
         reader = readers.Reader(make(server.url))
-        (gap, *more) = reader.read(_NATIVE, _cursor(lines), None, over=True)
-        assert list(reader.read(_NATIVE, _cursor([*lines, gap, *more]), None, over=True)) == []
+        (gap, *more) = reader.read(_NATIVE, _cursor(lines), None, finished=True)
+        assert list(reader.read(_NATIVE, _cursor([*lines, gap, *more]), None, finished=True)) == []
     assert (gap.stream, gap.text) == ("missing", _ROTATED)
     assert [line.text for line in more] == (["the end\n"] if rest else [])
 
@@ -200,8 +200,8 @@ def test_a_log_without_the_launcher_s_first_line_has_lost_its_beginning(make: Ma
     def texts(log: bytes | Callable[[Mapping[str, str]], bytes]) -> list[str]:
         with serving(_answering(_DONE, pods=1, log=log, flags=())) as server:
             reader = readers.Reader(make(server.url))
-            lines = list(reader.read(_NATIVE, None, None, over=True))
-            assert list(reader.read(_NATIVE, _cursor(lines), None, over=True)) == []
+            lines = list(reader.read(_NATIVE, None, None, finished=True))
+            assert list(reader.read(_NATIVE, _cursor(lines), None, finished=True)) == []
         return [line.text for line in lines]
 
     line = b"2026-11-21T10:00:09Z a line\n"
@@ -238,17 +238,17 @@ def test_a_log_without_its_beginning_is_reported_also_after_its_stream_has_ended
         reader.followed(_NATIVE)
 
         def is_read() -> bool:
-            lines.extend(reader.read(_NATIVE, _cursor(lines), tmp_path, over=False))
+            lines.extend(reader.read(_NATIVE, _cursor(lines), tmp_path, finished=False))
             return bool(lines) and not reader._job(_NATIVE).all_tails()
 
         until(is_read, "the line is read, and its stream has ended")
         assert [line.text for line in lines] == ["later\n"]
         answers[0] = _answering(_DONE, pods=1, log=log, flags=())
-        elsewhere = list(readers.Reader(make(server.url)).read(_NATIVE, _cursor(lines), None, over=True))
-        lines += reader.read(_NATIVE, _cursor(lines), tmp_path, over=True)
-        assert list(reader.read(_NATIVE, _cursor(lines), tmp_path, over=True)) == []
+        elsewhere = list(readers.Reader(make(server.url)).read(_NATIVE, _cursor(lines), None, finished=True))
+        lines += reader.read(_NATIVE, _cursor(lines), tmp_path, finished=True)
+        assert list(reader.read(_NATIVE, _cursor(lines), tmp_path, finished=True)) == []
         assert [line.text for line in lines[1:]] == [line.text for line in elsewhere] == [_ROTATED]
-        archived = archive.kept(tmp_path)[lines[0].source]
+        archived = archive.archived_logs(tmp_path)[lines[0].source]
     assert archived.missing == "its log was rotated before it was read"
 
 
@@ -257,13 +257,13 @@ def test_a_log_without_its_beginning_is_reported_also_where_only_its_stream_is_l
     answers = [_answering(_DONE, pods=1, log=log, flags=())]
     with serving(lambda handler: answers[0](handler)) as server:
         api, job = make(server.url), FollowedJob()
-        (source,) = sources.of([_pod_of(server, api)])
-        tail = streams.Tail(api, _NATIVE, source, None, own=True)
+        (source,) = sources.list_sources([_pod_of(server, api)])
+        tail = streams.ContainerLogStream(api, _NATIVE, source, None, own=True)
         tail._thread.join()
         job.add(tail)
-        job.seen[source.name] = source
+        job.known_sources[source.name] = source
         answers[0] = _answering(_DONE, pods=0, nodes=1)
-        lines = list(readers._Pass(api, _NATIVE, job, None, None, over=True).lines())
+        lines = list(readers._ReadPass(api, _NATIVE, job, None, None, finished=True).lines())
     assert [line.text for line in lines] == ["later\n", _ROTATED]
 
 
@@ -276,10 +276,10 @@ def test_a_cancel_keeps_what_is_known_to_be_missing(make: MakeApi, tmp_path: Pat
         if followed:
             reader = readers.Reader(api)
             reader.followed(_NATIVE)
-            assert list(reader.read(_NATIVE, None, tmp_path, over=True))
-        assert archive.keep(api, _NATIVE, tmp_path) is None
+            assert list(reader.read(_NATIVE, None, tmp_path, finished=True))
+        assert archive.archive_job(api, _NATIVE, tmp_path) is None
     with serving(_answering(_DONE, pods=0, nodes=1)) as server:
-        lines = list(readers.Reader(make(server.url)).read(_NATIVE, None, tmp_path, over=True))
+        lines = list(readers.Reader(make(server.url)).read(_NATIVE, None, tmp_path, finished=True))
     missing = "accel: some of what node 0 wrote is missing: its log was rotated before it was read\n"
     assert [line.text for line in lines] == ["later\n", missing]
 
@@ -295,12 +295,12 @@ def test_the_rest_of_a_stream_is_read_where_the_place_was_rotated_away(make: Mak
 
     with serving(_answering(_DONE, pods=1, log=log)) as server:
         api, job = make(server.url), FollowedJob()
-        (source,) = sources.of([_pod_of(server, api)])
-        tail = streams.Tail(api, _NATIVE, source, None, own=True)
+        (source,) = sources.list_sources([_pod_of(server, api)])
+        tail = streams.ContainerLogStream(api, _NATIVE, source, None, own=True)
         job.add(tail)
         tail._thread.join()
         tail._pieces, late = tail._pieces[:2], tail._pieces[2:]
-        lines = readers._Pass(api, _NATIVE, job, None, None, over=True).lines()
+        lines = readers._ReadPass(api, _NATIVE, job, None, None, finished=True).lines()
         found = [next(lines).text for _ in range(2)]
         tail._pieces = late
         assert found + [line.text for line in lines] == [f"line {number}\n" for number in range(9)]
@@ -323,8 +323,8 @@ def test_lines_that_a_stream_has_skipped_are_a_gap(make: MakeApi, monkeypatch: p
 
     with serving(_answering(_DONE, pods=1, log=log)) as server:
         api = make(server.url)
-        (source,) = sources.of([_pod_of(server, api)])
-        tail = streams.Tail(api, _NATIVE, source, None, own=True)
+        (source,) = sources.list_sources([_pod_of(server, api)])
+        tail = streams.ContainerLogStream(api, _NATIVE, source, None, own=True)
         assert [(piece.data, piece.gap) for piece in tail.rest()] == [
             (b"one\n", False), (b"two\n", False), (b"three\n", True)
         ]  # fmt: skip
@@ -333,8 +333,8 @@ def test_lines_that_a_stream_has_skipped_are_a_gap(make: MakeApi, monkeypatch: p
 def test_a_line_for_each_node_and_pod_whose_log_is_gone(make: MakeApi) -> None:
     with serving(_answering(_DONE, pods=1, nodes=3, status={"failed": 2})) as server:
         reader = readers.Reader(make(server.url))
-        lines = list(reader.read(_NATIVE, None, None, over=True))
-        assert list(reader.read(_NATIVE, _cursor(lines), None, over=True)) == []
+        lines = list(reader.read(_NATIVE, None, None, finished=True))
+        assert list(reader.read(_NATIVE, _cursor(lines), None, finished=True)) == []
     assert [line.text for line in lines if line.stream == "output"] == ["line of 0\n"]
     assert [line.text for line in lines if line.stream == "missing"] == [
         "accel: what node 1 wrote is missing: its pod is gone\n",
@@ -375,21 +375,25 @@ def test_a_line_for_each_node_and_attempt_whose_log_is_gone(
 ) -> None:
     pods = [_made_for(attempt, node, terminated(1)) for attempt, node in runs]
     together = runs[0][0] is not None
-    found = sources.of(pods)
-    missing = sources.unread([], found, nodes=2, together=together, restarts=0, ran=ran, failures=0)
+    found = sources.list_sources(pods)
+    missing = sources.missing_logs([], found, nodes=2, gang_restart=together, restarts=0, attempts_run=ran, failures=0)
     assert [what for _, what in missing] == lines
     # A pod that is there has not written anything when it has no log.
     waiting = [_made_for(attempt, 1) for attempt in ({attempt for attempt, _ in runs})]
-    missing = sources.unread(waiting, found, nodes=2, together=together, restarts=0, ran=ran, failures=0)
+    missing = sources.missing_logs(
+        waiting, found, nodes=2, gang_restart=together, restarts=0, attempts_run=ran, failures=0
+    )
     assert not [what for _, what in missing if "node 1" in what]
 
 
 def test_what_brought_the_code_is_no_log_of_a_node() -> None:
     code = terminated(0, "Completed", name="accel-code")
-    found = sources.of([_made_for(0, 0, code, terminated(1)), _made_for(0, 1, code), _made_for(1, 0, terminated(1))])
+    found = sources.list_sources(
+        [_made_for(0, 0, code, terminated(1)), _made_for(0, 1, code), _made_for(1, 0, terminated(1))]
+    )
 
     def missing(*ran: int) -> list[str]:
-        lines = sources.unread([], found, nodes=2, together=True, restarts=0, ran=ran, failures=0)
+        lines = sources.missing_logs([], found, nodes=2, gang_restart=True, restarts=0, attempts_run=ran, failures=0)
         return [what for _, what in lines]
 
     assert missing() == []
@@ -408,12 +412,12 @@ def test_a_node_whose_log_is_gone_with_the_job_s_object(make: MakeApi, tmp_path:
     with serving(_answering(_DONE, pods=1, nodes=1, log=log, flags=())) as server:
         reader = readers.Reader(make(server.url))
         reader.followed(native)
-        followed = list(reader.read(native, None, record.directory, over=True))
+        followed = list(reader.read(native, None, record.directory, finished=True))
     with serving(_answering(pods=0, gone=True)) as server:
         reader = readers.Reader(make(server.url))
-        lines = list(reader.read(native, None, record.directory, over=True))
-        assert list(reader.read(native, _cursor(lines), record.directory, over=True)) == []
-        elsewhere = list(reader.read(native, _cursor(followed), tmp_path / "elsewhere", over=True))
+        lines = list(reader.read(native, None, record.directory, finished=True))
+        assert list(reader.read(native, _cursor(lines), record.directory, finished=True)) == []
+        elsewhere = list(reader.read(native, _cursor(followed), tmp_path / "elsewhere", finished=True))
     missing = ["accel: what node 1 wrote is missing: its pod is gone\n"] if line else []
     assert [each.text for each in lines] == [each.text for each in followed] + missing
     assert not [each.text for each in elsewhere if "node 1" in each.text]
@@ -424,13 +428,13 @@ def test_what_a_follower_read_of_a_pod_is_there_when_the_pod_is_gone(make: MakeA
     with serving(_answering(_DONE, pods=1, log=log)) as server:
         reader = readers.Reader(make(server.url))
         reader.followed(_NATIVE)
-        lines = list(reader.read(_NATIVE, None, tmp_path, over=True))
-        again = list(reader.read(_NATIVE, None, tmp_path, over=True))
+        lines = list(reader.read(_NATIVE, None, tmp_path, finished=True))
+        again = list(reader.read(_NATIVE, None, tmp_path, finished=True))
     assert [line.text for line in lines] == [f"line {number}\n" for number in range(5)] == [line.text for line in again]
     with serving(_answering(_DONE, pods=0, nodes=1)) as server:
         reader = readers.Reader(make(server.url))
-        assert list(reader.read(_NATIVE, None, tmp_path, over=True)) == lines
-        assert list(reader.read(_NATIVE, _cursor(lines[:2]), tmp_path, over=True)) == lines[2:]
+        assert list(reader.read(_NATIVE, None, tmp_path, finished=True)) == lines
+        assert list(reader.read(_NATIVE, _cursor(lines[:2]), tmp_path, finished=True)) == lines[2:]
 
 
 @pytest.mark.parametrize("over", [True, False])
@@ -441,12 +445,12 @@ def test_the_pods_of_a_later_object_of_the_same_name_are_not_the_job_s(
     with serving(_answering(_DONE, pods=1, log=b"2026-11-21T10:00:00Z old\n", uid="u-1")) as server:
         reader = readers.Reader(make(server.url))
         reader.followed(native)
-        assert [line.text for line in reader.read(native, None, tmp_path, over=True)] == ["old\n"]
+        assert [line.text for line in reader.read(native, None, tmp_path, finished=True)] == ["old\n"]
     with serving(_answering(pods=1, log=b"2026-11-21T11:00:00Z new\n", uid="u-2")) as server:
         reader = readers.Reader(make(server.url))
-        archived = [line.text for line in reader.read(native, None, tmp_path, over=over)]
-        lines = list(reader.read(native, None, tmp_path / "elsewhere", over=over))
-        assert list(reader.read(native, _cursor(lines), tmp_path / "elsewhere", over=over)) == []
+        archived = [line.text for line in reader.read(native, None, tmp_path, finished=over)]
+        lines = list(reader.read(native, None, tmp_path / "elsewhere", finished=over))
+        assert list(reader.read(native, _cursor(lines), tmp_path / "elsewhere", finished=over)) == []
         assert str(reader.cursor_at(native, 1e9, None)) == ""
     assert archived == ["old\n"]
     assert [(line.stream, line.text) for line in lines] == [
@@ -470,11 +474,11 @@ def test_what_a_follower_did_not_read_is_said_to_be_missing(make: MakeApi, tmp_p
         lines: list[LogLine] = []
 
         def is_read() -> bool:
-            lines.extend(reader.read(_NATIVE, _cursor(lines), tmp_path, over=False))
+            lines.extend(reader.read(_NATIVE, _cursor(lines), tmp_path, finished=False))
             return bool(lines)
 
         until(is_read, "a line is read")
         reader.close()
     with serving(_answering(_DONE, pods=0, nodes=1)) as server:
-        found = [line.text for line in readers.Reader(make(server.url)).read(_NATIVE, None, tmp_path, over=True)]
+        found = [line.text for line in readers.Reader(make(server.url)).read(_NATIVE, None, tmp_path, finished=True)]
     assert found == ["one\n", "accel: some of what node 0 wrote is missing: it was not read to its end\n"]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from schedulers.kubernetes.logs import sources
-from schedulers.kubernetes.logs.cursor import Piece, Position
+from schedulers.kubernetes.logs.cursor import LogChunk, Position
 
 _DONE = {"terminated": {"exitCode": 0}}
 _FAILED = {"terminated": {"exitCode": 1}}
@@ -53,7 +53,7 @@ def test_the_runs_of_a_container_are_those_that_the_kubelet_keeps(container: dic
     """The run before the current one is kept, and to the kubelet one that waits has none that is current."""
     found = [
         (each.run, "lost" if each.lost else "previous" if each.previous else "ended" if each.ended else "")
-        for each in sources.of([_pod(container)])
+        for each in sources.list_sources([_pod(container)])
     ]
     assert found == runs
 
@@ -77,7 +77,7 @@ def test_an_evicted_pod_s_container_has_not_run_once_more(container: dict[str, A
         "metadata": {"name": "p", "uid": "0123456789", "labels": {"batch.kubernetes.io/job-completion-index": "0"}},
         "status": {"phase": "Failed", "reason": "Evicted", "containerStatuses": [{"name": "pytorch", **container}]},
     }
-    found = sorted(sources.of([pod]), key=lambda source: source.run)
+    found = sorted(sources.list_sources([pod]), key=lambda source: source.run)
     assert [(source.run, source.previous, source.lost) for source in found] == runs
     assert all(source.ended for source in found)
 
@@ -86,18 +86,18 @@ def test_names_tell_pods_apart_and_attempts_follow_each_other() -> None:
     first = _pod(_container(_FAILED), uid="aaaaaaaa-1", phase="Failed", creationTimestamp="2026-11-21T16:00:00Z")
     second = _pod(_container(_RUNS), uid="bbbbbbbb-2", creationTimestamp="2026-11-21T16:00:09Z")
     other = _pod(_container(_RUNS), node=1, uid="cccccccc-3", creationTimestamp="2026-11-21T16:00:01Z")
-    found = sources.of([second, other, first])
+    found = sources.list_sources([second, other, first])
     assert [(each.name, each.attempt, each.rank) for each in found] == [
         ("node-0.aaaaaaaa.a0", 0, 0),
         ("node-1.cccccccc.a0", 0, 1),
         ("node-0.bbbbbbbb.a0", 1, 0),
     ]
     gang = _pod(_container(_RUNS), labels={"jobset.sigs.k8s.io/restart-attempt": "3"})
-    assert [each.attempt for each in sources.of([gang])] == [3]
+    assert [each.attempt for each in sources.list_sources([gang])] == [3]
 
 
 def test_what_brought_the_code_comes_first_and_is_nobody_s_rank() -> None:
-    found = sources.of(
+    found = sources.list_sources(
         [_pod(_container(_DONE, name="accel-code"), _container(_DONE, name="init-pytorch"), _container(_RUNS))]
     )
     assert [(each.name, each.rank) for each in found] == [
@@ -117,19 +117,19 @@ def test_what_brought_the_code_comes_first_and_is_nobody_s_rank() -> None:
 )
 def test_who_wrote_a_line(tee: bool, head: bytes, rank: int | None, text: bytes) -> None:
     command = ["accel", "launch", *(["--tee", "3"] if tee else []), "--", "train.py"]
-    (source,) = sources.of([_pod(_container(_RUNS), command=command)])
-    assert sources.rank_of(source, Piece(head, head, True, _AT)) == (rank, text)
+    (source,) = sources.list_sources([_pod(_container(_RUNS), command=command)])
+    assert sources.rank_of(source, LogChunk(head, head, True, _AT)) == (rank, text)
 
 
 def test_a_step_of_a_progress_bar_is_of_the_rank_that_began_the_line() -> None:
-    (source,) = sources.of([_pod(_container(_RUNS), command=["accel", "launch", "--tee", "3", "--", "x"])])
-    assert sources.rank_of(source, Piece(b" 20%\r", b"[rank 3]  10%\r 20%\r", False, _AT)) == (3, b" 20%\r")
+    (source,) = sources.list_sources([_pod(_container(_RUNS), command=["accel", "launch", "--tee", "3", "--", "x"])])
+    assert sources.rank_of(source, LogChunk(b" 20%\r", b"[rank 3]  10%\r 20%\r", False, _AT)) == (3, b" 20%\r")
 
 
 @pytest.mark.parametrize("line", [b"  | Traceback", b"  error:  x", b"  cause:  x", b"  remedy: x", b"  log:    x"])
 def test_a_report_is_the_launcher_s_and_a_program_s_like_words_are_its_own(line: bytes) -> None:
-    piece = Piece(line, line, True, _AT)
-    assert sources.is_launchers(piece, goes_on=True)
-    assert not sources.is_launchers(piece, goes_on=False)
+    piece = LogChunk(line, line, True, _AT)
+    assert sources.is_launcher_line(piece, follows_launcher=True)
+    assert not sources.is_launcher_line(piece, follows_launcher=False)
     first = b"accel launch: rank 0 on node 0 (n1) failed first"
-    assert sources.is_launchers(Piece(first, first, True, _AT), goes_on=False)
+    assert sources.is_launcher_line(LogChunk(first, first, True, _AT), follows_launcher=False)

@@ -129,7 +129,7 @@ def test_no_secret_is_in_a_manifest_and_pods_are_restricted(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_everything_is_found_by_the_job_id(kind: str) -> None:
     data = b"x" * (800 << 10)
-    code = delivery.chosen(least(), len(data), delivery.digest_of(data), "k")
+    code = delivery.choose_delivery(least(), len(data), delivery.digest_of(data), "k")
     made = build(JobSpec(argv=("a.py",)), least(workload=kind, volcano_queue="q"), code, data=data)
     assert sum(each["kind"] == "ConfigMap" for each in made) == 2 == code.parts
     for each in made:
@@ -142,7 +142,7 @@ def test_everything_is_found_by_the_job_id(kind: str) -> None:
 def test_the_digest_is_of_the_object_as_built() -> None:
     spec = JobSpec(argv=("a.py",))
     made = build(spec, least()).workload
-    stamped = builder.stamped(made, spec)
+    stamped = builder.with_digest(made, spec)
     notes = stamped["metadata"]["annotations"]
     assert notes[names.DIGEST] == builder.digest(made) == builder.digest(json.loads(json.dumps(made)))
     assert JobSpec.from_json(json.loads(notes[names.SPEC])) == spec
@@ -242,7 +242,7 @@ def test_what_no_object_can_be(said: dict[str, Any], spec: dict[str, Any], messa
     chosen = options(**({"image": IMAGE} | said))
     wanted = JobSpec(**({"argv": ("a.py",)} | spec))
     with pytest.raises(SpecError) as caught:
-        build(wanted, chosen, delivery.planned(chosen))
+        build(wanted, chosen, delivery.plan_delivery(chosen))
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 

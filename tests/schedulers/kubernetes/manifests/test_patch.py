@@ -160,7 +160,7 @@ def _references(schema: Any) -> list[str]:
 def build(kind: str, **given: Any) -> builder.Manifests:
     spec = JobSpec(argv=("a.py",), nodes=2, resources=Resources(cpus=1, memory_gb=1))
     chosen = least(workload=kind, **given)
-    return builder.build(spec, chosen, JOB_ID, delivery.planned(chosen), target="k")
+    return builder.build(spec, chosen, JOB_ID, delivery.plan_delivery(chosen), target="k")
 
 
 @pytest.mark.parametrize("kind", KINDS)

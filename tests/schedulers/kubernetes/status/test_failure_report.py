@@ -30,7 +30,7 @@ def read(one: Failure) -> pod_states.Report:
 
 def test_who_failed_first_and_how() -> None:
     found = read(failure())
-    assert (found.who, found.node, found.reason, found.message) == (
+    assert (found.failed_rank, found.node, found.reason, found.message) == (
         "rank 3 on node 1", 1, Reason.EXIT_CODE, "ValueError: no data",
     )  # fmt: skip
     assert read(failure(type_="")).message == "exited with code 1"
@@ -51,7 +51,7 @@ def test_the_reason_is_the_launchers(reason: str, said: str) -> None:
 
 
 def test_no_cause_that_the_launcher_knows_is_missed() -> None:
-    for _, reason, cause, _ in failures._KNOWN:
+    for _, reason, cause, _ in failures._KNOWN_CAUSES:
         one = Failure(
             rank=0, node=0, host="h", attempt=0, exit_code=1, how="exited with code 1", message="", cause=cause
         )
@@ -67,7 +67,11 @@ def test_a_preemption_and_a_node_that_went_silent() -> None:
         rank=None, node=1, host="h", attempt=0, exit_code=1, reason="node_failure", how="went silent", message=""
     )
     found = read(lost)
-    assert (found.who, found.reason, found.message) == ("the launcher on node 1", Reason.NODE_FAILURE, "went silent")
+    assert (found.failed_rank, found.reason, found.message) == (
+        "the launcher on node 1",
+        Reason.NODE_FAILURE,
+        "went silent",
+    )
 
 
 def test_a_text_without_one() -> None:

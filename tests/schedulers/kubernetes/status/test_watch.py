@@ -79,7 +79,7 @@ class Server:
         spec = JobSpec(argv=("train.py",), retry=Retry(max_restarts=max_restarts))
         made = build.build(spec, options, job_id, Code(kind="image")).workload
         path = self.admin.path("kubeflow.org/v1", "pytorchjobs", namespace=namespace)
-        there = self.admin.call("POST", path, body=build.stamped(made, spec))
+        there = self.admin.call("POST", path, body=build.with_digest(made, spec))
         return Native("pytorchjob", namespace, there["metadata"]["name"], job_id)
 
     def end(self, native: Native, condition: str = "Succeeded") -> None:
