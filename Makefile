@@ -39,6 +39,7 @@ check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
+	$(BIN)/python -m tests.budget
 	$(BIN)/mypy
 
 build: $(VENV)/.installed-dev
