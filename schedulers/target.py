@@ -200,7 +200,7 @@ class Gathers(Protocol):
     """A class of targets in which each target can also poll the jobs of the others."""
 
     @staticmethod
-    def asked_with(options: Mapping[str, Any]) -> object:
+    def poll_key(options: Mapping[str, Any]) -> object:
         """Return the options (as JSON) that identify the backend. Targets with equal results are polled together."""
 
 

@@ -188,7 +188,7 @@ def _poll_key(record: Record) -> str:
     kind = _gathering(record.kind)
     try:
         if kind is not None:
-            return f"{record.kind}\0{json.dumps(kind.asked_with(record.options() or {}))}"
+            return f"{record.kind}\0{json.dumps(kind.poll_key(record.options() or {}))}"
     except StoreError:  # said when its target is made
         pass
     return target_key(record)

@@ -52,7 +52,7 @@ class SageMakerTarget:
         return Poller(self._aws)
 
     @staticmethod
-    def asked_with(options: Mapping[str, Any]) -> list[object]:
+    def poll_key(options: Mapping[str, Any]) -> list[object]:
         """Return the account, by its profile, and the region."""
         return [options.get("profile"), options.get("region")]
 

@@ -25,7 +25,7 @@ Step = Mapping[str, Any]
 
 _REPLY_TIMEOUT_S = 90.0
 _SUBMIT_S = 300.0
-# Whatever the home directory holds, `schedulers` is the installed package.
+# Without the home directory in sys.path: `schedulers` must be the installed package.
 _SUBMIT = "import sys; sys.path[:] = [p for p in sys.path if p]; from schedulers.slurm.submitting import main; main()"
 
 
@@ -48,7 +48,7 @@ class Cluster(Protocol):
         """Return one line if the interpreter that submits lacks a package."""
 
     def read(self, job_id: str, since: Cursor | None, *, finished: bool) -> Iterator[LogLine]:
-        """Yield the job's lines from the cursor on. `finished`: nobody writes any more."""
+        """Yield the job's lines from the cursor on. `finished`: its logs are complete."""
 
     def cursor_at(self, job_id: str, when: float) -> Cursor:
         """Return the position of its logs at that time."""
@@ -150,17 +150,17 @@ class RemoteCluster:
     def __init__(self, options: SlurmOptions, name: str) -> None:
         self._options = options
         self._host = login_host(options, name)
-        self._environment_ready: Pool | None = None
-        self._program_placed: tuple[str, str] | None = None
+        self._pool: Pool | None = None
+        self._location: tuple[str, str] | None = None
         self._watch: Watch | None = None
 
     @property
     def remote(self) -> Remote:
-        if self._environment_ready is None:
+        if self._pool is None:
             from ..hosts.transport import Pool
 
-            self._environment_ready = Pool(config=self._options.ssh_config)
-        return self._environment_ready.remote(self._host)
+            self._pool = Pool(config=self._options.ssh_config)
+        return self._pool.remote(self._host)
 
     @property
     def root(self) -> str:
@@ -172,18 +172,18 @@ class RemoteCluster:
 
     @property
     def python(self) -> str:
-        """The login node's interpreter as written in a command: commands start in the home directory."""
+        """The login node's interpreter, with `./` for `~/`: commands start in the home directory."""
         python = self._options.python or "python3"
         return f"./{python[2:]}" if python.startswith("~/") else python
 
     def place(self) -> tuple[str, str]:
-        if self._program_placed is None:
+        if self._location is None:
             directories = self.query([{"op": "about"}])[0][0]
             python = self._options.python or "python3"
             if python.startswith("~/"):
                 python = directories["home"] + python[1:]
-            self._program_placed = (directories["root"], python)
-        return self._program_placed
+            self._location = (directories["root"], python)
+        return self._location
 
     def query(self, steps: Sequence[Step]) -> tuple[list[Any], bytes]:
         from ..hosts import replies
@@ -198,8 +198,8 @@ class RemoteCluster:
         return replies.decode_done(line, steps, replies.SLURM, self._host.name, completed.stderr), data
 
     @contextlib.contextmanager
-    def _conversation(self, seconds: float) -> Iterator[Session]:
-        """Open a session with the program that reports ended jobs, for at most `seconds`."""
+    def _open_watch(self, seconds: float) -> Iterator[Session]:
+        """Open a session with the login node's program that reports ended jobs, for at most `seconds`."""
         argv, stdin = self._program({"root": self.root, "watch_s": seconds, "clusters": self.clusters})
         with self.remote.open(argv) as session:
             session.write(stdin)
@@ -255,7 +255,7 @@ class RemoteCluster:
         from ..hosts.errors import one_line
 
         python = self._options.python or "python3"
-        remedy = f"{python} -m pip install 'accel-launch[slurm]' there, or say another python: in the target"
+        remedy = f"{python} -m pip install 'accel-launch[slurm]' there, or set `python:` in the target"
         return f"{self._host.name}: {one_line(stderr)}: {remedy}"
 
     def read(self, job_id: str, since: Cursor | None, *, finished: bool) -> Iterator[LogLine]:
@@ -276,11 +276,11 @@ class RemoteCluster:
         if self._watch is None:
             from .watch import Watch
 
-            self._watch = Watch(self._conversation)
+            self._watch = Watch(self._open_watch)
         return self._watch.wait(native, timeout_s)
 
     def close(self) -> None:
-        pool, self._environment_ready = self._environment_ready, None
+        pool, self._pool = self._pool, None
         self._watch = None
         if pool is not None:
             pool.close()
@@ -294,7 +294,7 @@ def login_host(options: SlurmOptions, name: str) -> Host:
 
     hosts = parse_hosts(str(options.login), source=f"target {name}: login")
     if len(hosts) != 1:
-        raise SpecError(f"target {name}: login is one host, not {options.login!r}")
+        raise SpecError(f"target {name}: login must be one host, not {options.login!r}")
     return dataclasses.replace(hosts[0], user=hosts[0].user or options.user, port=hosts[0].port or options.port)
 
 

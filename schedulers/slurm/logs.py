@@ -10,10 +10,10 @@ from ..job import Cursor, LogLine
 from ..node.logs import order
 from ..store import log_lines
 
-# `Login.ask`: steps -> the answer to each, and what follows them.
+# `RemoteCluster.query`: steps -> the reply to each, and the bytes of the logs.
 Query: TypeAlias = "Callable[[list[dict[str, Any]]], tuple[list[Any], bytes]]"
 
-# Bytes of one log, and of all, that are read at once. A log gives a line or a piece of one for each MOST_BYTES.
+# The bytes of one log, and of all logs, in one reply.
 _LIMIT, _MAX_BYTES = 4 << 20, 16 << 20
 
 
@@ -21,8 +21,8 @@ def read(query: Query, job_id: str, since: Cursor | None, *, finished: bool) -> 
     """Yield the lines that exist now. Their sources are named as in the job's own log directory."""
     positions = log_lines.offsets(since)
     step: dict[str, Any] = {"op": "logs", "job": job_id, "limit": _LIMIT, "most": _MAX_BYTES, "over": finished}
-    truncated = True
-    while truncated:
+    more = True
+    while more:
         (reply,), data = query([{**step, "from": positions}])
         files = sorted(_contents(reply["files"], data), key=lambda pair: _order(pair[0]))
         step["only"] = []
@@ -33,7 +33,7 @@ def read(query: Query, job_id: str, since: Cursor | None, *, finished: bool) -> 
                 yield line
             if not at_end:
                 step["only"].append(file["name"])
-        truncated = bool(step["only"])
+        more = bool(step["only"])
 
 
 def tail_at(query: Query, job_id: str, since: Cursor, count: int, *, finished: bool) -> Cursor:

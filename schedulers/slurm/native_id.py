@@ -26,5 +26,5 @@ class Native:
         """Parse the output of `str`. Raises SpecError."""
         match = _TEXT.match(text)
         if match is None:
-            raise SpecError(f"{text!r} is not the id of a job of a slurm target (number/job)")
+            raise SpecError(f"{text!r} is not a native id of a slurm target (NUMBER/JOB)")
         return cls(match["slurm"], match["job"])

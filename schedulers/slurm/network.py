@@ -45,6 +45,3 @@ def _own_towards(address: str) -> str | None:
         sock.connect((address, 9))
         return str(sock.getsockname()[0]).removeprefix("::ffff:")
     return None
-
-
-__all__ = ["for_gloo"]

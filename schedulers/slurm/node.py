@@ -29,16 +29,16 @@ from . import network
 from .batch import shared_files
 
 REQUEUE = 85
-# Ranks leave `main` by SystemExit; their launcher has done all, and its interpreter would take a second to end.
+# The launcher has finished when `main` returns; a regular interpreter exit would take a second.
 _ACCEL = "import os, sys; sys.path[:] = [p for p in sys.path if p]; from accel.cli import main; os._exit(main())"
 _ENTRY = {"script": [], "module": ["-m"], "command": ["--no_python"]}
-_GLANCE_S = 1.0
+_FILE_CHECK_S = 1.0
 _KILL_ALLOWANCE_S = 6.0
 _LEFTOVER_GRACE_S = 2.0
 _MAX_MESSAGE = 500
 _WRITE_S = 20.0
-# submitit's own variables would make the program take itself for a task of submitit's; ours say where this node is.
-_NOT_FOR_RANKS = ("SUBMITIT_", "ACCEL_")
+# With submitit's variables the program would take itself for a submitit task; accel's are set for this node.
+_NOT_INHERITED = ("SUBMITIT_", "ACCEL_")
 
 
 class Ended(Exception):
@@ -65,7 +65,7 @@ class NodeMain:
 
 class Node:
     def __init__(self, directory: str) -> None:
-        self._terminated: str | None = None
+        self._stop_cause: str | None = None
         self._warnings: list[int] = []
         self._woken, waker = wake_pipe()
         signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
@@ -87,13 +87,13 @@ class Node:
         rank_events = os.path.join(self._marks, f"{self._rank}.jsonl")
         self._events = os.path.join(self._logs, "launch.jsonl") if self._rank == 0 else rank_events
         self._read_from = _size(self._events)
-        self._next_glance = 0.0
+        self._next_file_check = 0.0
 
     def run(self) -> int:
         try:
             self._mark("begun")
             if self._fenced():
-                self._terminated = "fence"
+                self._stop_cause = "fence"
                 raise Ended(1, "a later start of the job has begun")
             self._set_up()
             code = self._watch(self._start(self._command(), None), None)
@@ -102,12 +102,12 @@ class Node:
             code, message, reason = end.code, end.message, end.refused
         except OSError as error:
             code, message, reason = 1, f"{error.filename or 'a file'}: {error.strerror or error}", "setup"
-        grace_s = 0.0 if self._terminated == "fence" else _LEFTOVER_GRACE_S
+        grace_s = 0.0 if self._stop_cause == "fence" else _LEFTOVER_GRACE_S
         end_all(lambda: descendants(os.getpid()), grace_s=grace_s)
         self._report(code, message, reason)
         return code
 
-    # What is run.
+    # The setup and the launcher's command.
 
     def _set_up(self) -> None:
         for argv in self._settings["setup"]:
@@ -115,8 +115,8 @@ class Node:
                 code = self._watch(self._start(argv, "setup.log"), 0.0)
             except OSError as error:
                 raise Ended(127, f"the setup command {argv[0]!r} cannot be run: {error.strerror}", "setup") from None
-            if self._terminated:
-                raise Ended(128 + signal.SIGTERM, f"was told to end by {self._terminated} during its setup")
+            if self._stop_cause:
+                raise Ended(128 + signal.SIGTERM, f"stopped by {self._stop_cause} during its setup")
             if code:
                 raise Ended(code, f"the setup command {argv[0]!r} failed with exit code {code}", "setup")
         if self._settings["setup"]:
@@ -132,7 +132,7 @@ class Node:
             if sum(name.endswith(".ready") for name in names) >= nodes or any(name.endswith(".json") for name in names):
                 return
             if self._end_requested():
-                raise Ended(128 + signal.SIGTERM, f"was told to end by {self._terminated} while others did their setup")
+                raise Ended(128 + signal.SIGTERM, f"stopped by {self._stop_cause} during the setup of other nodes")
             select.select([self._woken], [], [], pause_s)
             self._drain()
 
@@ -152,7 +152,7 @@ class Node:
         return [settings["python"], "-c", _ACCEL, "launch", *arguments]
 
     def _environment(self) -> dict[str, str]:
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith(_NOT_FOR_RANKS)}
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(_NOT_INHERITED)}
         values = {name: os.environ[f"ACCEL_{name}"] for name in ("MASTER", "PORT", "ATTEMPT", "NODE_NAMES", "JOB_ID")}
         values |= {
             "NODE_RANK": str(self._rank),
@@ -165,7 +165,7 @@ class Node:
         if self._secrets:
             values["SECRETS"] = ",".join(self._secrets)
         variables = {f"ACCEL_{name}": values[name] for name in values}
-        return {**self._over_interface, **inherited, **self._settings["env"], **self._secrets, **variables}
+        return {**self._interface_variables, **inherited, **self._settings["env"], **self._secrets, **variables}
 
     @functools.cached_property
     def _secrets(self) -> dict[str, str]:
@@ -182,7 +182,7 @@ class Node:
         return values
 
     @functools.cached_property
-    def _over_interface(self) -> dict[str, str]:
+    def _interface_variables(self) -> dict[str, str]:
         """The variables that select the ranks' network interface, unless the user sets them."""
         interface = self._settings.get("interface")
         if interface is not None:
@@ -198,7 +198,7 @@ class Node:
         parent_pid = os.getpid()
         workdir = os.path.join(self._directory, self._settings["workdir"])
         if not os.path.isdir(workdir):
-            raise Ended(1, f"there is no directory {workdir} (snapshot: true in the target runs a copy)", "setup")
+            raise Ended(1, f"directory not found: {workdir}. Set `snapshot: true` to run a copy", "setup")
 
         def enter() -> None:
             die_with_parent(signal.SIGTERM, parent_pid)
@@ -212,7 +212,7 @@ class Node:
                 preexec_fn=enter,
             )  # fmt: skip
 
-    # How it is watched.
+    # Supervision of a child process.
 
     def _watch(self, process: subprocess.Popen[bytes], grace_s: float | None) -> int:
         """Wait for the process and forward signals to it. Kill it after its grace period, or at once if fenced."""
@@ -222,10 +222,10 @@ class Node:
         while (code := process.poll()) is None:
             if self._end_requested() and kill_at == float("inf"):
                 kill_at = time.monotonic() + allowed_s
-            if self._terminated == "fence":
+            if self._stop_cause == "fence":
                 end_all(lambda: descendants(os.getpid()) if process.poll() is None else (), grace_s=0)
                 return 128 + signal.SIGKILL
-            if self._terminated and not forwarded:
+            if self._stop_cause and not forwarded:
                 forwarded = True
                 process.terminate()
             while self._warnings and grace_s is None:
@@ -241,26 +241,26 @@ class Node:
     def _end_requested(self) -> bool:
         """Return True if the node must end. Checks files now and then; signals are recorded as they arrive."""
         now = time.monotonic()
-        if now >= self._next_glance:
-            self._next_glance = now + _GLANCE_S
+        if now >= self._next_file_check:
+            self._next_file_check = now + _FILE_CHECK_S
             if self._fenced():
-                self._terminated = "fence"
-            elif self._terminated is None and shared_files.exists(os.path.join(self._own, "cancel")):
-                self._terminated = "cancel"
-        return self._terminated is not None
+                self._stop_cause = "fence"
+            elif self._stop_cause is None and shared_files.exists(os.path.join(self._own, "cancel")):
+                self._stop_cause = "cancel"
+        return self._stop_cause is not None
 
     def _fenced(self) -> bool:
         return shared_files.fenced(os.path.join(self._own, "attempt"), self._attempt)
 
     def _on_end(self, signum: int, _: FrameType | None) -> None:
-        if self._terminated is None:
-            self._terminated = signal.Signals(signum).name
+        if self._stop_cause is None:
+            self._stop_cause = signal.Signals(signum).name
 
     def _drain(self) -> None:
         with contextlib.suppress(BlockingIOError):
             os.read(self._woken, 4096)
 
-    # What it leaves behind.
+    # Files for the batch program.
 
     def _mark(self, suffix: str) -> None:
         os.close(os.open(os.path.join(self._marks, f"{self._rank}.{suffix}"), os.O_WRONLY | os.O_CREAT, 0o600))
@@ -274,13 +274,13 @@ class Node:
                 failure, reason, started = None, None, True
             elif event.get("event") == "refused":
                 reason = event["reason"]
-        if code and not started and not self._terminated:
-            reason = reason or "setup"  # `accel launch` would have none of it
+        if code and not started and not self._stop_cause:
+            reason = reason or "setup"  # `accel launch` rejected it
         report = {
             "schema": shared_files.SCHEMA, "node": self._rank, "name": os.environ.get("SLURMD_NODENAME", ""),
             "host": socket.gethostname(), "attempt": self._attempt, "code": code, "failure": failure,
             "refused": reason, "words": message, "preempted": code == REQUEUE,
-            "told": self._terminated, "at": time.time(),
+            "told": self._stop_cause, "at": time.time(),
         }  # fmt: skip
         path, spare = os.path.join(self._marks, f"{self._rank}.json"), os.path.join(self._own, "spare")
         deadline = time.monotonic() + _WRITE_S

@@ -19,7 +19,7 @@ def expand(text: str) -> list[str]:
     """
     names = [name for token in _split_commas(text) for name in _names(token, text)]
     if len(names) > _LIMIT:
-        raise SpecError(f"node list {text[:60]!r}… stands for {len(names)} nodes")
+        raise SpecError(f"node list {text[:60]!r}… has {len(names)} nodes, more than {_LIMIT}")
     return names
 
 
@@ -44,12 +44,12 @@ def _split_commas(text: str) -> list[str]:
 def _names(token: str, text: str) -> list[str]:
     parts = _PART.findall(token)
     if "".join(parts) != token:
-        raise _parse_error(text, f"{token!r} is no name")
+        raise _parse_error(text, f"{token!r} is not a name")
     names = [""]
     for part in parts:
         values = _values(part, text) if part.startswith("[") else [part]
         if len(names) * len(values) > _LIMIT:
-            raise _parse_error(text, "it stands for too many nodes")
+            raise _parse_error(text, "it has too many nodes")
         names = [name + value for name in names for value in values]
     return names
 
@@ -59,10 +59,10 @@ def _values(bracket: str, text: str) -> list[str]:
     for item in bracket[1:-1].split(","):
         match = _RANGE.match(item)
         if match is None:
-            raise _parse_error(text, f"{item!r} is no range of numbers")
+            raise _parse_error(text, f"{item!r} is not a range of numbers")
         first, last = match["first"], match["last"] or match["first"]
         if int(last) < int(first) or int(last) - int(first) > _LIMIT:
-            raise _parse_error(text, f"{item!r} is no range of numbers")
+            raise _parse_error(text, f"{item!r} is not a range of numbers")
         values += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
     return values
 

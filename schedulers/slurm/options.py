@@ -17,7 +17,7 @@ _VERSION = re.compile(r"\d\d\.\d\d(\.\d+)?\Z")
 _GRES = re.compile(r"[^,\s]+(,[^,\s]+)*\Z")
 _LAST_PORT = 65535
 
-# Our names of what sbatch knows under a name of its own.
+# Key of the target -> option of sbatch.
 DIRECTIVES: Mapping[str, str] = {
     "partition": "partition",
     "account": "account",
@@ -45,7 +45,7 @@ class SlurmOptions:
     cpu:             train on the CPU even if there are GPUs.
     partition, account, qos, constraint, nodelist, exclude, reservation, mail_type, mail_user, exclusive:
                      as in sbatch; several words as a list.
-    gres:            generic resources besides, or instead of, the job's GPUs: `gpu:a100:4,nvme:1`.
+    gres:            generic resources, as in sbatch: `gpu:a100:4,nvme:1`.
     gpu_type:        the type of the job's GPUs, as in `gpu:TYPE:4` (--accelerator wins).
     array_throttle:  the number of jobs of one sweep that may run at a time.
     container:       the runtime of `--image`: pyxis (enroot), apptainer or singularity.
@@ -57,8 +57,8 @@ class SlurmOptions:
     interface:       the network interface between the nodes.
     start_timeout_s: the time that the nodes wait for each other.
     sbatch:          any other option of sbatch by its own name.
-    srun:            further words for srun, which starts one launcher on each node.
-    slurm_version:   of the cluster, such as 23.11: later options cause a warning.
+    srun:            further options for srun, which starts one launcher on each node.
+    slurm_version:   of the cluster, such as 23.11; options that are newer cause a warning.
     """
 
     login: str | None = None
@@ -120,7 +120,7 @@ def check(options: SlurmOptions, name: str) -> None:
     if options.slurm_version is not None and not _VERSION.match(options.slurm_version):
         raise SpecError(f"{subject}: slurm_version must be like '23.11', in quotes, not {options.slurm_version!r}")
     if any("\n" in line or "\0" in line for line in (*options.modules, *options.prologue)):
-        raise SpecError(f"{subject}: modules and prologue are lists of lines, and one of them holds a line break")
+        raise SpecError(f"{subject}: an entry of modules or prologue has a line break. Write one line per entry")
     if any(not argv or not argv[0] for argv in options.setup):
         raise SpecError(f"{subject}: setup: a command has no program")
     _check_login(options, subject)
@@ -130,14 +130,14 @@ def _check_duplicates(options: SlurmOptions, subject: str) -> None:
     spellings = {option.replace("_", "-"): option for option in options.sbatch}
     for key, directive in DIRECTIVES.items():
         if directive in spellings and getattr(options, key) not in (None, False):
-            raise SpecError(f"{subject}: {key} and sbatch: {spellings[directive]} say the same thing: keep one")
+            raise SpecError(f"{subject}: {key} and sbatch: {spellings[directive]} set the same option. Keep one")
 
 
 def _check_login(options: SlurmOptions, subject: str) -> None:
     if options.login is None:
         for key in ("user", "port", "ssh_config"):
             if getattr(options, key) is not None:
-                raise SpecError(f"{subject}: {key} belongs to login, which is not given")
+                raise SpecError(f"{subject}: {key} requires `login`, which is not set")
     if options.port is not None and not 0 < options.port <= _LAST_PORT:
         raise SpecError(f"{subject}: port must be 1 to {_LAST_PORT}, not {options.port}")
     if not (options.root == "~" or options.root.startswith(("~/", "/"))):

@@ -35,7 +35,7 @@ def _partitions(options: SlurmOptions, partitions: Sequence[Sequence[str]]) -> l
     failures = []
     for partition in _partition_names(options):
         if partition not in states:
-            failures.append(f"no partition {partition!r}{nearest(partition, states)} (there are {', '.join(states)})")
+            failures.append(f"no partition {partition!r}{nearest(partition, states)} (partitions: {', '.join(states)})")
         elif not states[partition].startswith("up"):
             failures.append(f"partition {partition} is {states[partition]}")
     return failures
@@ -47,7 +47,7 @@ def _gpus(options: SlurmOptions, partitions: Sequence[Sequence[str]], requested:
     available = max(
         (_count(row[-1]) for row in partitions if not partition_names or row[0] in partition_names), default=0
     )
-    return [f"no node has {requested} GPUs: the most that sinfo shows is {available}"] if requested > available else []
+    return [f"no node has {requested} GPUs: sinfo shows at most {available}"] if requested > available else []
 
 
 def _count(gres: str) -> int:
@@ -64,11 +64,9 @@ def _packages(cluster: Cluster) -> list[str]:
 def _warnings(options: SlurmOptions, facts: dict[str, Any]) -> list[str]:
     warnings = []
     if facts["accounting"] is not True:
-        problem = "is off" if facts["accounting"] is False else f"does not answer: {facts['accounting']}"
-        warnings.append(
-            f"accounting {problem}: of a job that leaves no result, Slurm forgets within minutes how it ended"
-        )
+        problem = "is off" if facts["accounting"] is False else f"does not respond: {facts['accounting']}"
+        warnings.append(f"accounting {problem}: Slurm forgets within minutes how a job without a result file ended")
     version = facts["version"].split()[-1]
     if options.slurm_version is not None and not version.startswith(options.slurm_version):
-        warnings.append(f"the cluster has Slurm {version}, and the target says {options.slurm_version}")
+        warnings.append(f"the cluster has Slurm {version}, not {options.slurm_version} (slurm_version in the target)")
     return warnings

@@ -42,11 +42,11 @@ _LATER: Mapping[str, tuple[str, Value]] = {
     "spread-segments": ("25.05", "switch"),
 }
 
-# What accel itself says to sbatch, and the name under which it may be said to accel.
+# Options that accel sets itself -> the option of accel to use instead.
 _OURS: Mapping[str, str] = {
     "array": "--sweep",
     "chdir": "--code",
-    "comment": "nothing: it is how accel finds its jobs again",
+    "comment": "nothing: accel finds its jobs by their comments",
     "cpus-per-task": "--cpus",
     "dependency": "--after",
     "error": "accel logs",
@@ -92,7 +92,7 @@ def check(options: Mapping[str, str | int | float | bool], subject: str) -> None
         if kind is None:
             raise SpecError(f"{subject}: sbatch has no option {key!r}{nearest(name, OPTIONS)}")
         if name in _OURS:
-            raise SpecError(f"{subject}: accel says {name!r} to sbatch itself; what you can say is {_OURS[name]}")
+            raise SpecError(f"{subject}: accel sets {name!r} itself; use instead: {_OURS[name]}")
         if kind == "value" and isinstance(value, bool):
             raise SpecError(f"{subject}: {key} needs a value")
         if kind == "switch" and not isinstance(value, bool):
@@ -104,7 +104,7 @@ def check(options: Mapping[str, str | int | float | bool], subject: str) -> None
 def unsupported_options(options: Mapping[str, object], version: str) -> list[str]:
     """Return a line for each option that this version of Slurm does not have yet."""
     return [
-        f"sbatch --{name} came with Slurm {introduced_in(name)}, and the target says {version}"
+        f"sbatch --{name} needs Slurm {introduced_in(name)} or later, and slurm_version is {version}"
         for name in (key.replace("_", "-") for key in options)
         if name in _LATER and _number(introduced_in(name)) > _number(version)
     ]

@@ -17,7 +17,7 @@ COMMENT = "accel:"
 _BATCH = "slurm/batch.py"
 _PICKLES = "slurm/pickles"
 _MAX_WARNING_S = 65535
-# Options of sbatch that ask for GPUs, beside --gres.
+# Options of sbatch that request GPUs, besides --gres.
 _GPU_OPTIONS = ("gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket")
 
 
@@ -29,7 +29,7 @@ def check(spec: JobSpec, options: SlurmOptions, name: str) -> None:
     if options.cpu and spec.resources.gpus:
         raise SpecError(f"{subject} trains on the CPU (cpu: true), and the job asks for GPUs: drop one")
     if spec.grace_s > _MAX_WARNING_S:
-        raise SpecError(f"--grace {spec.grace_s:g}: Slurm warns {_MAX_WARNING_S} seconds ahead at most")
+        raise SpecError(f"--grace {spec.grace_s:g}: Slurm sends the warning at most {_MAX_WARNING_S} s before the end")
     gres_gpus = _gpus_in(options.gres)
     if spec.resources.gpus and gres_gpus not in (None, spec.resources.gpus):
         raise SpecError(
@@ -49,16 +49,16 @@ def _check_gpu_type(kind: str | None, option: str, options: SlurmOptions, subjec
     count, entries = _gpus_in(options.gres), (options.gres or "").split(",")
     if kind is not None and count is not None and not any(entry.startswith(f"gpu:{kind}") for entry in entries):
         raise SpecError(
-            f"{subject}: {option} {kind}, and gres: {options.gres} asks for the GPUs: say gres: gpu:{kind}:{count}"
+            f"{subject}: {option} {kind}, and gres: {options.gres} requests the GPUs: write gres: gpu:{kind}:{count}"
         )
 
 
 def warnings(spec: JobSpec, options: SlurmOptions) -> tuple[str, ...]:
-    """Return warnings about settings that have no effect or another one than expected."""
+    """Return a warning for each setting without effect, or with a surprising one."""
     messages = []
     option_names = {name.replace("_", "-") for name, value in options.sbatch.items() if value is not False}
     if spec.resources.cpus is None and not options.exclusive and not option_names & {"cpus-per-gpu", "exclusive"}:
-        messages.append("--cpus is not given: Slurm may give each node's ranks one core between them")
+        messages.append("--cpus is not set: Slurm may allocate only one core on each node")
     if spec.time_limit_s is not None and spec.time_limit_s % 60:
         messages.append(f"Slurm counts time limits in minutes: {spec.time_limit_s:g} s become {_minutes(spec)} min")
     if spec.resources.shm_gb is not None:
@@ -94,7 +94,7 @@ def render(
         lines += ["", *options.prologue]
     quoted_directory = shlex.quote(directory)
     if tasks is not None:
-        # Each task of the array is a job with a directory of its own; the list is in the first one's.
+        # Each task is a job with its own directory; array.json in the first job's directory lists them.
         lines += ["", f"exec {shlex.quote(python)} -I {quoted_directory}/{_BATCH} --array {quoted_directory}"]
     else:
         lines += ["", f"exec {shlex.quote(python)} -I {quoted_directory}/{_BATCH} {quoted_directory}"]
@@ -117,7 +117,6 @@ def settings(
     pickles: submitit's directory, for an array that of its first job; default: one in the job's directory.
     """
     submitit = pickles or f"{directory}/{_PICKLES}"
-    extra = ["--cpu"] if options.cpu else []
     return {
         "schema": SCHEMA,
         "job_id": job_id,
@@ -132,7 +131,7 @@ def settings(
         "directory": directory,
         "workdir": _join(code or f"{directory}/code", spec.workdir),
         "python": options.container_python if spec.image else python,
-        "launch": extra,
+        "launch": ["--cpu"] if options.cpu else [],
         "grace_s": spec.grace_s,
         "time_limit_s": spec.time_limit_s,
         "max_restarts": spec.retry.max_restarts,
@@ -238,7 +237,7 @@ def _pattern(path: str) -> str:
     if "\\" in path or "\n" in path:
         raise SpecError(f"Slurm cannot write to a directory whose name holds a backslash or a line break: {path!r}")
     if any(f"%{letter}" in path for letter in "jtAa"):
-        raise SpecError(f"submitit takes %j, %t, %A and %a in a directory's name for numbers of the job: {path!r}")
+        raise SpecError(f"submitit replaces %j, %t, %A and %a in a directory's name: {path!r}")
     return path.replace("%", "%%")
 
 

@@ -16,11 +16,11 @@ from ..job import Reason, State, Status
 class SlurmJobInfo:
     """One job in squeue or sacct.
 
-    state:    in words, `PENDING` or `CANCELLED by 1000`.
+    state:    as printed, `PENDING` or `CANCELLED by 1000`.
     reason:   squeue's; "" from accounting.
     code:     `exit:signal` of the job, if known.
-    derived:  the highest of its steps, if known.
-    restarts: the number of times that Slurm has restarted it.
+    derived:  the highest `exit:signal` of its steps, if known.
+    restarts: how often Slurm has restarted it.
     """
 
     state: str
@@ -41,20 +41,20 @@ _STATES: Mapping[str, tuple[State, Reason, str]] = {
     "FAILED": (State.FAILED, Reason.EXIT_CODE, ""),
     "LAUNCH_FAILED": (State.FAILED, Reason.SETUP, "Slurm could not launch it on its nodes"),
     "NODE_FAIL": (State.FAILED, Reason.NODE_FAILURE, "one of its nodes was lost"),
-    "OUT_OF_MEMORY": (State.FAILED, Reason.OUT_OF_MEMORY, "it used more memory than it asked for (--memory)"),
+    "OUT_OF_MEMORY": (State.FAILED, Reason.OUT_OF_MEMORY, "it used more memory than requested (--memory)"),
     "PENDING": (State.QUEUED, Reason.NONE, ""),
     "POWER_UP_NODE": (State.QUEUED, Reason.NONE, "its nodes are being powered up"),
     "PREEMPTED": (State.FAILED, Reason.PREEMPTED, "it was preempted; --max-restarts N lets Slurm run it again"),
     "RECONFIG_FAIL": (State.FAILED, Reason.NODE_FAILURE, "its nodes could not be reconfigured"),
     "REQUEUED": (State.QUEUED, Reason.NONE, "it is put back into the queue"),
     "REQUEUE_FED": (State.QUEUED, Reason.NONE, "it is put back into the queue"),
-    "REQUEUE_HOLD": (State.QUEUED, Reason.USER, "it is held after a restart; scontrol release lets it go"),
+    "REQUEUE_HOLD": (State.QUEUED, Reason.USER, "it is held after a restart; scontrol release frees it"),
     "RESIZING": (State.RUNNING, Reason.NONE, ""),
     "RESV_DEL_HOLD": (State.QUEUED, Reason.NO_CAPACITY, "it is held: its reservation was deleted"),
     "REVOKED": (State.CANCELLED, Reason.USER, "another cluster of the federation runs it"),
     "RUNNING": (State.RUNNING, Reason.NONE, ""),
     "SIGNALING": (State.RUNNING, Reason.NONE, "it is being signalled"),
-    "SPECIAL_EXIT": (State.QUEUED, Reason.USER, "it is held after a special exit; scontrol release lets it go"),
+    "SPECIAL_EXIT": (State.QUEUED, Reason.USER, "it is held after a special exit; scontrol release frees it"),
     "STAGE_OUT": (State.RUNNING, Reason.NONE, "its burst buffer is being staged out"),
     "STOPPED": (State.RUNNING, Reason.USER, "it is stopped (SIGSTOP)"),
     "SUSPENDED": (State.RUNNING, Reason.PREEMPTED, "it is suspended"),
@@ -63,40 +63,44 @@ _STATES: Mapping[str, tuple[State, Reason, str]] = {
 
 TIME_LIMIT_ADVICE = (
     "its time limit passed; a script that calls accelerator.checkpoint_on_preemption() in its loop saves in time, "
-    "and --max-restarts N lets it go on"
+    "and with --max-restarts N it resumes"
 )
 
-# What stands for a signal's number of a job whose batch script Slurm could not start.
+# The end of the exit code of a job whose batch script Slurm could not start, in place of a signal.
 _NOT_LAUNCHED = ":53"
 _LAUNCH_ADVICE = (
     "Slurm could not launch it: its first node failed, or does not see the job's directory (`accel describe`)"
 )
 
-_RELEASE = "scontrol release lets it go"
+_RELEASE = "scontrol release frees it"
 
-# Why a job is pending, or was not run. `*` and `?` stand for any letters and for any one (some versions say `_` for a
-# space); the first that fits counts. What is not here is shown as Slurm says it.
+# Slurm's reason for a pending job or one that did not run: the first pattern that matches counts (some versions write
+# `_` for a space). Others are shown as Slurm prints them.
 _REASONS: tuple[tuple[str, Reason, str], ...] = (
     ("None", Reason.NONE, ""),
-    ("Priority", Reason.NO_CAPACITY, "jobs of higher priority are before it"),
+    ("Priority", Reason.NO_CAPACITY, "jobs of higher priority come first"),
     ("Resources", Reason.NO_CAPACITY, "it waits for free nodes"),
-    ("BeginTime", Reason.NONE, "it may not begin yet"),
+    ("BeginTime", Reason.NONE, "its begin time has not come yet"),
     ("Dependency", Reason.DEPENDENCY, "it waits for another job (--after)"),
-    ("DependencyNeverSatisfied", Reason.DEPENDENCY, "the job that it was to run after has failed"),
+    ("DependencyNeverSatisfied", Reason.DEPENDENCY, "a job that it depends on (--after) has failed"),
     ("JobHeldUser", Reason.USER, f"it is held; {_RELEASE}"),
     ("JobHeldAdmin", Reason.USER, "an administrator holds it"),
     ("JobHoldMaxRequeue", Reason.SETUP, f"Slurm could not launch it several times and holds it now; {_RELEASE}"),
-    ("*requeued?held", Reason.SETUP, f"Slurm could not launch it, on a broken node perhaps, and holds it; {_RELEASE}"),
+    ("*requeued?held", Reason.SETUP, f"Slurm could not launch it, perhaps on a broken node, and holds it; {_RELEASE}"),
     ("*requeued?in?held?state", Reason.USER, f"it is held after a restart; {_RELEASE}"),
-    ("JobArrayTaskLimit", Reason.NO_CAPACITY, "as many of its sweep run as may (array_throttle)"),
-    ("PartitionConfig", Reason.NO_CAPACITY, "its partition can never run it as it is: fewer nodes, cores or less time"),
-    ("PartitionNodeLimit", Reason.NO_CAPACITY, "it asks for more nodes than its partition allows"),
-    ("PartitionTimeLimit", Reason.NO_CAPACITY, "it asks for more time than its partition allows (--time-limit)"),
+    ("JobArrayTaskLimit", Reason.NO_CAPACITY, "its sweep runs as many jobs as array_throttle allows"),
+    (
+        "PartitionConfig",
+        Reason.NO_CAPACITY,
+        "its partition can never run it: request fewer nodes or cores, or less time",
+    ),
+    ("PartitionNodeLimit", Reason.NO_CAPACITY, "it requests more nodes than its partition allows"),
+    ("PartitionTimeLimit", Reason.NO_CAPACITY, "it requests more time than its partition allows (--time-limit)"),
     ("PartitionDown", Reason.NO_CAPACITY, "its partition is down"),
     ("PartitionInactive", Reason.NO_CAPACITY, "its partition is inactive"),
     ("BadConstraints", Reason.NO_CAPACITY, "no node can ever meet its constraints"),
-    ("NodeDown", Reason.NO_CAPACITY, "a node that it asks for is down"),
-    ("ReqNodeNotAvail*", Reason.NO_CAPACITY, "nodes that it asks for are down or reserved"),
+    ("NodeDown", Reason.NO_CAPACITY, "a requested node is down"),
+    ("ReqNodeNotAvail*", Reason.NO_CAPACITY, "requested nodes are down or reserved"),
     ("Reservation*", Reason.NO_CAPACITY, "its reservation is not usable"),
     ("Licenses", Reason.NO_CAPACITY, "it waits for licences"),
     ("InvalidAccount", Reason.SETUP, "its account is not valid"),
@@ -106,14 +110,14 @@ _REASONS: tuple[tuple[str, Reason, str], ...] = (
     ("JobLaunchFailure", Reason.SETUP, _LAUNCH_ADVICE),
     ("RaisedSignal*", Reason.EXIT_CODE, ""),
     ("NonZeroExitCode", Reason.EXIT_CODE, ""),
-    ("OutOfMemory", Reason.OUT_OF_MEMORY, "it used more memory than it asked for (--memory)"),
+    ("OutOfMemory", Reason.OUT_OF_MEMORY, "it used more memory than requested (--memory)"),
     ("TimeLimit", Reason.TIME_LIMIT, ""),
     ("SystemFailure", Reason.NODE_FAILURE, "Slurm, or a node, failed"),
-    ("AssocGrp*", Reason.NO_CAPACITY, "its account has reached a limit of all its jobs"),
-    ("AssocMax*", Reason.NO_CAPACITY, "it asks for more than its account allows a job"),
+    ("AssocGrp*", Reason.NO_CAPACITY, "its account has reached a limit on all its jobs"),
+    ("AssocMax*", Reason.NO_CAPACITY, "it requests more than its account allows per job"),
     ("Assoc*", Reason.NO_CAPACITY, "its account has reached a limit"),
-    ("MaxJobs*", Reason.NO_CAPACITY, "as many jobs run as may"),
-    ("QOSGrp*", Reason.NO_CAPACITY, "its QOS has reached a limit of all its jobs"),
+    ("MaxJobs*", Reason.NO_CAPACITY, "the limit on running jobs is reached"),
+    ("QOSGrp*", Reason.NO_CAPACITY, "its QOS has reached a limit on all its jobs"),
     ("QOSMax*", Reason.NO_CAPACITY, "it has reached a limit of its QOS"),
     ("QOS*", Reason.NO_CAPACITY, "it has reached a limit of its QOS"),
 )
@@ -129,9 +133,9 @@ def status_of(info: SlurmJobInfo) -> Status:
         reason = cause if reason is Reason.NONE else reason
         message = _join(explanation or message, info.reason) if cause is not Reason.NONE or explanation else message
     elif state is State.CANCELLED and cause is Reason.DEPENDENCY:
-        state, reason, message = State.FAILED, cause, "the job that it was to run after has failed"
+        state, reason, message = State.FAILED, cause, "a job that it depends on (--after) has failed"
     elif state is State.FAILED:
-        # Slurm's own code for it, 0:125, is no signal. One that failed, of which no process has, has no code.
+        # Slurm's 0:125 for out of memory is no signal. A failed job without a failed process has no code.
         code = 137 if state_name == "OUT_OF_MEMORY" else exit_code(info) or None
         if reason is Reason.EXIT_CODE and cause not in (Reason.NONE, Reason.EXIT_CODE, Reason.NO_CAPACITY):
             reason, message = cause, explanation
@@ -173,9 +177,9 @@ def _explain(reason: str) -> tuple[Reason, str]:
     name = reason.strip("()").split(",")[0].strip()
     if not name:
         return Reason.NONE, ""
-    for pattern, meaning, message in _REASONS:
+    for pattern, cause, message in _REASONS:
         if fnmatch.fnmatchcase(name, pattern):
-            return meaning, message
+            return cause, message
     return Reason.NO_CAPACITY, ""
 
 

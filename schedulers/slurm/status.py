@@ -15,8 +15,8 @@ from .cluster import Cluster
 from .native_id import Native
 from .states import SlurmJobInfo, status_of
 
-_SEARCH_S = 5.0  # before a job that squeue does not know is looked for in accounting again
-_UNKNOWN_S = 2.0  # before it is asked again whether a job is over of which nothing was known
+_SEARCH_S = 5.0  # between two searches of accounting for a job that squeue does not list
+_UNKNOWN_S = 2.0  # between two queries about a job without a status
 
 Reply = dict[str, Any]
 
@@ -33,7 +33,7 @@ class StatusPoller:
         self._clusters = clusters
         self._lock = threading.Lock()
         self._accounting = True
-        # When accounting was asked about a job, what was then known of it, and why not more.
+        # Native id -> when accounting was searched for the job, the reply, and why the search failed.
         self._searched: dict[str, tuple[float, Reply, str | None]] = {}
         self._last: dict[str, tuple[float, Status | None]] = {}
 
@@ -57,7 +57,9 @@ class StatusPoller:
             }
             reply = self._cluster.query([step])[0][0]
             if len(reply["jobs"]) != len(native_ids):
-                raise SchedulerError(f"asked about {len(native_ids)} jobs, it answers for {len(reply['jobs'])}")
+                raise SchedulerError(
+                    f"{len(reply['jobs'])} statuses returned for {len(native_ids)} jobs"
+                )
             self._accounting = reply["accounting"]
             statuses: dict[str, Status] = {}
             unreachable: dict[str, str] = {}
@@ -104,15 +106,15 @@ def _status(native_id: str, answer: Reply, observed_at: float) -> Status | None:
     if answer["said"] is not None:
         status = status_of(SlurmJobInfo(**answer["said"]))
         if status.state is State.FAILED and status.reason is Reason.EXIT_CODE and not answer["started"]:
-            detail = f": {answer['words']}" if answer["words"] else ""
-            message = f"its batch script ended before anything of accel's had begun{detail}"
+            detail = f"; its output: {answer['words']}" if answer["words"] else ""
+            message = f"its batch script exited before accel started{detail}"
             status = dataclasses.replace(status, reason=Reason.SETUP, message=message)
         attempt = max(status.attempt, answer["attempt"])
         return dataclasses.replace(status, attempt=attempt, observed_at=observed_at)
     if answer["foreign"] and not answer["started"]:
         number = Native.parse(native_id).slurm
-        # It has never begun, and there is no job of ours under its number, now or in accounting.
-        message = f"Slurm lost the job, as when its controller crashes after a submit: {number} is another job now"
+        # It never started, and neither squeue nor accounting has a job of ours under its number.
+        message = f"Slurm lost the job, perhaps in a crash of its controller: {number} is another job now"
         return Status(state=State.FAILED, reason=Reason.LOST, message=message)
     return None
 

@@ -1,6 +1,6 @@
 """Submission of a job or an array on a machine with sbatch: exactly once, even if repeated or interrupted.
 
-    D/slurm/submitting      written before sbatch is called: without it, no sbatch of this job was ever called
+    D/slurm/submitting      written before sbatch is called; if it is missing, sbatch was never called
     D/slurm/submitted.json  Slurm's job number, written when sbatch has returned
 
 In between, the job is found by its comment. As a program, this module reads one JSON request and prints one
@@ -26,7 +26,7 @@ from ..node import jobs
 from ..store import atomic_files
 from . import batch_program
 from .batch.unanswered import is_unanswered
-from .login import job_ops as here
+from .login import job_ops
 from .login import slurm_commands as commands
 from .login.squeue_cache import try_lock
 
@@ -43,7 +43,7 @@ def submit(request: Mapping[str, Any]) -> str:
     and Unreachable when it is unknown whether Slurm has the job.
     """
     if request.get("schema") != SCHEMA:
-        raise SubmitError("accel is of another version on the login node than here: install the same on both")
+        raise SubmitError("the login node has another version of accel: install the same version on both machines")
     job_ids = [str(job["id"]) for job in request["jobs"]]
     first = _directory(request, job_ids[0])
     try:
@@ -52,7 +52,7 @@ def submit(request: Mapping[str, Any]) -> str:
             slurm = _earlier(request, job_ids[0])
             if slurm is None:
                 slurm = _submit(request, first, lock)
-            _note(request, job_ids, slurm)
+            _write_numbers(request, job_ids, slurm)
     except OSError as error:
         raise SubmitError(str(atomic_files.store_error(error, error.filename or first, "write"))) from None
     return slurm
@@ -70,7 +70,7 @@ def _job_lock(path: str) -> Iterator[int]:
         deadline = time.monotonic() + _LOCK_S
         while not try_lock(lock):
             if time.monotonic() > deadline:
-                raise Unreachable("sbatch, of another submit of this job, has not ended yet")
+                raise Unreachable("another submit of this job is still running sbatch")
             time.sleep(0.05)
         yield lock
     finally:
@@ -80,10 +80,10 @@ def _job_lock(path: str) -> Iterator[int]:
 def _earlier(request: Mapping[str, Any], job_id: str) -> str | None:
     root = os.path.expanduser(request["root"])
     try:
-        return here.earlier(root, job_id, array=request["array"], clusters=request["clusters"])
+        return job_ops.earlier(root, job_id, array=request["array"], clusters=request["clusters"])
     except commands.Unanswered as error:
-        raise Unreachable(f"whether Slurm has the job from an earlier submit: {error}") from None
-    except here.REFUSALS as error:
+        raise Unreachable(f"cannot check whether Slurm has the job from an earlier submit: {error}") from None
+    except job_ops.REFUSALS as error:
         raise SubmitError(str(error)) from None
 
 
@@ -92,7 +92,7 @@ def _submit(request: Mapping[str, Any], first: str, lock: int) -> str:
     from .submitit_backend import submit_callables
 
     if shutil.which("sbatch") is None:
-        raise SubmitError(f"there is no sbatch: {commands.NO_LOGIN_NODE}")
+        raise SubmitError(f"sbatch not found: {commands.NO_LOGIN_NODE}")
     directories = [_directory(request, job["id"]) for job in request["jobs"]]
     for directory, job in zip(directories, request["jobs"], strict=True):
         _write_job(directory, job, request["secrets"])
@@ -145,12 +145,12 @@ def _sbatch(script: Path, request: Mapping[str, Any], marker: str, lock: int) ->
     try:
         out, err = process.communicate(timeout=_SBATCH_S)
     except subprocess.TimeoutExpired:
-        raise Unreachable(f"sbatch has not answered in {_SBATCH_S:g} s") from None
+        raise Unreachable(f"sbatch did not respond within {_SBATCH_S:g} s") from None
     if process.returncode != 0:
         raise _submit_error(commands.complaint(err.decode("utf-8", "replace")))
     output = out.decode("utf-8", "replace")
     if not any(token.isdigit() for token in output.split()):
-        raise Unreachable(f"sbatch names no job in its answer: {commands.complaint(output)}")
+        raise Unreachable(f"no job number in sbatch's output: {commands.complaint(output)}")
     return output
 
 
@@ -160,14 +160,14 @@ def _submit_error(message: str) -> SchedulerError:
     return SubmitError(f"sbatch: {message}")
 
 
-def _note(request: Mapping[str, Any], job_ids: Sequence[str], slurm: str) -> None:
+def _write_numbers(request: Mapping[str, Any], job_ids: Sequence[str], slurm: str) -> None:
     for task, job_id in enumerate(job_ids):
         directory = _directory(request, job_id)
         if os.path.exists(f"{directory}/slurm/submitted.json"):
             continue
         number = f"{slurm}_{task}" if request["array"] else slurm
         document = {"schema": SCHEMA, "slurm": number, "first": job_ids[0], "at": time.time()}
-        # The first one's tells of all: a thousand files are not waited for.
+        # Only the first is flushed to disk: it has the array's number, and there may be thousands.
         _write(f"{directory}/slurm/submitted.json", json.dumps(document) + "\n", durable=task == 0)
 
 
@@ -192,7 +192,7 @@ def _write(path: str, content: str | bytes, *, durable: bool = False) -> None:
 
 def main() -> None:
     os.umask(0o077)
-    commands.look_everywhere()
+    commands.extend_path()
     reply: dict[str, Any]
     try:
         reply = {"slurm": submit(json.loads(sys.stdin.buffer.readline()))}

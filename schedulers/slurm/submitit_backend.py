@@ -13,10 +13,10 @@ from ..errors import SubmitError
 if TYPE_CHECKING:
     from submitit.core import core, utils
 
-# The names of the pickles before Slurm has given a number: the batch program finds them even where the submit was
-# killed between sbatch and submitit's own name.
+# The pickles' names before the job has a number: the batch program finds them even if the submit is killed after
+# sbatch and before submitit renames them.
 SINGLE = "job.pkl"
-OF_TASK = "job_{}.pkl"
+ARRAY_TASK = "job_{}.pkl"
 
 
 def submit_callables(
@@ -55,14 +55,14 @@ def submit_callables(
             self, delayed_submissions: list[utils.DelayedSubmission]
         ) -> list[core.Job[Any]]:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            pickles = [_dumped(delayed, self.folder, index, array) for index, delayed in enumerate(delayed_submissions)]
+            pickles = [_dump(delayed, self.folder, index, array) for index, delayed in enumerate(delayed_submissions)]
             first = self._submit_command("")
             jobs = [first]
             if array:
                 tasks = [f"{first.job_id}_{task}" for task in range(len(pickles))]
                 jobs = [SlurmJob(folder=self.folder, job_id=task, tasks=range(nodes)) for task in tasks]
             for job, pickle in zip(jobs, pickles, strict=True):
-                with contextlib.suppress(FileExistsError):  # the job has begun, and did it itself
+                with contextlib.suppress(FileExistsError):  # the batch program did it first
                     os.link(pickle, job.paths.submitted_pickle)
             return jobs
 
@@ -80,8 +80,8 @@ def submit_callables(
     return str(executor.submit_array(list(callables))[0].job_id).partition("_")[0]
 
 
-def _dumped(delayed: utils.DelayedSubmission, folder: Path, task: int, array: bool) -> Path:
-    pickle = folder / (OF_TASK.format(task) if array else SINGLE)
+def _dump(delayed: utils.DelayedSubmission, folder: Path, task: int, array: bool) -> Path:
+    pickle = folder / (ARRAY_TASK.format(task) if array else SINGLE)
     delayed.dump(pickle.with_suffix(".new"))
     os.replace(pickle.with_suffix(".new"), pickle)
     return pickle

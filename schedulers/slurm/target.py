@@ -35,8 +35,8 @@ class SlurmTarget:
         self.name = context.name
         self._options: SlurmOptions = context.options
         self._jobs = context.jobs
-        self._made: Cluster | None = None
-        self._cluster_cache: StatusPoller | None = None
+        self._open_cluster: Cluster | None = None
+        self._open_poller: StatusPoller | None = None
         slurm_options.check(self._options, self.name)
         if self._options.login is not None:
             from .cluster import login_host
@@ -45,28 +45,28 @@ class SlurmTarget:
 
     @property
     def _cluster(self) -> Cluster:
-        if self._made is None:
+        if self._open_cluster is None:
             from .cluster import LocalCluster, RemoteCluster
 
             is_remote = self._options.login is not None
-            self._made = (
+            self._open_cluster = (
                 RemoteCluster(self._options, self.name) if is_remote else LocalCluster(self._jobs, self._options)
             )
-        return self._made
+        return self._open_cluster
 
     @property
-    def _queue(self) -> StatusPoller:
-        if self._cluster_cache is None:
+    def _poller(self) -> StatusPoller:
+        if self._open_poller is None:
             from .status import StatusPoller
 
-            self._cluster_cache = StatusPoller(self._cluster, self._options.clusters)
-        return self._cluster_cache
+            self._open_poller = StatusPoller(self._cluster, self._options.clusters)
+        return self._open_poller
 
     @staticmethod
-    def asked_with(options: Mapping[str, Any]) -> list[object]:
+    def poll_key(options: Mapping[str, Any]) -> list[object]:
         """Return the login node and the clusters: Slurm reports on all jobs at once, regardless of their options."""
         login_values = [options.get(key) for key in ("login", "user", "port", "ssh_config", "root", "python")]
-        sbatch = options.get("sbatch")  # as it was stored, and perhaps damaged
+        sbatch = options.get("sbatch")  # from a stored record, which may be damaged
         return [
             *(login_values if options.get("login") else ()),
             sbatch.get("clusters") if isinstance(sbatch, dict) else None,
@@ -143,7 +143,7 @@ class SlurmTarget:
         return os.path.expanduser(self._options.python or sys.executable)
 
     def _code(self, spec: JobSpec) -> str | None:
-        """Return the directory that the job runs in place in, or None for a copy of it."""
+        """Return the directory if the job runs in place, or None if it runs a copy."""
         return None if self._options.snapshot or self._options.login is not None else spec.code
 
     def admit(self, spec: JobSpec) -> None:
@@ -155,7 +155,7 @@ class SlurmTarget:
         sweep = plan.settings.get("sweep")
         if sweep is None:
             return self._submit([plan], array=False)[0]
-        # Of a sweep whose submit was cut off: it goes as a whole or not at all.
+        # A sweep whose submit was interrupted is submitted as a whole.
         ids: list[str] = sweep.get("ids") or self._plan_of(sweep["first"]).settings["sweep"]["ids"]
         return self.submit_many([self._plan_of(job_id) for job_id in ids])[ids.index(plan.job_id)]
 
@@ -198,7 +198,7 @@ class SlurmTarget:
         return [str(Native(f"{number}_{index}" if array else number, plan.job_id)) for index, plan in enumerate(plans)]
 
     def _place(self, job_id: str) -> tuple[str, str]:
-        """Return the directory of jobs on the cluster, and the interpreter.
+        """Return accel's directory on the cluster, and the interpreter.
 
         An unreachable login node raises SubmitError if nothing was sent to it: Unreachable would leave the outcome
         open.
@@ -240,7 +240,7 @@ class SlurmTarget:
                 continue
             if record.kind != KIND or (record.options() or {}).get("login") != self._options.login:
                 raise SpecError(
-                    f"--after {job_id}: Slurm does not know a job of target {record.target}; wait for it first"
+                    f"--after {job_id}: Slurm does not know jobs of target {record.target}; wait for it first"
                 )
             if record.status.state.final or record.native_id is None:
                 raise _AfterFailed(f"--after {job_id}: that job is {record.status.state.value}")
@@ -253,27 +253,27 @@ class SlurmTarget:
         Raises Unreachable, with the answers so far, when Slurm cannot be queried about the others.
         """
         natives, invalid = parse_ids(Native.parse, native_ids)
-        statuses, unreachable = self._queue.statuses(list(natives)) if natives else ({}, {})
+        statuses, unreachable = self._poller.statuses(list(natives)) if natives else ({}, {})
         unreachable |= invalid
         if unreachable:
             raise Unreachable("; ".join(dict.fromkeys(unreachable.values())), answers=statuses, silent=unreachable)
         return statuses
 
     def logs(self, native_id: str, since: Cursor | None = None) -> Iterator[LogLine]:
-        yield from self._cluster.read(Native.parse(native_id).job_id, since, finished=self._queue.is_over(native_id))
+        yield from self._cluster.read(Native.parse(native_id).job_id, since, finished=self._poller.is_over(native_id))
 
     def cursor_at(self, native_id: str, when: float) -> Cursor:
         return self._cluster.cursor_at(Native.parse(native_id).job_id, when)
 
     def tail_at(self, native_id: str, since: Cursor, count: int) -> Cursor:
-        job_id, finished = Native.parse(native_id).job_id, self._queue.is_over(native_id)
+        job_id, finished = Native.parse(native_id).job_id, self._poller.is_over(native_id)
         return self._cluster.tail_at(job_id, since, count, finished=finished)
 
     def cancel(self, native_id: str) -> None:
         """Cancel a running job gracefully, or remove a waiting one from the queue. Raises Unreachable."""
         native = Native.parse(native_id)
         self._cluster.query([{"op": "cancel", **native.to_json(), "clusters": self._options.clusters}])
-        self._cluster_cache = None  # what was said before says nothing now
+        self._open_poller = None  # its statuses are out of date
 
     def wait(self, native_id: str, timeout_s: float) -> bool:
         """Sleep until the job has left its result, or Slurm has ended it."""
@@ -319,8 +319,8 @@ class SlurmTarget:
 
     def close(self) -> None:
         """Close the connection to the login node. It is reopened when needed."""
-        if self._made is not None:
-            self._made.close()
+        if self._open_cluster is not None:
+            self._open_cluster.close()
 
 
 class _AfterFailed(SubmitError):

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from ..errors import SpecError
 from ..topology import Topology, number
 
-# The formula is that of the batch program (slurm/batch/slurm.py), which can also look what is free.
+# The same formula as in slurm/batch/slurm.py, which also checks that the port is free.
 FIRST_PORT, PORTS = 20000, 12000
 _PORTS_BETWEEN_STEPS = 101
-# Steps that no srun has made: batch scripts, interactive shells, what belongs to the job and to no step
+# Ids of steps that srun did not create: batch scripts, interactive shells, processes outside any step
 # (slurm.h: SLURM_BATCH_SCRIPT and its neighbours; before 20.11 the two highest numbers).
 _SPECIAL_STEPS = 0xFFFF_FFF0
 _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?\Z")
@@ -35,7 +35,7 @@ def from_slurm(env: Mapping[str, str]) -> Topology:
         return Topology(node_rank=0, nodes=1, master="127.0.0.1", attempt=_attempt(env))
     names = _names(env, nodes)
     node_name = env.get("SLURMD_NODENAME")
-    # Where the step holds a part of the job's nodes, a position is sure; node 0 must be the first name.
+    # If the step has a part of the job's nodes, the position in its list counts: node 0 must be the first name.
     rank = names.index(node_name) if node_name in names else number(env, "SLURM_NODEID")
     return Topology(
         node_rank=rank,
@@ -64,7 +64,7 @@ def _outside(env: Mapping[str, str], job: int) -> Topology:
     nodes = number(env, "SLURM_JOB_NUM_NODES", default=number(env, "SLURM_NNODES", default=1))
     if nodes > 1:
         raise SpecError(
-            f"Slurm job {job} has {nodes} nodes (SLURM_JOB_NUM_NODES), and this is no step of it: write "
+            f"Slurm job {job} has {nodes} nodes (SLURM_JOB_NUM_NODES), and this process is in no step: write "
             "`srun --ntasks-per-node=1 accel launch …` to use them all, or --num_machines 1 for this node alone"
         )
     return Topology(node_rank=0, nodes=1, master="127.0.0.1", attempt=_attempt(env))
@@ -83,7 +83,7 @@ def _check_one_task_a_node(env: Mapping[str, str], nodes: int) -> None:
         peak, setting = max(counts), f"SLURM_STEP_TASKS_PER_NODE={text}"
     if peak > 1:
         raise SpecError(
-            f"{setting}: accel launch starts the ranks of a node itself and is to be started once on each: write "
+            f"{setting}: accel launch starts all ranks of a node and must itself be started once per node: write "
             f"`srun --ntasks-per-node=1 accel launch --num_processes {peak * nodes} …` (and --cpus-per-task for cores)"
         )
 

@@ -15,9 +15,9 @@ from .native_id import Native
 if TYPE_CHECKING:
     from ..hosts.session import Session
 
-_LIFETIME_S = 600.0  # of a conversation: one whose client was cut off ends by itself
+_LIFETIME_S = 600.0  # of a session, which then ends even if its client is gone
 _READ_SLACK_S = 60.0
-_RETRY_S = 5.0  # before a conversation that has ended too early is begun again
+_RETRY_S = 5.0  # after a session that ended early, before the next
 
 
 class Watch:
@@ -25,7 +25,7 @@ class Watch:
 
     def __init__(self, open_session: Callable[[float], AbstractContextManager[Session]]) -> None:
         """`open_session`: opens a session that ends by itself after that many seconds."""
-        self._begin = open_session
+        self._open_session = open_session
         self._lock = threading.Lock()
         self._events: dict[Native, threading.Event] = {}
         self._waiting: list[Native] = []
@@ -48,7 +48,7 @@ class Watch:
 
     def _run(self) -> None:
         started_at = time.monotonic()
-        with contextlib.suppress(SchedulerError):  # polls find out, and say so
+        with contextlib.suppress(SchedulerError):  # polls report it
             self._read_events()
         with self._lock:
             self._thread = self._session = None
@@ -57,20 +57,20 @@ class Watch:
             self._waiting = list(self._events)
 
     def _read_events(self) -> None:
-        with self._begin(_LIFETIME_S) as session:
+        with self._open_session(_LIFETIME_S) as session:
             with self._lock:
                 self._session = session
                 self._send()
             while line := session.read_line(_LIFETIME_S + _READ_SLACK_S):
                 job_id = line.decode("ascii", "replace").strip()
                 with self._lock:
-                    # Whoever finds that it is not over after all waits anew.
+                    # A caller whose job still runs after all waits again.
                     for native in [native for native in self._events if native.job_id == job_id]:
                         self._events.pop(native).set()
 
     def _send(self) -> None:
         if self._session is None:
             return
-        with contextlib.suppress(SchedulerError):  # whoever reads finds out
+        with contextlib.suppress(SchedulerError):  # the reader sees it too
             self._session.write("".join(f"{native.job_id} {native.slurm}\n" for native in self._waiting).encode())
         self._waiting.clear()

@@ -60,7 +60,7 @@ def test_wrong_options_are_refused_before_sbatch(run: Run, accel: Accel) -> None
     for option, said in {
         "partitoin=main": "partition",
         'sbatch={"licences": "a"}': "licenses",
-        'sbatch={"comment": "a"}': "accel says 'comment' to sbatch itself",
+        'sbatch={"comment": "a"}': "accel sets 'comment' itself",
     }.items():
         words = ["submit", "--target", "lab", "--option", option, "--no-python", "true"]
         done = accel.finish(*words, SLURM_CONF=os.environ["SLURM_CONF"])
@@ -104,7 +104,7 @@ def test_a_controller_that_is_down(run: Run, slurm: Slurm, accel: Accel) -> None
     job = run("submit", "--target", "lab", "--cpus", "1", "--nodes", "9", "--no-python", "true").strip()
     slurm.kill_controller()
     done = accel.finish("status", job, SLURM_CONF=os.environ["SLURM_CONF"])
-    assert re.search(rb"squeue(: | gives no answer)", done.stderr + done.stdout)
+    assert re.search(rb"squeue(: | did not respond)", done.stderr + done.stdout)
     assert b"queued" in done.stdout
     slurm.start_controller()
 

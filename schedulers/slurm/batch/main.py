@@ -43,7 +43,7 @@ class Batch:
         self.own = os.path.join(directory, "slurm")
         self.settings: Document = shared_files.read(os.path.join(self.own, "settings.json"))
         if not isinstance(self.settings, dict) or self.settings.get("schema") != shared_files.SCHEMA:
-            raise slurm.Problem(self._path("settings.json") + " cannot be read, or is of another accel's making")
+            raise slurm.Problem(self._path("settings.json") + " cannot be read, or is from another accel version")
         self.job = slurm.own_job()
         self.starts_before = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
         self.attempt = self._newest() + 1
@@ -56,7 +56,7 @@ class Batch:
             signal.signal(signum, lambda *_: None)  # the ranks get their own
         result = shared_files.read(os.path.join(self.directory, "exit.json"))
         if result is not None:
-            slurm.log("this job is over: " + os.path.join(self.directory, "exit.json"))
+            slurm.log("this job has ended: " + os.path.join(self.directory, "exit.json"))
             return int(result.get("exit_code") or 0)
         shared_files.preallocate(self._path("spare"))
         try:
@@ -98,8 +98,8 @@ class Batch:
             ACCEL_PORT=str(self.port),
             ACCEL_NODE_NAMES=",".join(self.names),
             SUBMITIT_EXECUTOR="slurm",
-            SUBMITIT_LOG_LEVEL="WARNING",  # its own words are not the job's
-            SUBMITIT_PREEMPT_SIGNAL="URG",  # what preemption means is not its to say
+            SUBMITIT_LOG_LEVEL="WARNING",  # its messages do not belong in the job's log
+            SUBMITIT_PREEMPT_SIGNAL="URG",  # a signal that nothing sends: accel handles preemption
         )
         observations = outcome.Observations(self.settings, self.attempt, self.names)
         observations.runs_before = self.starts_before
@@ -131,11 +131,11 @@ class Batch:
             return code
         refusal = slurm.requeue(self.job, self.starts_before, lambda: self.terminated)
         if refusal is None:
-            slurm.log("attempt {}: {}; it is started again".format(observations.attempt, end.status["message"]))
+            slurm.log("attempt {}: {}; it is requeued".format(observations.attempt, end.status["message"]))
             slurm.await_end(lambda: self.terminated)
             return code
         self.step.finish()
-        end.status["message"] += "; Slurm did not take it back to start it again: " + refusal
+        end.status["message"] += "; Slurm refused to requeue it: " + refusal
         return self._finish(end.status)
 
     def _finish(self, status: Document) -> int:

@@ -23,25 +23,25 @@ _SIGTERM_CODE = 143
 # Slurm's reasons for ending a running job whose node it has lost.
 # https://slurm.schedmd.com/job_reason_codes.html
 _NODE_LOST = ("NodeDown", "SystemFailure")
-# What a rank says when another one has gone: with a node that has fallen silent, that node is the cause.
+# A rank's error after another has ended. If a node has stopped reporting, that node is the cause.
 _ECHO = re.compile(r"connection (closed|reset) by peer|broken pipe|socket|nccl|timed? ?out|node 0", re.IGNORECASE)
 
 
 class Observations:
     """The facts about a start.
 
-    settings:    the job's.
-    attempt:     the newest that has run, including restarts within this start.
-    names:       the nodes' names, by rank.
-    reports:     each node's final report, by rank.
-    started_ranks:       the ranks of nodes that have begun.
-    overdue:     why this program has ended the ranks' step, if it has.
-    terminated:        this program has received SIGTERM.
-    cancel:      the job was cancelled through accel.
-    slurm:       the record of `scontrol show job`; None if that failed.
-    runs_before: earlier runs, by Slurm's count.
-    srun:        its exit code.
-    last_message:       the last line of a node without a report, or a line of srun.
+    settings:      the job's.
+    attempt:       the newest that has run, including restarts within this start.
+    names:         the nodes' names, by rank.
+    reports:       each node's final report, by rank.
+    started_ranks: the ranks of the nodes that have started.
+    overdue:       why this program has ended the ranks' step, if it has.
+    terminated:    this program has received SIGTERM.
+    cancel:        the job was cancelled through accel.
+    slurm:         the record of `scontrol show job`; None if that failed.
+    runs_before:   earlier runs, by Slurm's count.
+    srun:          its exit code.
+    last_message:  the last line of a node without a report, or a line of srun.
     """
 
     def __init__(self, settings: Document, attempt: int, names: list[str]) -> None:
@@ -62,12 +62,12 @@ class Observations:
         return self.names[rank] if rank < len(self.names) else f"node {rank}"
 
     @property
-    def everybody(self) -> range:
+    def node_ranks(self) -> range:
         return range(int(self.settings["nodes"]))
 
     @property
     def succeeded(self) -> bool:
-        return all(rank in self.reports and self.reports[rank]["code"] == 0 for rank in self.everybody)
+        return all(rank in self.reports and self.reports[rank]["code"] == 0 for rank in self.node_ranks)
 
     @property
     def restarts_left(self) -> int:
@@ -143,7 +143,7 @@ def _outcome_when_terminated(observations: Observations) -> Outcome:
     code = REQUEUE if checkpointed else _code(observations) or _SIGTERM_CODE
     detail = "its ranks have left a checkpoint" if checkpointed else _advice(observations)
     if facts is None:
-        message = "it was told to end, and Slurm could not be asked why"
+        message = "it received SIGTERM, and Slurm could not be queried for the reason"
         return Outcome("leave", _status(observations, "failed", "exit_code", message, code))
     if facts.get("PreemptTime", "None") != "None":
         return _outcome_restart(observations, "preempted", "a job of higher priority took its nodes; " + detail, code)
@@ -159,7 +159,7 @@ def _outcome_when_terminated(observations: Observations) -> Outcome:
     if facts.get("JobState") in ("COMPLETING", "CANCELLED"):
         return _ended_in_slurm(observations, facts, code)
     status = _failed(observations)
-    status["message"] = "its ranks were told to end by SIGTERM, and not by this program; " + status["message"]
+    status["message"] = "its ranks received SIGTERM from outside accel; " + status["message"]
     return Outcome("finish", status)
 
 
@@ -175,8 +175,8 @@ def _ended_in_slurm(observations: Observations, facts: dict[str, str], code: int
 
 
 def _lost_node_message(observations: Observations, facts: dict[str, str]) -> str:
-    missing = [observations.name(rank) for rank in observations.everybody if rank not in observations.reports]
-    names = f"; {', '.join(missing)} has not reported" if missing else ""
+    missing = [observations.name(rank) for rank in observations.node_ranks if rank not in observations.reports]
+    names = f"; no report from {', '.join(missing)}" if missing else ""
     return "Slurm lost a node of the job ({}){}".format(facts.get("Reason", "NODE_FAIL"), names)
 
 
@@ -188,7 +188,7 @@ def _advice(observations: Observations) -> str:
     """Return advice for a script that ignored the warning."""
     advice = "call accelerator.checkpoint_on_preemption() after each step to leave a checkpoint"
     if not int(observations.settings["max_restarts"]):
-        advice += ", and give --max-restarts to be started again from it"
+        advice += ", and set --max-restarts to restart from it"
     return "no checkpoint was left: " + advice
 
 
@@ -234,7 +234,7 @@ def _first(failures: list[Document]) -> Document | None:
 
 
 def _without_reports(observations: Observations) -> Document:
-    missing = [rank for rank in observations.everybody if rank not in observations.reports]
+    missing = [rank for rank in observations.node_ranks if rank not in observations.reports]
     lost = [rank for rank in missing if rank in observations.started_ranks]
     names = ", ".join(observations.name(rank) for rank in lost or missing)
     detail = ": " + observations.last_message if observations.last_message else ""
@@ -242,8 +242,8 @@ def _without_reports(observations: Observations) -> Document:
         detail += f"; there: {observations.settings['python']} -m pip install 'accel-launch[slurm]'"
     code = observations.srun or 1
     if lost:
-        return _status(observations, "failed", "node_failure", f"{names} ended without a word{detail}", code)
-    return _status(observations, "failed", "setup", f"{names} could not begin{detail}", code)
+        return _status(observations, "failed", "node_failure", f"{names} ended without a report{detail}", code)
+    return _status(observations, "failed", "setup", f"{names} could not start{detail}", code)
 
 
 def _gave_up_waiting(report: Document) -> bool:

@@ -81,7 +81,7 @@ def address_of(interface: str | None) -> str | None:
         if name == interface and scope == "00":
             return socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
     interfaces = ", ".join(name for _, name in socket.if_nameindex())
-    raise Problem(f"interface {interface}: {socket.gethostname()} has no address on it; there are {interfaces}")
+    raise Problem(f"interface {interface}: {socket.gethostname()} has no address on it (interfaces: {interfaces})")
 
 
 def hold_port(job: int) -> tuple[int, socket.socket]:
@@ -107,7 +107,7 @@ def facts(job: str) -> dict[str, str] | None:
     for _ in range(2):
         completed = _call("scontrol", "show", "job", "-o", job)
         if completed is not None and completed.returncode == 0:
-            # A job's name comes before these, its command and directory after: the first of each is Slurm's word.
+            # A job's name comes before these, its command and directory after: the first of each is Slurm's.
             fields = dict(reversed(_FACT.findall(completed.stdout.partition(" GroupId=")[2])))
             if "JobState" in fields:
                 return fields
@@ -136,7 +136,7 @@ def requeue(job: str, runs_before: int, terminating: Callable[[], bool]) -> str 
         elif terminating() or (job_facts is not None and not is_unanswered(message)):
             break
         time.sleep(pause)
-    return (message or "slurmctld does not answer").splitlines()[-1]
+    return (message or "slurmctld does not respond").splitlines()[-1]
 
 
 def cancel(job: str) -> bool:
@@ -155,7 +155,7 @@ def _call(*argv: str) -> subprocess.CompletedProcess[str] | None:
     try:
         return subprocess.run(
             list(argv), stdin=subprocess.DEVNULL, capture_output=True, timeout=_COMMAND_TIMEOUT_S, text=True,
-            errors="replace", env=dict(os.environ, LC_ALL="C"), preexec_fn=_deafen,
+            errors="replace", env=dict(os.environ, LC_ALL="C"), preexec_fn=_ignore_sigterm,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return None
@@ -164,7 +164,7 @@ def _call(*argv: str) -> subprocess.CompletedProcess[str] | None:
         return None
 
 
-def _deafen() -> None:
+def _ignore_sigterm() -> None:
     """Ignore SIGTERM, which Slurm sends to all processes of the job, for the duration of a query."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 

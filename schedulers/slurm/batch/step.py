@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     Document = dict[str, Any]
 
 _LOOK_S = 0.25
-_ENDING = ("warned", "told", "first report")  # after which the end is near
+_ENDING = ("warned", "terminated", "first report")  # after which the end is near
 _FAST_POLL_S = 0.05
 _FAST_POLL_FOR_S = 20.0
 _GLANCE_S = 1.0
-_ALLOWANCE_S = 20.0  # beyond the grace, for a node to say how it ended
+_ALLOWANCE_S = 20.0  # beyond the grace, for a node to report
 _REPORTED_S = 10.0  # for srun to end once all nodes have
 _START_ALLOWANCE_S = 5.0
 _KILL_S = 5.0
@@ -38,8 +38,8 @@ _MAX_MESSAGE = 500
 _MAX_HELD = 4096
 _ERROR = "srun: error: "
 _MARK = re.compile(r"(\d+)\.(begun|warned|json)\Z")
-# A warning that comes while the interpreter starts must not end it, which is what both do by default.
-_DEAF = ["/bin/sh", "-c", 'trap "" USR1 USR2 URG; exec "$@"', "sh"]
+# By default, a warning signal would end the shell, and the interpreter while it starts.
+_IGNORE_WARNINGS = ["/bin/sh", "-c", 'trap "" USR1 USR2 URG; exec "$@"', "sh"]
 
 
 def _name_pickle(folder: str, env: dict[str, str]) -> None:
@@ -52,7 +52,7 @@ def _name_pickle(folder: str, env: dict[str, str]) -> None:
 
 
 class Step:
-    """The step: call `run`, then `finish`. Fills in `observations` meanwhile. `full`: the logs' disk has been full."""
+    """The step: call `run`, then `finish`. Fills in `observations`. `full`: the logs' disk was full."""
 
     def __init__(
         self,
@@ -69,14 +69,14 @@ class Step:
         self._logs = os.path.join(directory, "logs")
         self._clock = logs.Clock(self._logs)
         self._since: dict[str, float] = {}
-        self._next_look = self._next_glance = self._next_note = 0.0
+        self._next_listing = self._next_glance = self._next_note = 0.0
         self._kill_at: float | None = None
 
     def run(self) -> None:
-        """Run until it is known how the ranks ended. Raises slurm.Problem when there is no srun."""
+        """Run srun until the ranks' results are known. Raises slurm.Problem if srun cannot be started."""
         os.makedirs(self._nodes, exist_ok=True)
         os.makedirs(self._logs, exist_ok=True)
-        argv = [*self._settings["srun"], *_DEAF, *self._settings["submitit"]]
+        argv = [*self._settings["srun"], *_IGNORE_WARNINGS, *self._settings["submitit"]]
         _name_pickle(self._settings["submitit"][-1], self._env)
         self._woken, waker = os.pipe()
         for descriptor in (self._woken, waker):
@@ -92,7 +92,7 @@ class Step:
         assert self._srun.stderr is not None
         self._srun_output = _SrunOutput(self._srun.stderr.fileno())
         self._mark("start")
-        self._watch(self._saved)
+        self._watch(self._restart_requested)
         if self._srun.returncode is not None:
             self._record_end()
 
@@ -110,13 +110,13 @@ class Step:
             if self._woken in ready:
                 os.read(self._woken, 4096)
             self._srun_output.read()
-            self._look()
+            self._check_files()
             self._end_when_due(self._srun)
 
-    def _saved(self) -> bool:
+    def _restart_requested(self) -> bool:
         """Return True if all nodes have reported and request a restart: that need not wait for srun."""
         reports = self._observations.reports
-        return all(rank in reports and reports[rank].get("preempted") for rank in self._observations.everybody)
+        return all(rank in reports and reports[rank].get("preempted") for rank in self._observations.node_ranks)
 
     @property
     def _pause_s(self) -> float:
@@ -126,7 +126,7 @@ class Step:
 
     def _record_end(self) -> None:
         self._srun_output.read()
-        self._look(now=True)
+        self._check_files(now=True)
         code = self._srun.returncode
         self._observations.srun = code if code >= 0 else 128 - code
         if self._observations.srun and len(self._observations.reports) < self._settings["nodes"]:
@@ -134,14 +134,14 @@ class Step:
                 self._last_error() or self._srun_output.complaint or self._srun_output.first
             )
 
-    def _look(self, now: bool = False) -> None:
+    def _check_files(self, now: bool = False) -> None:
         """Read new files in the job's directory, each kind at its own interval."""
         clock = time.monotonic()
         if self._is_terminated():
-            self._mark("told")
-        if now or clock >= self._next_look:
+            self._mark("terminated")
+        if now or clock >= self._next_listing:
             self._read_nodes()
-            self._next_look = clock + self._pause_s
+            self._next_listing = clock + self._pause_s
         if now or clock >= self._next_glance:
             self._next_glance = clock + _GLANCE_S
             if shared_files.exists(self._job_file("cancel")):
@@ -150,7 +150,7 @@ class Step:
                 self._mark("fence")
         if now or clock >= self._next_note:
             self._clock.note()
-            # Each of hundreds of logs is a question to the file server.
+            # Each log, of hundreds perhaps, costs a request to the file server.
             self._next_note = clock + _GLANCE_S + len(self._clock.sizes) / 100
 
     def _read_nodes(self) -> None:
@@ -187,7 +187,7 @@ class Step:
         if "fence" in self._since:
             return True
         timeout_s = float(settings["grace_s"]) + _ALLOWANCE_S
-        missing = [rank for rank in observations.everybody if rank not in observations.reports]
+        missing = [rank for rank in observations.node_ranks if rank not in observations.reports]
         if not missing:
             return self._has_elapsed("all reported", _REPORTED_S, now)
         idle = [rank for rank in missing if rank not in observations.started_ranks]
@@ -197,10 +197,10 @@ class Step:
             message = f"{names} did not start within {start:g} s"
             observations.overdue = {"reason": "rendezvous", "message": message}
             return True
-        for cause in ("cancel", "told", "first report"):
+        for cause in ("cancel", "terminated", "first report"):
             if cause in self._since and now - self._since[cause] >= timeout_s:
                 names = ", ".join(observations.name(rank) for rank in missing)
-                message = f"{names} has not been heard of for {timeout_s:.0f} s"
+                message = f"{names} has not reported for {timeout_s:.0f} s"
                 observations.overdue = {"reason": "node_failure", "message": message}
                 return True
         return False
@@ -214,7 +214,7 @@ class Step:
 
     def _last_error(self) -> str:
         """Return the last line of the first node that ended without a report: a missing interpreter or package."""
-        for rank in self._observations.everybody:
+        for rank in self._observations.node_ranks:
             if rank not in self._observations.reports:
                 line = logs.last_line(os.path.join(self._logs, f"node-{rank}.log"), _MAX_MESSAGE)
                 if line:

@@ -6,13 +6,13 @@ import errno
 import os
 import re
 
-# Of the way to a daemon, in the system's words, which Slurm's commands print untranslated.
+# Errors of a connection to a daemon; Slurm's commands print the system's messages untranslated.
 _SYSTEM = (
     "EAGAIN", "ECONNABORTED", "ECONNREFUSED", "ECONNRESET", "EHOSTDOWN", "EHOSTUNREACH", "EINPROGRESS", "ENETDOWN",
     "ENETRESET", "ENETUNREACH", "ENOBUFS", "ENOTCONN", "EPIPE", "ESHUTDOWN", "ETIMEDOUT",
 )  # fmt: skip
 # In Slurm's own words (slurm_strerror(3)): its errors 1000 to 1004, 1008, 1013, 1800 to 1803, 2027, 2131 and 5000 to
-# 5005; and what sbatch says while it tries again.
+# 5005; and sbatch's messages while it retries.
 _SLURM = (
     r"unable to (contact|establish|connect)", r"(connect|connection|send|receive|shutdown) failure", r"timed out",
     r"insane message", r"unexpected message", r"missing socket", r"standby mode", r"message length", r"zero length",

@@ -15,7 +15,7 @@ try:
     from ..batch import shared_files as documents
     from . import slurm_commands as commands
     from . import squeue_cache as slurm_queue
-except ImportError:  # sent to a host, beside this
+except ImportError:  # on a host, next to this file
     import jobs  # type: ignore[import-not-found, no-redef]
     import logs  # type: ignore[import-not-found, no-redef]
     import shared_files as documents  # type: ignore[import-not-found, no-redef]
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 COMMENT = "accel:"
 REFUSALS = (jobs.InvalidRequest, commands.CommandFailed)
-LOOK_S, AFRESH_S = 0.1, 1.0
+LOOK_S, NFS_REFRESH_S = 0.1, 1.0
 MAX_MESSAGE = 300
 LATE_S = 30.0  # after a job's grace, before a second cancel asks Slurm alone
 
@@ -57,13 +57,13 @@ def status(root: str, step: Step, contents: list[bytes]) -> dict[str, Any]:
     unreachable: why the queue or accounting could not be queried. Jobs with neither `exit` nor `said` may exist.
     """
     queried = step["jobs"]
-    answers = [_of_files(root, job) for job in queried]
+    answers = [_from_files(root, job) for job in queried]
     answer: dict[str, Any] = {
         "jobs": answers, "unreachable": None, "accounting": step.get("accounting", True), "age_s": 0.0
     }  # fmt: skip
     unfinished = [index for index, entry in enumerate(answers) if entry["exit"] is None]
     for index in set(range(len(queried))).difference(unfinished):
-        forget_secrets(jobs.directory_of(root, queried[index]))  # where the job was killed before it could
+        delete_secrets(jobs.directory_of(root, queried[index]))  # in case the job was killed before it could
     if not unfinished:
         return answer
     polled_at = time.time()
@@ -86,7 +86,7 @@ def status(root: str, step: Step, contents: list[bytes]) -> dict[str, Any]:
     for index in unfinished:
         if answers[index]["said"] is None or answers[index]["said"]["state"].split()[0] not in LIVE:
             _recheck_result(root, queried[index], answers[index], answered=answer["unreachable"] is None)
-    answer["age_s"] = max(0.0, time.time() - polled_at)  # what came after it, sacct too, has made it older
+    answer["age_s"] = max(0.0, time.time() - polled_at)  # the time since squeue, sacct's included
     return answer
 
 
@@ -117,7 +117,7 @@ def _recheck_result(root: str, job: Step, answer: dict[str, Any], *, answered: b
     state = "" if answer["said"] is None else answer["said"]["state"].split()[0].rstrip("+")
     ended = state == "CANCELLED" or (state in OVER and not _may_start_again(directory, answer))
     if ended or (answered and not state):
-        forget_secrets(directory)
+        delete_secrets(directory)
     path = os.path.join(directory, "exit.json")
     answer["exit"] = jobs.document(path) if documents.exists(path) else None
     if not answer["started"]:
@@ -144,7 +144,7 @@ def ends(root: str, watched: dict[str, Step], step: Step) -> Iterator[list[str]]
     answered_at = refreshed_at = 0.0
     use_squeue = True
     while True:
-        refresh = time.monotonic() - refreshed_at >= AFRESH_S
+        refresh = time.monotonic() - refreshed_at >= NFS_REFRESH_S
         refreshed_at = time.monotonic() if refresh else refreshed_at
         exists = documents.exists if refresh else os.path.exists
         pending = list(watched.items())
@@ -155,7 +155,7 @@ def ends(root: str, watched: dict[str, Step], step: Step) -> Iterator[list[str]]
             answer = slurm_queue.read(root, step) if use_squeue and pending and not finished else None
         except commands.Unanswered:
             answer = None
-        except commands.CommandFailed:  # there is no Slurm here: whoever asks for the job's status finds out
+        except commands.CommandFailed:  # no Slurm here: a poll of the job reports it
             answer, use_squeue = None, False
         if answer is not None and answer.asked_at != answered_at:
             answered_at = answer.asked_at
@@ -169,7 +169,7 @@ def _is_over(root: str, job: Step, row: Row | None) -> bool:
     return row is not None and row["state"] not in LIVE and commands.is_ours(row, *marks(root, job))
 
 
-def _of_files(root: str, job: Step) -> dict[str, Any]:
+def _from_files(root: str, job: Step) -> dict[str, Any]:
     directory = jobs.directory_of(root, job)
     result = jobs.document(os.path.join(directory, "exit.json"))
     answer: dict[str, Any] = {
@@ -286,7 +286,7 @@ def cancel(root: str, step: Step, contents: list[bytes]) -> str:
     if os.path.exists(os.path.join(directory, "exit.json")):
         return "over"
     stale = _request_cancel(directory)
-    answer = _of_files(root, step)
+    answer = _from_files(root, step)
     try:
         rows = {row["id"]: row for row in commands.queue(step)}
         _apply_queue_row(root, step, rows.get(step["slurm"]), answer)
@@ -310,8 +310,8 @@ def cancel(root: str, step: Step, contents: list[bytes]) -> str:
         raise
     slurm_queue.forget(root, step)
     if pending and not starts:
-        # Slurm may keep nothing of a job that never began, of a task of an array least of all.
-        leave_result(directory, info["state"])
+        # Slurm may keep no record of a job that never started, least of all of an array task.
+        write_cancelled(directory, info["state"])
     return "cancelled"
 
 
@@ -328,7 +328,7 @@ def _request_cancel(directory: str) -> bool:
     return age > grace + LATE_S
 
 
-def leave_result(directory: str, native: str) -> None:
+def write_cancelled(directory: str, native: str) -> None:
     """Write that the job was cancelled before it began, unless it has a result."""
     result = {"schema": 1, "state": "cancelled", "reason": "user", "native_state": native, "observed_at": time.time()}
     path = os.path.join(directory, "exit.json")
@@ -341,10 +341,10 @@ def leave_result(directory: str, native: str) -> None:
         pass
     finally:
         os.unlink(partial)
-    forget_secrets(directory)
+    delete_secrets(directory)
 
 
-def forget_secrets(directory: str) -> None:
+def delete_secrets(directory: str) -> None:
     """Delete the secrets of a job that will never read them."""
     try:
         os.unlink(os.path.join(directory, "slurm/secrets.json"))
@@ -367,7 +367,7 @@ def clear(root: str, step: Step, contents: list[bytes]) -> dict[str, str]:
                 row for row in rows if commands.is_ours(row, *job_marks) and row["id"] == (job["slurm"] or row["id"])
             ]
             if any(row["state"] in LIVE for row in own_rows):
-                remaining[job["job"]] = f"it is {own_rows[-1]['state'].lower()} at Slurm"
+                remaining[job["job"]] = f"it is {own_rows[-1]['state'].lower()} in Slurm"
                 continue
         try:
             shutil.rmtree(directory)

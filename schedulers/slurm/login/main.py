@@ -23,7 +23,7 @@ try:
     from ...node import jobs
     from . import job_ops as slurm
     from . import slurm_commands as commands
-except ImportError:  # sent to a host, beside this
+except ImportError:  # on a host, next to this file
     import job_ops as slurm  # type: ignore[import-not-found, no-redef]
     import jobs  # type: ignore[import-not-found, no-redef]
     import slurm_commands as commands  # type: ignore[import-not-found, no-redef]
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 def main() -> None:
     os.umask(0o077)
-    commands.look_everywhere()
+    commands.extend_path()
     contents: list[bytes] = []
     try:
         request = json.loads(sys.stdin.buffer.readline())

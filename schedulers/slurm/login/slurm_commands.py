@@ -11,7 +11,7 @@ import subprocess
 
 try:
     from ..batch.unanswered import is_unanswered
-except ImportError:  # sent to a host, beside this
+except ImportError:  # on a host, next to this file
     from unanswered import is_unanswered  # type: ignore[import-not-found, no-redef]
 
 TYPE_CHECKING = False
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     Row = dict[str, str]
 
 SEPARATOR = "\x1f"
-NO_LOGIN_NODE = "this machine is no login node of a Slurm cluster (say login: HOST in the target)"
+NO_LOGIN_NODE = "not a Slurm login node. Set `login: HOST` in the target to use one over SSH"
 COMMAND_TIMEOUT_S = 30.0
 _BATCH_SIZE = 5000  # jobs in one argument, which may be 128 KiB long
 _SPAN = re.compile(r"(\d+)(?:-(\d+)(?::(\d+))?)?")  # of an array's elements: 7, 4-9, 0-8:2
 
-# Name here -> squeue's name and width; what is longer is cut, so that a row stays a row.
+# Name here -> squeue's name and width; longer values are cut.
 QUEUE = {
     "id": ("JobArrayID", 40),
     "array": ("ArrayJobID", 20),
@@ -48,7 +48,7 @@ ACCOUNT = {
     "comment": "Comment",
     "workdir": "WorkDir",
 }
-# Where sites put Slurm that only a login shell's profile knows.
+# Usual directories of Slurm that only login shells have in their PATH.
 _PLACES = ("/opt/slurm/bin", "/usr/local/slurm/bin", "/cm/shared/apps/slurm/current/bin", "/usr/local/bin", "/usr/bin")
 _OF_A_JOB = ("SLURM_", "SBATCH_", "SRUN_", "SQUEUE_", "SACCT_", "SCANCEL_", "SCONTROL_", "SINFO_")
 
@@ -69,7 +69,7 @@ class CommandNotFound(CommandFailed):
     """The command does not exist here."""
 
 
-def look_everywhere() -> None:
+def extend_path() -> None:
     """Add Slurm's usual directories to the PATH of this process, which no login shell has started."""
     directories = os.environ.get("PATH", os.defpath).split(os.pathsep)
     extra_directories = [
@@ -86,7 +86,7 @@ def queue(step: Step) -> list[Row]:
 def queue_text(step: Step) -> str:
     fields = ",".join(f"{name}:{width}{SEPARATOR}" for name, width in QUEUE.values())
     text = _query(["squeue", *cluster_flags(step), "--me", "--states=all", "--noheader", "--array", "-O", fields])
-    return re.sub(f" +{SEPARATOR}", SEPARATOR, text)  # without what fills the columns it is a tenth as long
+    return re.sub(f" +{SEPARATOR}", SEPARATOR, text)  # a tenth of the length, without the columns' padding
 
 
 def queue_rows(text: str) -> list[Row]:
@@ -169,7 +169,7 @@ def _query(argv: list[str]) -> str:
 
 
 def call(argv: list[str], timeout_s: float = COMMAND_TIMEOUT_S) -> str:
-    """Return the output of a Slurm command. Raises Unanswered, AccountingOff, and Refused for a refusal."""
+    """Return the output of a Slurm command. Raises Unanswered, AccountingOff, and CommandFailed for a refusal."""
     env = {
         name: value
         for name, value in os.environ.items()
@@ -179,9 +179,9 @@ def call(argv: list[str], timeout_s: float = COMMAND_TIMEOUT_S) -> str:
     try:
         completed = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, env=env, timeout=timeout_s)
     except FileNotFoundError:
-        raise CommandNotFound(f"there is no {argv[0]}: {NO_LOGIN_NODE}") from None
+        raise CommandNotFound(f"{argv[0]} not found: {NO_LOGIN_NODE}") from None
     except subprocess.TimeoutExpired:
-        raise Unanswered(f"{argv[0]} gives no answer in {timeout_s:g} s") from None
+        raise Unanswered(f"{argv[0]} did not respond within {timeout_s:g} s") from None
     except OSError as error:
         raise Unanswered(f"{argv[0]} cannot be run: {(error.strerror or str(error)).lower()}") from None
     if completed.returncode == 0:
@@ -197,10 +197,10 @@ def call(argv: list[str], timeout_s: float = COMMAND_TIMEOUT_S) -> str:
 def complaint(stderr: str) -> str:
     """Return a command's error output as one line, without the command's name before each part."""
     parts = [re.sub(r"^\w+: (error: |fatal: )?", "", line.strip()) for line in stderr.splitlines() if line.strip()]
-    text = "; ".join(dict.fromkeys(parts)) or "it says nothing"
+    text = "; ".join(dict.fromkeys(parts)) or "no output"
     text = "".join(char if char.isprintable() else "?" for char in text)
     if "configuration source" in text:
-        text = "Slurm has no configuration here (set SLURM_CONF, or say login: HOST in the target): " + text
+        text = "Slurm has no configuration here (set SLURM_CONF, or `login: HOST` in the target): " + text
     return text if len(text) <= 400 else text[:400] + "…"
 
 

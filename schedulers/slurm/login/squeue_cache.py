@@ -18,7 +18,7 @@ import zlib
 
 try:
     from . import slurm_commands as commands
-except ImportError:  # sent to a host, beside this
+except ImportError:  # on a host, next to this file
     import slurm_commands as commands  # type: ignore[import-not-found, no-redef]
 
 TYPE_CHECKING = False
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     Row = commands.Row
 
 PACE_S, SLOWEST_S = 1.5, 30.0
-# An answer stands so many times as long as it took: a slow controller is left in peace, and soon tried again when it
-# does not answer at all.
+# Output is valid for so many times the duration of squeue: a slow controller is queried less often. After an error it
+# is queried again sooner.
 _REST, _REST_OF_ERROR = 10.0, 2.0
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 
@@ -59,7 +59,7 @@ _cache: dict[str, CachedOutput] = {}
 
 
 def read(root: str, step: Step, since: float = 0.0) -> CachedOutput:
-    """Return squeue's output, new or cached, from after `since` (our clock). Raises Unanswered, Refused."""
+    """Return squeue's output, new or cached, from after `since` (our clock). Raises Unanswered, CommandFailed."""
     path = _path(root, step)
     answer = _cache.get(path)
     if answer is None or not answer.is_fresh(since):

@@ -168,7 +168,7 @@ def test_training_goes_on_where_it_was(make: Make) -> None:
     ("restarts", "sbatch", "said"),
     [
         (0, "--requeue", "it is not started again without --max-restarts"),
-        (1, "--no-requeue", "Slurm did not take it back to start it again: "),
+        (1, "--no-requeue", "Slurm refused to requeue it: "),
     ],
 )
 def test_restarts_are_bounded(make: Make, restarts: int, sbatch: str, said: str) -> None:

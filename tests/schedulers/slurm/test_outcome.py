@@ -58,7 +58,7 @@ LATER = report(7, failure=failure(1, 1, "RuntimeError: y", time=6.0))
 GONE = report(1, failure=failure(None, 1, "nothing has been heard from it", "node_failure"))
 SAVED = report(85, failure=failure(0, 85, "rank 0 exited with code 85", "preempted"))
 TOLD = report(143, told="SIGTERM")
-SILENT = {"reason": "node_failure", "message": "n2 has not been heard of for 22 s"}
+SILENT = {"reason": "node_failure", "message": "n2 has not reported for 22 s"}
 LATE = {"reason": "rendezvous", "message": "n2 did not start within 60 s"}
 ECHO = report(1, failure=failure(0, 1, "RuntimeError: Connection closed by peer"))
 UNMET = report(1, refused="rendezvous", words="of 2 nodes, node 1 (n2) did not come to n1:20001 within 60 s")
@@ -92,11 +92,11 @@ FELLED = report(143, failure=failure(None, 143, "", "node_failure"))
         (evidence(TOLD, FELLED, terminated=True, slurm=LOST), "finish", "failed", "node_failure", 143,
          "Slurm lost a node of the job (NodeDown); it is not started again without --max-restarts"),
         (evidence(TOLD, None, terminated=True, slurm=LOST), "finish", "failed", "node_failure", 143,
-         "n2 has not reported"),
+         "no report from n2"),
         (evidence(TOLD, None, terminated=True, slurm={**RUNNING, "JobState": "NODE_FAIL"}), "finish", "failed",
          "node_failure", 143, "Slurm lost a node"),
         (evidence(SAVED, None, terminated=True, slurm=LOST, restarts=1), "again", "failed", "node_failure", 85,
-         "n2 has not"),
+         "no report from n2"),
         (evidence(TOLD, TOLD, terminated=True, slurm={**GOING, "Reason": "DeadLine"}), "leave", "failed",
          "exit_code", 143,
          "ended in Slurm (DeadLine)"),
@@ -111,12 +111,12 @@ FELLED = report(143, failure=failure(None, 143, "", "node_failure"))
          "user", 143, "scancel"),
         (evidence(None, None, slurm={**RUNNING, "JobState": "PENDING", "Restarts": "1"}, restarts=1), "leave", "failed",
          "node_failure", 143, "Slurm starts it again"),
-        (evidence(TOLD, TOLD, terminated=True, slurm=None), "leave", "failed", "exit_code", 143, "could not be asked"),
-        (evidence(TOLD, TOLD, slurm=RUNNING), "finish", "failed", "exit_code", 143, "SIGTERM, and not by this program"),
+        (evidence(TOLD, TOLD, terminated=True, slurm=None), "leave", "failed", "exit_code", 143, "be queried"),
+        (evidence(TOLD, TOLD, slurm=RUNNING), "finish", "failed", "exit_code", 143, "SIGTERM from outside accel"),
         (evidence(SAVED, TOLD, slurm=RUNNING, restarts=1), "again", "failed", "preempted", 85, "checkpoint"),
         (evidence(GONE, None, restarts=1), "again", "failed", "node_failure", 1, "nothing has been heard"),
         (evidence(GONE, None), "finish", "failed", "node_failure", 1, "--max-restarts"),
-        (evidence(ECHO, None, overdue=SILENT, restarts=1), "again", "failed", "node_failure", 1, "n2 has not been"),
+        (evidence(ECHO, None, overdue=SILENT, restarts=1), "again", "failed", "node_failure", 1, "n2 has not reported"),
         (evidence(SEVEN, None, overdue=SILENT, restarts=1), "finish", "failed", "exit_code", 7, "ValueError"),
         (evidence(None, None, overdue=LATE, started_ranks={0}), "finish", "failed", "rendezvous", 1,
          "n2 did not start"),
@@ -125,13 +125,13 @@ FELLED = report(143, failure=failure(None, 143, "", "node_failure"))
         (evidence(UNMET, report(4, refused="setup", words="the setup command 'x' failed", at=2.0)), "finish", "failed",
          "setup", 4, "n2: the setup command"),
         (evidence(None, None, started_ranks=set(), srun=1, last_message="No module named submitit"), "finish",
-         "failed", "setup", 1, "n1, n2 could not begin: No module named submitit"),
+         "failed", "setup", 1, "n1, n2 could not start: No module named submitit"),
         (evidence(report(0), report(137, words="step 7")), "finish", "failed", "exit_code", 137,
          "n2: accel launch was killed by SIGKILL"),
         (evidence(report(137, refused="setup", words="the setup command 'x' failed")), "finish", "failed", "setup", 137,
          "n1: the setup command 'x' failed"),
         (evidence(report(0), None, srun=137, last_message="n2: task 1: Killed"), "finish", "failed", "node_failure",
-         137, "n2 ended without a word: n2: task 1: Killed"),
+         137, "n2 ended without a report: n2: task 1: Killed"),
     ],
 )  # fmt: skip
 def test_conclusions(known: Observations, do: str, state: str, reason: str, code: int, said: str) -> None:
@@ -171,7 +171,7 @@ def test_the_ports_begin_where_a_hand_made_script_has_its_own() -> None:
 def test_an_interface_and_one_that_is_not_there() -> None:
     assert slurm.address_of(None) is None
     assert slurm.address_of("lo") == "127.0.0.1"
-    with pytest.raises(slurm.Problem, match=r"interface ib7: .* there are .*lo"):
+    with pytest.raises(slurm.Problem, match=r"interface ib7: .* .interfaces: .*lo"):
         slurm.address_of("ib7")
 
 
@@ -209,7 +209,9 @@ def test_what_is_sent_runs_by_itself(tmp_path: Path) -> None:
     argv = [sys.executable, "-I", "-S", str(tmp_path / "batch.py"), str(tmp_path)]
     done = subprocess.run(argv, capture_output=True, text=True, env={"SLURM_JOB_ID": "1"})
     assert (done.returncode, done.stderr) == (1, "")
-    assert done.stdout == f"accel: {tmp_path}/slurm/settings.json cannot be read, or is of another accel's making\n"
+    assert (
+        done.stdout == f"accel: {tmp_path}/slurm/settings.json cannot be read, or is from another accel version\n"
+    )
 
 
 KILLED = "kill -KILL $$"

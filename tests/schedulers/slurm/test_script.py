@@ -92,7 +92,7 @@ def test_a_directory_with_a_percent_sign_is_no_pattern() -> None:
     assert "#SBATCH --chdir='/data/50%d of it'\n" in text
     with pytest.raises(SpecError, match="backslash"):
         script.render(JobSpec(argv=("a.py",)), options(), "2mxaaaaaaaa", "/data/a\\b", python="python3")
-    with pytest.raises(SpecError, match="submitit takes %j"):
+    with pytest.raises(SpecError, match="submitit replaces %j"):
         script.render(JobSpec(argv=("a.py",)), options(), "2mxaaaaaaaa", "/data/%j", python="python3")
 
 
@@ -110,8 +110,8 @@ def test_gpus_are_asked_for_once() -> None:
 @pytest.mark.parametrize(
     ("wanted", "given", "message"),
     [
-        ({"accelerator": "a100"}, {"gres": "gpu:4"}, "--accelerator a100, and gres: gpu:4 asks for the GPUs"),
-        ({"accelerator": "a100"}, {"gres": "nvme:1,gpu:h100:4"}, "say gres: gpu:a100:4"),
+        ({"accelerator": "a100"}, {"gres": "gpu:4"}, "--accelerator a100, and gres: gpu:4 requests the GPUs"),
+        ({"accelerator": "a100"}, {"gres": "nvme:1,gpu:h100:4"}, "write gres: gpu:a100:4"),
         ({}, {"gres": "gpu:4", "gpu_type": "a100"}, "gpu_type: a100, and gres: gpu:4"),
         ({"gpus": 4}, {"sbatch": {"gpus_per_node": 4}}, "sbatch: gpus_per_node and --gpus both ask for GPUs"),
         ({}, {"sbatch": {"gpus": 4}, "gres": "gpu:4"}, "sbatch: gpus and gres both ask for GPUs"),
@@ -162,19 +162,19 @@ def test_an_image_as_pyxis_has_it(image: str, pyxis: str) -> None:
     ("given", "message"),
     [
         ({"sbatch": {"partion": "gpu"}}, "sbatch has no option 'partion'; did you mean 'partition'"),
-        ({"sbatch": {"output": "x"}}, "accel says 'output' to sbatch itself; what you can say is accel logs"),
+        ({"sbatch": {"output": "x"}}, "accel sets 'output' itself; use instead: accel logs"),
         ({"sbatch": {"hint": True}}, "hint needs a value"),
         ({"sbatch": {"hold": "yes"}}, "hold is true or false, not 'yes'"),
-        ({"sbatch": {"partition": "a"}, "partition": "b"}, "partition and sbatch: partition say the same thing"),
+        ({"sbatch": {"partition": "a"}, "partition": "b"}, "partition and sbatch: partition set the same option"),
         ({"sbatch": {"wckey": "a\nb"}}, "wckey must be one line"),
         ({"partition": "a\nb"}, "partition must be one printable line"),
         ({"gres": "gpu 4"}, "gres must be like gpu:a100:4"),
         ({"start_timeout_s": 0.0}, "start_timeout_s must be more than 0"),
         ({"array_throttle": 0}, "array_throttle must be 1 or more"),
         ({"slurm_version": "latest"}, "slurm_version must be like '23.11'"),
-        ({"prologue": ["a\nb"]}, "lists of lines"),
+        ({"prologue": ["a\nb"]}, "has a line break"),
         ({"setup": [[]]}, "a command has no program"),
-        ({"user": "me"}, "user belongs to login"),
+        ({"user": "me"}, "user requires `login`"),
         ({"root": "accel"}, "root must begin with / or ~/"),
         ({"login": "head", "port": 70000}, "port must be 1 to 65535"),
     ],
@@ -191,7 +191,7 @@ def test_refused_in_one_line(given: dict[str, Any], message: str) -> None:
     ("change", "message"),
     [
         ({"image": "train:2"}, "--image needs container"),
-        ({"grace_s": 100_000.0}, "Slurm warns 65535 seconds ahead at most"),
+        ({"grace_s": 100_000.0}, "Slurm sends the warning at most 65535 s before the end"),
         ({"secrets": {"T": "vault:x"}}, "reads env:NAME and file:PATH only"),
     ],
 )
@@ -217,8 +217,8 @@ def test_what_a_job_does_not_get_is_said() -> None:
     spec = JobSpec(argv=("a.py",), time_limit_s=90, resources=Resources(shm_gb=1))
     said = script.warnings(spec, options(slurm_version="22.05", sbatch={"segment": 4}))
     assert [line.split(":")[0] for line in said] == [
-        "--cpus is not given",
+        "--cpus is not set",
         "Slurm counts time limits in minutes",
         "shm_gb is not enforced on a slurm target",
-        "sbatch --segment came with Slurm 24.05, and the target says 22.05",
+        "sbatch --segment needs Slurm 24.05 or later, and slurm_version is 22.05",
     ]

@@ -165,7 +165,7 @@ def test_a_request_that_pends_for_ever_says_why() -> None:
 )
 def test_a_job_that_is_held_says_how_it_is_let_go(state: str, reason: str) -> None:
     message = status_of(SlurmJobInfo(state=state, reason=reason)).message
-    assert "scontrol release lets it go" in message
+    assert "scontrol release frees it" in message
     assert reason == "None" or message.endswith(f"({reason})")
 
 

@@ -107,7 +107,7 @@ def test_a_job_that_the_controller_has_forgotten(
 def test_a_batch_script_that_ends_before_anything_of_ours(slurm: Slurm, submit: Submit) -> None:
     status = submit("true", options={"python": "/nowhere/python"}).wait(90)
     assert (status.state, status.reason, status.exit_code) == (State.FAILED, Reason.SETUP, 127)
-    assert status.message.startswith("its batch script ended before anything of accel's had begun: ")
+    assert status.message.startswith("its batch script exited before accel started; its output: ")
     assert "/nowhere/python" in status.message
 
 
@@ -182,8 +182,8 @@ def test_slurm_is_asked_seldom(
     [
         ({"nodes": 9}, "it asks for more nodes than its partition allows (PartitionNodeLimit)"),
         ({"options": {"partition": "small"}, "time_limit_s": 3600}, "it asks for more time than its partition allows"),
-        ({"options": {"sbatch": {"hold": True}}}, "it is held; scontrol release lets it go"),
-        ({"options": LATER}, "it may not begin yet"),
+        ({"options": {"sbatch": {"hold": True}}}, "it is held; scontrol release frees it"),
+        ({"options": LATER}, "its begin time has not come yet"),
     ],
 )
 def test_why_it_waits(given: dict[str, object], message: str, slurm: Slurm, submit: Submit) -> None:
