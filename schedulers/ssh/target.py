@@ -43,4 +43,4 @@ class SshTarget(HostsTarget):
         count = ssh_options.known_hosts_count(options, f"target {self.name}: hosts")
         if count is not None and count < spec.nodes + options.spares:
             spares = f" and {options.spares} spares" if options.spares else ""
-            raise SpecError(f"target {self.name}: {spec.nodes} nodes{spares} asked for, and it has {count} hosts")
+            raise SpecError(f"target {self.name}: {spec.nodes} nodes{spares} requested, but it has {count} hosts")

@@ -1,1 +1,1 @@
-"""Jobs on hosts that share nothing: which hosts, what goes there, how they are followed, and what is removed."""
+"""Jobs on hosts that share nothing: placement, submit, status, logs and cleanup."""

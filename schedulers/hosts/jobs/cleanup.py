@@ -1,4 +1,4 @@
-"""What hosts keep of jobs, and of contents and environments, removed when nobody needs it any more."""
+"""Removal of jobs from their hosts, and of blobs and environments that are no longer used there."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .options import HostOptions
     from .status import Hosts
 
-_CLEARING_S = 600.0
+_CLEANUP_S = 600.0
 _DAY_S = 86400.0
 
 
@@ -25,19 +25,19 @@ def unused_s(options: HostOptions) -> float:
 
 
 def clear(remote: Remote, *, root: str, python: str, unused_s: float, jobs: Sequence[str] = ()) -> Mapping[str, str]:
-    """Removes the directories of these jobs from a host, and what has not been used there for so many seconds.
+    """Remove these jobs' directories from a host, and its blobs and environments unused for `unused_s` seconds.
 
-    Returns the jobs that were left there, and why. Raises HostUnreachable, RemoteError.
+    Returns the reason for each job that was not removed. Raises HostUnreachable, RemoteError.
     """
     program = host_program("cleanup")
     request = {"root": root, "jobs": list(jobs), "unused_s": unused_s}
     argv = [python, "-I", "-S", "-c", program_loader(program)]
-    completed = remote.run(argv, stdin=program + json.dumps(request).encode() + b"\n", timeout_s=_CLEARING_S)
+    completed = remote.run(argv, stdin=program + json.dumps(request).encode() + b"\n", timeout_s=_CLEANUP_S)
     return replies.decode(completed.stdout, replies.CleanupResult, remote.name, completed.stderr)["kept"]
 
 
 def clear_jobs(hosts: Hosts, options: HostOptions, jobs: Sequence[Native]) -> list[str]:
-    """Removes the jobs from their hosts, each host in one conversation; a line for each host that keeps something."""
+    """Remove the jobs from their hosts, in one session per host; return a line for each host that keeps something."""
     jobs_by_host: dict[Host, list[str]] = {}
     for native in jobs:
         for host in native.hosts:
@@ -59,7 +59,7 @@ def clear_jobs(hosts: Hosts, options: HostOptions, jobs: Sequence[Native]) -> li
 
 
 def remove(hosts: Hosts, options: HostOptions, paths: Sequence[str], host_list: Sequence[Host]) -> None:
-    """Removes what is at these paths, below `root`, from the hosts that can be reached."""
+    """Remove these paths below `root` from the hosts that can be reached."""
     hosts.pool.map(lambda remote: Files(remote, root=options.root, python=hosts.python).remove(*paths), host_list)
 
 

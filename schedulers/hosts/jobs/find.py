@@ -1,4 +1,4 @@
-"""A job that another machine submitted: found on the hosts by its id alone."""
+"""Discovery of a job that another machine submitted, by its id alone."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Settings = Mapping[str, Any]
 
 
 def find(hosts: Hosts, host_list: Sequence[Host], job_id: str, target: str) -> DiscoveredJob | None:
-    """Asks all these hosts at once; one that knows the job is enough, for it knows the job's other hosts.
+    """Query all hosts at once. One that knows the job is enough, for it also knows the job's other hosts.
 
-    Raises UnknownJob for a job that was put there and never started, Unreachable when only hosts that cannot be asked
+    Raises UnknownJob for a job that was sent there and never started, Unreachable if only hosts that cannot be reached
     may know it.
     """
     replies = query_all(hosts, host_list, {"op": "find", "job": job_id})
@@ -30,10 +30,8 @@ def find(hosts: Hosts, host_list: Sequence[Host], job_id: str, target: str) -> D
     problems = [str(error) for _, _, error in replies if error is not None]
     if problems:
         count = len(host_list) - len(problems)
-        summary = (
-            f"{count} other host{'s do' if count > 1 else ' does'} not know it" if count else "no host can be asked"
-        )
-        raise Unreachable(f"job {job_id} may be where nobody can look now ({summary}): {'; '.join(problems)}")
+        summary = f"{count} other host{'s do' if count > 1 else ' does'} not know it" if count else "no host answers"
+        raise Unreachable(f"job {job_id} may be on hosts that cannot be reached ({summary}): {'; '.join(problems)}")
     if any(reply is not None for _, reply, _ in replies):
         raise UnknownJob(f"job {job_id} is being submitted to target {target} this moment, or was never started there")
     return None
@@ -53,13 +51,13 @@ def _discovered_job(job_id: str, target: str, settings_by_host: Mapping[Host, Se
         job_id=job_id,
         files={"settings.json": json.dumps(shown, indent=2) + "\n"},
         settings={"nodes": spec.nodes},
-        warnings=(f"submitted by another machine: this is what {source} was told",),
+        warnings=(f"submitted by another machine: these are the settings on {source}",),
     )
     return DiscoveredJob(native_id=str(native), spec=spec, plan=plan)
 
 
 def _job_hosts(settings_by_host: Mapping[Host, Settings]) -> list[Host]:
-    """The job's hosts by their numbers: as they are called here, and those not named here as the submitter did."""
+    """Return the job's hosts by node number, named as in this target or else as by the submitter."""
     settings = next(iter(settings_by_host.values()))
     by_number = {int(host_settings["node"]): host for host, host_settings in settings_by_host.items()}
     names = [str(node["name"]) for node in (*settings["nodes"], *settings["spares"])]

@@ -1,4 +1,4 @@
-"""Which hosts get which jobs, by the slots that are free there. Pure."""
+"""Choice of the hosts for jobs by their free slots. Nothing here contacts a host."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..supervisor.slots import required_slots
 
 @dataclass(kw_only=True)
 class Capacity:
-    """What a host has for jobs of one size: how many can run there at once, and how many run or wait already."""
+    """A host's capacity for jobs of one size: how many can run there at once, and how many run or wait (`ahead`)."""
 
     host: Host
     capacity: int
@@ -22,18 +22,18 @@ class Capacity:
 
     @property
     def load(self) -> float:
-        """Up to 1 where another job can start at once; with every `capacity` jobs that wait, one more."""
+        """At most 1 if another job can start at once; 1 more for every `capacity` jobs that wait."""
         return (self.ahead + 1) / self.capacity
 
 
 def queue_settings(job: Mapping[str, Any], host: Host, facts: Facts) -> dict[str, Any]:
-    """What the job takes of this host's queue, as its supervisor there reads it."""
+    """Return the job's settings for this host's queue, as its supervisor there reads them."""
     procs = job["procs_per_node"] or host.slots
     return {**job, "procs_per_node": procs, "devices": dataclasses.asdict(facts.devices)}
 
 
 def host_capacity(job: Mapping[str, Any], host: Host, facts: Facts) -> Capacity | str:
-    """The host's room for such jobs; or a line that says why there can be none."""
+    """Return the host's capacity for such jobs, or a line that says why it has none."""
     requests = required_slots(queue_settings(job, host, facts), dataclasses.asdict(facts.devices))
     for request in requests:
         if request.count > len(request.slots):
@@ -47,13 +47,13 @@ def host_capacity(job: Mapping[str, Any], host: Host, facts: Facts) -> Capacity 
         len([name for name in request.slots if name.replace("/", "_") not in held]) // request.count
         for request in requests
     )
-    # Whoever waits is served before: then nothing is free for those that come now.
+    # Waiting jobs are served first, so nothing is free for new ones.
     ahead = capacity + facts.queue.waiting if facts.queue.waiting else capacity - free
     return Capacity(host=host, capacity=capacity, ahead=ahead)
 
 
 def choose(capacities: Sequence[Capacity], jobs: int, nodes: int, spares: int) -> list[tuple[list[Host], list[Host]]]:
-    """Members and spares of each job, in the target's order: the least loaded hosts, with the jobs placed before."""
+    """Return members and spares of each job, in the target's order: the hosts with the least load so far."""
     chosen = []
     for _ in range(jobs):
         ranked = sorted(range(len(capacities)), key=lambda number: capacities[number].load)

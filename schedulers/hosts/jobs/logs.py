@@ -1,4 +1,4 @@
-"""A job's log lines from all of its hosts: byte-exact, from a cursor, none lost, doubled or cut."""
+"""A job's log lines from all of its hosts: byte-exact, from a cursor on, none lost, repeated or cut."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from ..host_list import Host
 from .native_id import Native
 from .status import Hosts
 
-# Bytes of one log, of all logs of a host, and of all hosts, that are read at once. A log gives a line or a piece of
-# one for each logfiles.MOST_BYTES.
+# Bytes read at once: of one log, of all logs of a host, and of all hosts. At least log_lines.MAX_BYTES, the longest
+# part of a line.
 _LIMIT, _MAX_BYTES, _MAX_TOTAL_BYTES = 4 << 20, 16 << 20, 64 << 20
 _UNREACHABLE = "unreachable"
-_SINCE = "since"  # of a host that could not be asked where its logs stood at a time: that time
+_SINCE = "since"  # stands for a host's offsets at this time, which could not be queried
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Piece:
-    """A part of one log file, which cursors know as its `source`: the host's place in the native id, and its name."""
+class _Chunk:
+    """A part of a log file. `source`, as in cursors: the host's index in the native id, and the file's name."""
 
     source: str
     rank: int | None
     attempt: int
     offset: int
     data: bytes
-    ends: bool  # it reaches to the end of a file that nobody writes to any more
+    ends: bool  # with the end of a file that nothing writes to any more
     has_more: bool
 
     @property
@@ -42,10 +42,10 @@ class _Piece:
 
 
 def read(hosts: Hosts, native: Native, since: Cursor | None) -> Iterator[LogLine]:
-    """The lines that there are now. A host that cannot be asked does not hold up the others' lines.
+    """Yield the lines that exist now. A host that cannot be reached does not delay the others' lines.
 
-    Raises Unreachable, when the others' lines were given, for a job that may go on; of one that is over, the host's
-    silence is one line of the launcher's, said once.
+    For such a host, raises Unreachable after the others' lines if the job may continue; if it has ended, yields one
+    line of the launcher's, once.
     """
     positions = _positions(since)
     numbers = {host: number for number, host in enumerate(native.hosts)}
@@ -54,17 +54,17 @@ def read(hosts: Hosts, native: Native, since: Cursor | None) -> Iterator[LogLine
     limits = {"limit": min(_LIMIT, max_bytes), "most": max_bytes}
     unread: dict[Host, list[str]] = {}
     errors: dict[Host, SchedulerError] = {}
-    finished, believe_down = False, True
+    finished, skip_down = False, True
     while pending:
         steps = {host: [_step(native, positions, numbers[host]) | limits | _only(unread.get(host))] for host in pending}
-        chunks: list[_Piece] = []
+        chunks: list[_Chunk] = []
         unread = {}
-        for host, outcome in hosts.query(steps, believe_down=believe_down).items():
+        for host, outcome in hosts.query(steps, skip_down=skip_down).items():
             if outcome.error is not None or outcome.value is None:
                 errors[host] = outcome.error or Unreachable(f"{host}: no answer")
                 continue
             finished = finished or bool(outcome.value.done[0]["over"])
-            host_chunks = _pieces(outcome.value.done[0], outcome.value.data, numbers[host])
+            host_chunks = _chunks(outcome.value.done[0], outcome.value.data, numbers[host])
             chunks += host_chunks
             unfinished = [chunk.source.partition("/")[2] for chunk in host_chunks if chunk.has_more]
             if unfinished:
@@ -74,9 +74,9 @@ def read(hosts: Hosts, native: Native, since: Cursor | None) -> Iterator[LogLine
                 positions[line.source] = line.position
                 yield line
         pending = list(unread)
-        if not pending and finished and believe_down:
-            # They may be back; what they do not give now is missing for good.
-            believe_down = False
+        if not pending and finished and skip_down:
+            # Retry unreachable hosts: what they do not return now counts as missing.
+            skip_down = False
             pending = [host for host in errors if f"{numbers[host]}/{_UNREACHABLE}" not in positions]
             for host in pending:
                 del errors[host]
@@ -84,7 +84,7 @@ def read(hosts: Hosts, native: Native, since: Cursor | None) -> Iterator[LogLine
 
 
 def cursor_at(hosts: Hosts, native: Native, when: float) -> Cursor:
-    """Where the logs stood; a host that cannot be asked now will be when its lines are read."""
+    """Return the cursor for a time. A host that cannot be reached is queried for it when its lines are read."""
     step = {"op": "at", "job": native.job_id, "when": when}
     positions: dict[str, str] = {}
     for number, outcome in enumerate(hosts.query({host: [step] for host in native.hosts}).values()):
@@ -94,8 +94,10 @@ def cursor_at(hosts: Hosts, native: Native, when: float) -> Cursor:
 
 
 def tail_at(hosts: Hosts, native: Native, since: Cursor, count: int) -> Cursor:
-    """Where the last lines of each rank begin, whichever hosts its attempts were on; a host that cannot be asked now
-    gives all lines later."""
+    """Return the cursor at which the last `count` lines of each rank begin, on whichever hosts its attempts were.
+
+    A host that cannot be reached now returns all its lines later.
+    """
     positions = _positions(since)
     steps = {
         host: {"op": "tail", "job": native.job_id, "from": _offsets(positions, number), "count": count}
@@ -108,7 +110,7 @@ def tail_at(hosts: Hosts, native: Native, since: Cursor, count: int) -> Cursor:
             host: [{**step, "counts": _positions_of_host(counts, number)}]
             for number, (host, step) in enumerate(steps.items())
         }
-        for number, outcome in enumerate(hosts.query(requests, believe_down=True).values()):
+        for number, outcome in enumerate(hosts.query(requests, skip_down=True).values()):
             logs = [] if outcome.value is None else outcome.value.done[0]
             tails += [{**log, "name": f"{number}/{log['name']}"} for log in logs]
         return tails
@@ -133,7 +135,7 @@ def _offsets(positions: Mapping[str, str], number: int) -> dict[str, int]:
 
 
 def _positions_of_host(by_source: Mapping[str, T], number: int) -> dict[str, T]:
-    """Those of one host, by the names that it knows."""
+    """Return the values of one host, by the names that the host uses."""
     return {name.partition("/")[2]: value for name, value in by_source.items() if name.startswith(f"{number}/")}
 
 
@@ -141,13 +143,13 @@ def _only(logs: list[str] | None) -> dict[str, Any]:
     return {} if logs is None else {"only": logs}
 
 
-def _pieces(done: Mapping[str, Any], data: bytes, number: int) -> list[_Piece]:
+def _chunks(done: Mapping[str, Any], data: bytes, number: int) -> list[_Chunk]:
     chunks = []
     start = 0
     for file in done["files"]:
         end = file["offset"] + file["length"]
         chunks.append(
-            _Piece(
+            _Chunk(
                 source=f"{number}/{file['name']}",
                 rank=file["rank"],
                 attempt=file["attempt"],
@@ -161,7 +163,7 @@ def _pieces(done: Mapping[str, Any], data: bytes, number: int) -> list[_Piece]:
     return chunks
 
 
-def _lines(chunk: _Piece) -> Iterator[LogLine]:
+def _lines(chunk: _Chunk) -> Iterator[LogLine]:
     return log_lines.lines(
         io.BytesIO(chunk.data).read, chunk.ends,
         source=chunk.source, rank=chunk.rank, attempt=chunk.attempt, offset=chunk.offset,

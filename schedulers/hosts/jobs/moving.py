@@ -1,4 +1,4 @@
-"""Jobs whose hosts come after the submit, and may be replaced: logs that tell the hosts apart, and outlive them."""
+"""Jobs that get their hosts after the submit and may move: logs that distinguish the hosts, and outlive them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from .target import HostsTarget
 
 @dataclass(frozen=True)
 class JobPlacement:
-    """A job on its hosts of now: the target that runs it there, its native id there, and a prefix of the names of its
-    log streams, which tells these hosts from those before."""
+    """A job on its current hosts: the target that runs it there, and its native id there.
+
+    prefix: begins the names of its log sources, to distinguish these hosts from earlier ones.
+    """
 
     target: HostsTarget
     native_id: str
@@ -30,25 +32,25 @@ class JobPlacement:
 
 
 class MovingJobs(HostsTarget):
-    """A target whose jobs move. Their native ids say nothing of hosts."""
+    """A target whose jobs move. Their native ids name no hosts."""
 
     @abc.abstractmethod
     def _current_placement(self, native_id: str) -> JobPlacement | None:
-        """Where the job is; None before it is there, and when its hosts are gone."""
+        """Return where the job is; None before it has hosts, and after they are gone."""
 
     @abc.abstractmethod
     def _archive_path(self, native_id: str) -> str:
-        """The file in which the job's log lines are kept."""
+        """Return the file for the job's archived log lines."""
 
     def _archive_logs(self, placement: JobPlacement, path: str) -> None:
-        """Keeps the lines that the hosts have now."""
+        """Archive the lines that the hosts have now."""
         with open(f"{path}.new", "wb") as file, contextlib.suppress(Unreachable):
             for line in placement.lines(Cursor()):
                 file.write(json.dumps(dataclasses.asdict(line)).encode() + b"\n")
         os.replace(f"{path}.new", path)
 
     def logs(self, native_id: str, since: Cursor | None = None) -> Iterator[LogLine]:
-        """Those of the hosts; when they are gone, what was kept."""
+        """Yield the hosts' lines or, if the hosts are gone, the archived ones."""
         start, placement = since or Cursor(), self._current_placement(native_id)
         if placement is not None:
             yield from placement.lines(start)
@@ -69,14 +71,12 @@ class MovingJobs(HostsTarget):
         placement = self._current_placement(native_id)
         if placement is None:
             return None
-        cursor, host_cursor = (
-            since.moved({}),
-            placement.target.tail_at(placement.native_id, since.below(placement.prefix), count),
-        )
+        cursor = since.moved({})
+        host_cursor = placement.target.tail_at(placement.native_id, since.below(placement.prefix), count)
         cursor.move((host_cursor or Cursor()).under(placement.prefix))
         return cursor
 
     def wait(self, native_id: str, timeout_s: float) -> bool | None:
-        """As `HostsTarget.wait`; None where the job is on no hosts."""
+        """As `HostsTarget.wait`; None if the job has no hosts."""
         placement = self._current_placement(native_id)
         return None if placement is None else placement.target.wait(placement.native_id, timeout_s)

@@ -21,7 +21,7 @@ class Native:
 
     @classmethod
     def parse(cls, text: str) -> Native:
-        """Raises SpecError for what is no such id."""
+        """Parse a native id. Raises SpecError for any other text."""
         hosts, slash, job_id = text.rpartition("/")
         if not slash or not job_id:
             raise SpecError(f"{text!r} is not the id of a job of an ssh target (host,host,…/job)")
@@ -29,5 +29,5 @@ class Native:
 
     @classmethod
     def of(cls, job_id: str, hosts: Sequence[Host]) -> Native:
-        # A host is the same one, and asked once, whichever job or file named it.
+        # Without these, hosts named by different jobs or files are equal, and each is queried once.
         return cls(job_id=job_id, hosts=tuple(replace(host, source="", slots=None) for host in hosts))

@@ -1,4 +1,4 @@
-"""What may be said of any target whose jobs run on hosts that share nothing, and what it means before one is asked."""
+"""Options of all targets whose jobs run on hosts that share nothing, and their validation."""
 
 from __future__ import annotations
 
@@ -17,29 +17,28 @@ _VERSION = re.compile(r"3\.[1-9]\d(\.\d{1,3})?", re.ASCII)
 
 @dataclass(frozen=True, kw_only=True)
 class HostOptions:
-    """What `accel.yaml` may say of hosts.
+    """Options of hosts in `accel.yaml`.
 
-    user, port:      of the SSH servers, where a host does not say.
-    interface:       the network interface (a name or its beginning) over which the hosts, and their ranks, talk to each
-                     other.
-    ports:           from which ports on the hosts may be taken, as `29500-29599`.
-    concurrency:     how many jobs may run at once on each host; without it, as many as its GPUs and processors allow.
-    spares:          so many of the hosts, beyond those the job asks for, stand in for bad ones.
-    python:          the interpreter on the hosts that has accel and torch; `venv` is a virtual environment with one.
-    requirements:    a requirements file of pip: a virtual environment is made of it on each host, once for the same
-                     content, out of that interpreter, whose packages it sees; looked for from the code directory.
-    requirements_python: the version of Python of that environment, where it is not that interpreter's: uv makes it, and
-                     it has the packages of the file alone, accel and torch too.
-    setup:           argvs run once on every host before the ranks start, before those of the job.
-    cpu:             train on the CPU even where there are GPUs.
-    heartbeat_s:     after so many seconds of silence a host counts as lost.
-    start_timeout_s: how long the hosts wait for each other; when one does not come, none runs.
-    fan_out:         from 16 hosts on, code of which they need 16 MB together is sent to one of them, and the hosts pass
-                     it on to each other, unencrypted; without it, each gets it from here.
-    disk_gb:         what must be free on every host.
-    unused_days:     contents and environments on a host that were not used for so long may be removed there.
-    root:            where everything of ours is on the hosts.
-    ssh_config:      the configuration file for SSH, as `ssh -F` takes it, instead of ~/.ssh/config.
+    user, port:      of the SSH servers, for hosts that name none.
+    interface:       the network interface (a name or its beginning) that connects the hosts and their ranks.
+    ports:           ports that may be used on the hosts, as `29500-29599`.
+    concurrency:     maximum number of jobs at once on each host; None: as many as its GPUs and processors allow.
+    spares:          number of additional hosts per job, which replace lost ones.
+    python:          the interpreter on the hosts that has accel and torch; `venv`: a virtual environment with one.
+    requirements:    a requirements file of pip, relative to the code directory. From it each host creates a virtual
+                     environment, once for the same content, which sees the packages of that interpreter.
+    requirements_python: another Python version for that environment. uv creates it, and it has only the packages of the
+                     file: accel and torch must be among them.
+    setup:           argvs that run once on every host before the ranks start, before those of the job.
+    cpu:             train on the CPU even if there are GPUs.
+    heartbeat_s:     seconds of silence after which a host counts as lost.
+    start_timeout_s: seconds that the hosts wait for each other; if one does not connect, none runs.
+    fan_out:         if 16 hosts or more need 16 MB or more of code in all, send it to one of them, and have the hosts
+                     forward it to each other, unencrypted; False: send it to each host from here.
+    disk_gb:         free space that every host must have.
+    unused_days:     days after which blobs and environments that were not used may be removed from a host.
+    root:            our directory on the hosts.
+    ssh_config:      the SSH configuration file, as for `ssh -F`, instead of ~/.ssh/config.
     """
 
     user: str | None = None
@@ -64,7 +63,7 @@ class HostOptions:
 
 
 def check(options: HostOptions, name: str) -> None:
-    """Raises SpecError, naming the key, for what cannot be meant."""
+    """Raise SpecError, naming the key, for invalid options."""
     subject = f"target {name}"
     if options.heartbeat_s < _MIN_HEARTBEAT_S or options.heartbeat_s == float("inf"):
         raise SpecError(f"{subject}: heartbeat_s must be {_MIN_HEARTBEAT_S:g} or more, not {options.heartbeat_s:g}")
@@ -85,7 +84,7 @@ def check(options: HostOptions, name: str) -> None:
         raise SpecError(f"{subject}: requirements must be the name of a file")
     if options.requirements_python is not None:
         if options.requirements is None:
-            raise SpecError(f"{subject}: requirements_python is the Python of an environment: name its requirements")
+            raise SpecError(f"{subject}: requirements_python is set, but requirements is not; set both")
         if not _VERSION.fullmatch(options.requirements_python):
             raise SpecError(
                 f"{subject}: requirements_python must be a version from 3.10 on, such as 3.12 or 3.12.4, "
@@ -99,7 +98,7 @@ def check(options: HostOptions, name: str) -> None:
 
 
 def port_range(options: HostOptions, name: str) -> range:
-    """The ports that may be taken. Where nothing is said, those below the ones that systems give out by themselves."""
+    """Return the ports that may be used; by default, those below the range that systems assign themselves."""
     if options.ports is None:
         return range(20000, 32768)
     first, dash, last = options.ports.partition("-")
@@ -113,5 +112,5 @@ def port_range(options: HostOptions, name: str) -> range:
 
 
 def python_of(options: HostOptions) -> str:
-    """The interpreter on the hosts; one in the home directory (~/) is made absolute when the home is known."""
+    """Return the interpreter on the hosts. `~/`, a host's home directory, is still to be replaced."""
     return options.python or (f"{options.venv.rstrip('/')}/bin/python" if options.venv else "python3")

@@ -1,4 +1,4 @@
-"""Which hosts run which jobs, which of them is node 0, and their addresses and ports."""
+"""Placement of jobs: the hosts of each job, its node 0, and their addresses and ports."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .options import HostOptions, port_range
 from .status import Hosts, Step
 
 _PORTS_TRIED = 16
-_MAX_LEADS = 16  # so many hosts are tried as node 0 by all others
+_MAX_LEADS = 16  # number of hosts that all others try to reach as node 0
 _PROGRESS_S = 1.0
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class PlacementError(SubmitError):
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """A host of a job. `address` and `port` are where its supervisor answers the others; no port where it is alone."""
+    """A host of a job. Its supervisor listens for the others at `address` and `port`; port 0 if it is alone."""
 
     host: Host
     facts: Facts
@@ -54,10 +54,9 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Where one job runs. members: in the order of their ranks, the first one node 0.
+    """The hosts of one job. members: in the order of their ranks; the first one is node 0.
 
-    claim: what tells the claims that were laid to the hosts' directories on the way here from those of an earlier
-           submit of the same job, whose client was killed.
+    claim: distinguishes this submit's claims to the job's directories from those of an earlier, killed submit of it.
     """
 
     job_id: str
@@ -71,7 +70,7 @@ class Placement:
         return self.members + self.spares
 
 
-def examined(
+def examine_hosts(
     hosts: Hosts,
     options: HostOptions,
     name: str,
@@ -80,9 +79,9 @@ def examined(
     *,
     python: Callable[[Remote], str] | None = None,
 ) -> Report:
-    """What the hosts say of themselves, and whether they can run jobs that want this.
+    """Run the preflight checks on the hosts, with the target's options added to `requirements`.
 
-    `python` says which interpreter the ranks get on a host, where it is not the target's.
+    `python` returns the ranks' interpreter on a host, if it is not the target's.
     """
     requirements = replace(
         requirements,
@@ -97,7 +96,7 @@ def examined(
 
 
 class _Progress:
-    """Reports how many hosts have answered, once that takes longer than a moment."""
+    """A progress message about the hosts examined so far, every second."""
 
     def __init__(self, count: int) -> None:
         self._lock = threading.Lock()
@@ -112,22 +111,22 @@ class _Progress:
                 progress.info("examined %d of %d hosts", self._done, self._count)
 
 
-def enough(hosts: Sequence[Host], nodes: int, spares: int, name: str) -> None:
-    """Raises SpecError for a target with fewer hosts than the job needs."""
+def check_host_count(hosts: Sequence[Host], nodes: int, spares: int, name: str) -> None:
+    """Raise SpecError if the target has fewer hosts than the job needs."""
     if len(hosts) < nodes + spares:
         extra = f" and {spares} spare{'s' if spares > 1 else ''}" if spares else ""
         raise SpecError(
-            f"target {name}: {nodes} node{'s' if nodes > 1 else ''}{extra} asked for, and there "
-            f"{'is' if len(hosts) == 1 else 'are'} {len(hosts)} host{'s' if len(hosts) > 1 else ''}"
+            f"target {name}: {nodes} node{'s' if nodes > 1 else ''}{extra} requested, but it has "
+            f"{len(hosts)} host{'s' if len(hosts) > 1 else ''}"
         )
 
 
-def slots(chosen: Sequence[Host]) -> int | None:
-    """A hostfile's slots are the processes of each node; None where it has none. Raises SpecError when they differ."""
+def common_slots(chosen: Sequence[Host]) -> int | None:
+    """Return the slots of each host in the hostfile; None if it has none. Raises SpecError if they differ."""
     counts = {host.slots for host in chosen}
     if len(counts) > 1:
         listing = ", ".join(f"{host} {host.slots or 'none'}" for host in chosen)
-        raise SpecError(f"hosts have different numbers of slots ({listing}); say --procs-per-node")
+        raise SpecError(f"hosts have different numbers of slots ({listing}); set --procs-per-node")
     return counts.pop()
 
 
@@ -145,12 +144,12 @@ def place(
     same_slots: bool = False,
     in_order: bool = False,
 ) -> tuple[list[Placement], dict[str, PlacementError]]:
-    """Examines the hosts once, and spreads the jobs over those that can take part, by their free slots.
+    """Examine the hosts once, and place the jobs on the usable ones by their free slots.
 
-    Returns too why jobs were not placed: a host was lost meanwhile, or has no free port. `queue` is what each job takes
-    of each host, `requirements` what any job needs of it; with `in_order` a job's hosts keep the order
-    of `candidate_hosts`. Hosts that are left out, and warnings, are logged. Raises NotPlaced, with a line for each
-    failure, when there are fewer than a job needs; with `same_slots`, also what `slots` raises.
+    Returns the placements, and an error for each job whose host was lost meanwhile or has no free port. `queue` is what
+    each job takes of each host, `requirements` what any job needs of it; with `in_order` a job's hosts keep the order
+    of `candidate_hosts`. Hosts that are left out, and warnings, are logged. Raises PlacementError, with a line for each
+    failure, if too few hosts are usable; with `same_slots`, also what `common_slots` raises.
     """
     multi_host = nodes + options.spares > 1
     requirements = replace(
@@ -162,7 +161,7 @@ def place(
             f"{len(candidate_hosts)} host{'s' if len(candidate_hosts) > 1 else ''}",
             len(job_ids),
         )
-    report = examined(hosts, options, name, candidate_hosts, requirements, python=python)
+    report = examine_hosts(hosts, options, name, candidate_hosts, requirements, python=python)
     failures = [str(finding) for finding in report.findings if finding.severity == "fails"]
     facts = {row.host: row.facts.facts for row in report.rows if row.facts is not None}
     capacities: list[Capacity] = []
@@ -177,15 +176,15 @@ def place(
             f"{len(capacities)} of {len(candidate_hosts)} hosts can take part, {nodes} are needed: {lines}"
         )
     chosen = choose(capacities, len(job_ids), nodes, options.spares)
-    if not in_order:  # who leads when others are lost should be reached by all
+    if not in_order:  # others should reach a host that may have to lead
         suspect_hosts = {finding.host for finding in report.findings if finding.check == "reach"}
         chosen = [(sorted(members, key=lambda host: str(host) in suspect_hosts), spares) for members, spares in chosen]
     addresses = _addresses(hosts, options, report, facts)
     claim = os.urandom(8).hex()
     jobs = {job_id: [*members, *spares] for job_id, (members, spares) in zip(job_ids, chosen, strict=True)}
     for job_hosts in jobs.values() if same_slots else ():
-        slots(job_hosts)
-    ports, unplaced = _prepared(hosts, options, name, jobs, report.port, claim)
+        common_slots(job_hosts)
+    ports, unplaced = _claim_directories(hosts, options, name, jobs, report.port, claim)
     _log(report, failures, {str(host) for members in jobs.values() for host in members})
 
     def node(job_id: str, host: Host) -> Node:
@@ -213,14 +212,15 @@ def _log(report: Report, failures: Sequence[str], used: set[str]) -> None:
 
 
 def _random_ports(options: HostOptions, name: str, jobs: int) -> tuple[int, ...]:
-    """By chance, so that two submits at once do not both take the first that is free."""
+    """Return random ports, so that two submits at once do not both take the first free one."""
     ports = port_range(options, name)
     return tuple(random.sample(ports, min(_PORTS_TRIED * jobs, len(ports))))
 
 
 def _addresses(hosts: Hosts, options: HostOptions, report: Report, facts: Mapping[Host, Facts]) -> dict[Host, str]:
-    """Those that all others reached, where they were tried. The others' are on the interface of the same name as node
-    0's, if there is one. They matter when another host has to take the lead.
+    """Return each host's address: the one that the others reached or, if untested, one on node 0's interface.
+
+    Untested addresses matter only if such a host has to lead.
     """
     interface = None
     if report.master is not None:
@@ -235,7 +235,7 @@ def _addresses(hosts: Hosts, options: HostOptions, report: Report, facts: Mappin
     return by_host
 
 
-def _prepared(
+def _claim_directories(
     hosts: Hosts,
     options: HostOptions,
     name: str,
@@ -243,7 +243,7 @@ def _prepared(
     master_port: int | None,
     claim: str,
 ) -> tuple[dict[tuple[str, Host], int], dict[str, PlacementError]]:
-    """Lays each job's claim to its directory on its hosts. Returns its ports there (0 if alone), or its error."""
+    """Claim each job's directory on its hosts. Returns its ports there (0 if alone), and errors by job."""
     jobs_by_host: dict[Host, list[str]] = {}
     for job_id, job_hosts in jobs.items():
         for host in job_hosts:
@@ -253,7 +253,7 @@ def _prepared(
         ports = [port for port in _random_ports(options, name, len(ids)) if port != master_port]
         steps[host] = []
         for number, job_id in enumerate(ids):
-            own_ports = ports[number :: len(ids)]  # no two jobs are offered the same
+            own_ports = ports[number :: len(ids)]  # no two jobs get the same
             node = jobs[job_id].index(host)
             steps[host].append({"op": "port", "ports": own_ports if len(jobs[job_id]) > 1 else [0]})
             steps[host].append({"op": "claim", "job": job_id, "node": node, "token": claim})

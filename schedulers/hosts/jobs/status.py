@@ -1,4 +1,4 @@
-"""What hosts say of jobs: one conversation a host, whatever is asked; and what their answers mean together."""
+"""Poll jobs on their hosts with one request per host, and combine the hosts' answers into one `Status` per job."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from .native_id import Native
 from .options import HostOptions, python_of
 
 _REPLY_TIMEOUT_S = 60.0
-_REPLY_GRACE_S = 1.0  # so long a host is waited for alone
-_DOWN_S = 20.0  # a host that could not be reached is asked after the others for so long
+_REPLY_GRACE_S = 1.0  # then the next host of a job is queried as well
+_DOWN_S = 20.0  # for so long, a host that could not be reached is queried after the others
 
 Step = Mapping[str, Any]
 
@@ -39,14 +39,14 @@ _PHASES: Mapping[str, State] = {
 
 @dataclass(frozen=True)
 class Reply:
-    """What a host answered: a value for each step, and the bytes that came after."""
+    """A host's reply: a value for each step, and the bytes that follow."""
 
     done: list[Any]
     data: bytes
 
 
 class Hosts:
-    """The hosts of a target, as they are asked. Connections are kept and shared; safe to use from several threads."""
+    """The hosts of a target. Connections are kept and shared; safe to use from several threads."""
 
     def __init__(self, options: HostOptions) -> None:
         self._options = options
@@ -70,11 +70,14 @@ class Hosts:
         return on_host(python_of(self._options))
 
     def query(
-        self, steps_by_host: Mapping[Host, Sequence[Step]], *, believe_down: bool = False
+        self, steps_by_host: Mapping[Host, Sequence[Step]], *, skip_down: bool = False
     ) -> dict[Host, Outcome[Reply]]:
-        """All hosts at once, each in one conversation. With `believe_down`, those that could not be reached a moment
-        ago are not tried again: the others' answers need not wait for them."""
-        down = {host: error for host in steps_by_host if believe_down and (error := self._down_error(host)) is not None}
+        """Query all hosts at once, with one request each.
+
+        With `skip_down`, hosts that could not be reached a moment ago are not tried: they would delay the others'
+        answers.
+        """
+        down = {host: error for host in steps_by_host if skip_down and (error := self._down_error(host)) is not None}
         tried = [host for host in steps_by_host if host not in down]
         outcomes = self.pool.map(lambda remote: self._query_host(remote, steps_by_host[remote.host]), tried)
         for outcome in outcomes:
@@ -83,7 +86,7 @@ class Hosts:
         return {host: by_host.get(host) or Outcome(host, error=down[host]) for host in steps_by_host}
 
     def note(self, host: Host, error: SchedulerError | None) -> None:
-        """How the last attempt to reach a host went."""
+        """Record the outcome of the last attempt to reach a host."""
         with self._lock:
             if isinstance(error, HostUnreachable):
                 self._down[host] = (time.monotonic() + _DOWN_S, error)
@@ -91,11 +94,11 @@ class Hosts:
                 self._down.pop(host, None)
 
     def is_down(self, host: Host) -> bool:
-        """Whether it could not be reached a moment ago."""
+        """Return True if the host could not be reached a moment ago."""
         return self._down_error(host) is not None
 
     def likely_first(self, hosts: Sequence[Host]) -> list[Host]:
-        """In their order, those last that could not be reached a moment ago."""
+        """Return the hosts in their order, but last those that could not be reached a moment ago."""
         return sorted(hosts, key=self.is_down)
 
     def _down_error(self, host: Host) -> SchedulerError | None:
@@ -119,19 +122,19 @@ class Hosts:
 
 
 def on_host(path: str) -> str:
-    """A program in the home directory, as it is named in a command: commands start there, and no shell expands `~`."""
+    """Return a path for commands: they start in the home directory, and no shell expands `~`."""
     return f"./{path[2:]}" if path.startswith("~/") else path
 
 
 @dataclass
 class _PollState:
-    """One job on its way from host to host."""
+    """The state of the poll of one job, whose hosts are queried one by one."""
 
     native: Native
     remaining_hosts: list[Host]
     replies: list[dict[str, Any]] = field(default_factory=list)
     unreachable: list[str] = field(default_factory=list)
-    fenced: Status | None = None  # the result of a host that was cut off: the others may have gone on without it
+    fenced: Status | None = None  # a result that the other hosts, cut off from this one, may have superseded
     nodes: int = 1
     pending: int = 0  # hosts that have yet to answer
 
@@ -140,10 +143,10 @@ ReplyQueue: TypeAlias = "queue.SimpleQueue[tuple[list[str], Outcome[Reply]]]"
 
 
 def statuses(hosts: Hosts, jobs: Mapping[str, Native]) -> tuple[dict[str, Status], dict[str, str]]:
-    """The status of each job, and of those that could not be asked about, why. A job in neither is unknown.
+    """Return the statuses of jobs, and errors for those that could not be queried. A job in neither is unknown.
 
-    Each job's hosts are asked in order until one has its result, or its supervisor alive; the next one, too, when the
-    others have not answered for a moment.
+    Each job's hosts are queried in order until one has its result or a live supervisor; the next one also if no answer
+    has come for a moment.
     """
     job_statuses: dict[str, Status] = {}
     unreachable: dict[str, str] = {}
@@ -154,7 +157,7 @@ def statuses(hosts: Hosts, jobs: Mapping[str, Native]) -> tuple[dict[str, Status
         try:
             keys, outcome = reply_queue.get(timeout=_REPLY_GRACE_S)
         except queue.Empty:
-            _query_next(hosts, pending, reply_queue)  # whoever answers first need not wait for one that may be cut off
+            _query_next(hosts, pending, reply_queue)  # a host that may be cut off does not delay the rest
             continue
         unresolved = {}
         for number, key in enumerate(keys):
@@ -176,7 +179,7 @@ def statuses(hosts: Hosts, jobs: Mapping[str, Native]) -> tuple[dict[str, Status
 
 
 def _query_next(hosts: Hosts, jobs: Mapping[str, _PollState], reply_queue: ReplyQueue) -> None:
-    """Asks the next host of each job, those of one host together."""
+    """Query the next host of each job, with one request per host."""
     keys_by_host: dict[Host, list[str]] = {}
     for key, job in jobs.items():
         if job.remaining_hosts:
@@ -186,17 +189,17 @@ def _query_next(hosts: Hosts, jobs: Mapping[str, _PollState], reply_queue: Reply
         steps = [{"op": "status", "job": jobs[key].native.job_id} for key in keys]
 
         def poll_host(host: Host = host, keys: list[str] = keys, steps: Sequence[Step] = steps) -> None:
-            outcome: Outcome[Reply] = Outcome(host, error=RemoteError(host.name, "asking it failed (see the log)"))
+            outcome: Outcome[Reply] = Outcome(host, error=RemoteError(host.name, "the query failed (see the log)"))
             try:
                 outcome = hosts.query({host: steps})[host]
             finally:
                 reply_queue.put((keys, outcome))
 
-        threading.Thread(target=poll_host, name=f"asking {host}", daemon=True).start()
+        threading.Thread(target=poll_host, name=f"polling {host}", daemon=True).start()
 
 
 def _status_from_reply(job: _PollState, outcome: Outcome[Reply], number: int) -> Status | None:
-    """The status, when this host's answer settles it."""
+    """Return the status if this host's reply decides it."""
     if outcome.error is not None or outcome.value is None:
         job.unreachable.append(str(outcome.error))
         return None
@@ -217,9 +220,10 @@ def _status_from_reply(job: _PollState, outcome: Outcome[Reply], number: int) ->
 
 
 def _conclude(key: str, job: _PollState, job_statuses: dict[str, Status], unreachable: dict[str, str]) -> None:
-    """No host that can be asked has the job's own result or a living supervisor; those that cannot be may have both.
+    """Decide the status after all replies: none has the job's own result, or a live supervisor.
 
-    When these are fewer than the job needs, it has ended as the hosts say that were cut off from them.
+    The hosts that cannot be reached may have both. If they are fewer than the job needs, the result of a host that was
+    cut off from them is the job's.
     """
     if job.fenced is not None and len(job.unreachable) < job.nodes:
         job_statuses[key] = job.fenced
@@ -255,7 +259,7 @@ def _progress(document: Any) -> Status:
 
 
 def query_all(hosts: Hosts, host_list: Sequence[Host], step: Step) -> list[tuple[Host, Any, SchedulerError | None]]:
-    """One step for each host: its answer, or why there is none."""
+    """Send one step to each host; return each host's answer, or its error."""
     outcomes = hosts.query({host: [step] for host in host_list})
     return [
         (host, None if outcome.value is None else outcome.value.done[0], outcome.error)

@@ -1,4 +1,4 @@
-"""What goes to the hosts of a job: its code, its settings and secrets, and the supervisor; and how that is started."""
+"""Submit to hosts: code, settings, secrets and the supervisor are sent to each, and the supervisors are started."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _PORTS_TRIED = 16
 
 
 class StartError(SubmitError):
-    """A host was lost, or refused something, on the way to the start. Nothing runs, or what was started ends itself."""
+    """A host failed before the job started. Nothing runs, or what was started ends by itself."""
 
     reason = Reason.NODE_FAILURE
 
 
 def settings_of(template: Mapping[str, Any], placement: Placement, number: int, token: str) -> dict[str, Any]:
-    """The settings of one host: the plan's, with what only the examination of the hosts could tell.
+    """Return the settings of one host: the plan's, completed by what the preflight found.
 
     `number` counts members first, then spares.
     """
@@ -58,12 +58,13 @@ def ship(
     *,
     code: Blob,
 ) -> dict[str, StartError]:
-    """Sends everything but secrets to every host, at once; only the code that a host lacks is sent.
+    """Send everything but secrets to all hosts at once; the code only to hosts that lack it.
 
-    Returns why jobs cannot be started: a host failed. Nothing of them is left on the hosts that can be reached.
+    Returns an error for each job that cannot start because a host failed. Its files are removed from the hosts that can
+    be reached.
     """
     tokens = {placement.job_id: os.urandom(32).hex() for placement in placements}
-    problems = _cleared(hosts, options, _by_host(placements))
+    problems = _clear_leftovers(hosts, options, _by_host(placements))
     by_host = _by_host([placement for placement in placements if placement.job_id not in problems])
 
     def send_to_host(remote: Remote) -> None:
@@ -80,7 +81,7 @@ def ship(
         progress.info("sending %d jobs to %s", len(placements), f"{len(by_host)} host{'s' if len(by_host) > 1 else ''}")
     if options.fan_out and fanout.worthwhile(len(by_host), code):
         _fan_out(hosts, options, by_host, code)
-    problems |= _on_each(hosts, by_host, send_to_host)
+    problems |= _run_on_hosts(hosts, by_host, send_to_host)
     failed = [placement for placement in placements if placement.job_id in problems]
     if failed:
         paths = [f"jobs/{placement.job_id}{end}" for placement in failed for end in ("", ".claims")]
@@ -94,7 +95,7 @@ Problems: TypeAlias = dict[str, list[SchedulerError]]
 
 
 def _by_host(placements: Sequence[Placement]) -> OnHost:
-    """The jobs of each host, and which of a job's nodes it is."""
+    """Return each host's jobs, each with the host's node number in it."""
     by_host: dict[Host, list[tuple[Placement, int]]] = {}
     for placement in placements:
         for number, node in enumerate(placement.nodes):
@@ -103,7 +104,7 @@ def _by_host(placements: Sequence[Placement]) -> OnHost:
 
 
 def _fan_out(hosts: Hosts, options: HostOptions, by_host: OnHost, code: Blob) -> None:
-    """Has the code on as many of the hosts as get it from each other, on ports that their supervisors do not want."""
+    """Have the hosts forward the code to each other as far as possible, on ports that no supervisor uses."""
     port_sample = random.sample(ports := port_range(options, ""), min(_PORTS_TRIED, len(ports)))
     used_ports = {
         host: {port for placement, number in jobs for port in (placement.nodes[number].port, placement.master_port)}
@@ -119,8 +120,8 @@ def _fan_out(hosts: Hosts, options: HostOptions, by_host: OnHost, code: Blob) ->
     )
 
 
-def _cleared(hosts: Hosts, options: HostOptions, by_host: OnHost) -> Problems:
-    """Makes room for the jobs on every host. Returns what is wrong, as when hosts have one directory between them."""
+def _clear_leftovers(hosts: Hosts, options: HostOptions, by_host: OnHost) -> Problems:
+    """Remove what earlier submits left. Returns problems by job, for instance if two hosts share a directory."""
     steps_by_host = {
         host: [{"op": "clear", "job": p.job_id, "token": p.claim, "node": number} for p, number in jobs]
         for host, jobs in by_host.items()
@@ -140,8 +141,8 @@ def _cleared(hosts: Hosts, options: HostOptions, by_host: OnHost) -> Problems:
     return problems
 
 
-def _on_each(hosts: Hosts, by_host: OnHost, act: Callable[[Remote], Mapping[str, RemoteError] | None]) -> Problems:
-    """Acts on all hosts at once. Returns the errors of each job: those of its hosts, and those that `act` returns."""
+def _run_on_hosts(hosts: Hosts, by_host: OnHost, act: Callable[[Remote], Mapping[str, RemoteError] | None]) -> Problems:
+    """Run `act` on all hosts at once. Returns the errors by job: those of its hosts, and those that `act` returned."""
     problems: Problems = {}
     for outcome in hosts.pool.map(act, list(by_host)):
         for placement, _ in by_host[outcome.host]:
@@ -154,10 +155,10 @@ def _on_each(hosts: Hosts, by_host: OnHost, act: Callable[[Remote], Mapping[str,
 def start(
     hosts: Hosts, options: HostOptions, placements: Sequence[Placement], *, secrets: Mapping[str, str]
 ) -> dict[str, SchedulerError]:
-    """Starts the supervisors, all at once, and sends each the secrets, which are written nowhere.
+    """Start the supervisors on all hosts at once; send each the secrets, which are written to no disk.
 
-    Returns why a job was not started on all of its hosts: NotStarted, or Unreachable when a host was lost that may now
-    run the job alone. Those of several hosts wait for all before any rank runs.
+    Returns an error for each job that did not start on all of its hosts: StartError, or Unreachable if a lost host may
+    now run the job alone. The supervisors of several hosts wait for each other before any rank runs.
     """
     by_host = _by_host(placements)
 
@@ -165,7 +166,7 @@ def start(
         nodes = {placement.job_id: number for placement, number in by_host[remote.host]}
         return bundle.start(remote, root=options.root, python=hosts.python, nodes=nodes, secrets=secrets)
 
-    problems = _on_each(hosts, by_host, start_on_host)
+    problems = _run_on_hosts(hosts, by_host, start_on_host)
     failed: dict[str, SchedulerError] = {}
     for placement in placements:
         errors = problems.get(placement.job_id, [])
@@ -173,9 +174,9 @@ def start(
         if any(isinstance(error, HostUnreachable) for error in errors) and len(placement.nodes) == 1:
             failed[placement.job_id] = Unreachable(text)
         elif errors:
-            refusal = failed[placement.job_id] = StartError(f"{text}; no host runs the job")
+            start_error = failed[placement.job_id] = StartError(f"{text}; no host runs the job")
             if len(errors) < len(placement.nodes):
-                refusal.native_id = native_id(placement)
+                start_error.native_id = native_id(placement)
     return failed
 
 
@@ -184,7 +185,7 @@ def native_id(placement: Placement) -> str:
 
 
 def cancel(hosts: Hosts, native: Native) -> None:
-    """Asks for the end on each of the job's hosts. Raises Unreachable when none that has the job could be asked."""
+    """Request the job's end on each of its hosts. Raises Unreachable if no host that has it could be reached."""
     replies = query_all(hosts, native.hosts, {"op": "cancel", "job": native.job_id})
     problems = [str(error) for _, _, error in replies if error is not None]
     if problems and not any(reply for _, reply, _ in replies):

@@ -1,5 +1,4 @@
-"""A target whose jobs run on hosts that share nothing: `accel launch` on each, under supervisors that need nobody but
-each other."""
+"""A target whose jobs run on hosts that share nothing: `accel launch` on each, under supervisors without a client."""
 
 from __future__ import annotations
 
@@ -32,18 +31,17 @@ SCHEMA = 1
 _SETTINGS = "settings.json"
 _NODE_PYTHON = (3, 8)  # runs schedulers/node
 _UNKNOWN = "{when the hosts have been examined}"
-# Whatever a program's directory holds, `accel` is the installed package.
+# Import the installed accel, even if the program's directory has one, too.
 _ACCEL = "import sys; sys.path[:] = [p for p in sys.path if p]; from accel.cli import main; sys.exit(main())"
 
 
 class HostsTarget(abc.ABC):
-    """Runs each job on hosts that share nothing, which a kind of target names. A job's native id is
-    `host,host,…/job id`."""
+    """A target whose jobs run on hosts that share nothing. A job's native id is `host,host,…/job id`."""
 
     kind: ClassVar[str]
     a_target: ClassVar[str]  # how messages name the kind
     Options: ClassVar[type] = HostOptions
-    in_order: ClassVar[bool] = False  # whether ranks follow the order of the hosts, whatever is found of these
+    in_order: ClassVar[bool] = False  # ranks follow the order of the hosts, whatever the preflight finds
 
     def __init__(self, context: TargetContext) -> None:
         self.name = context.name
@@ -55,27 +53,27 @@ class HostsTarget(abc.ABC):
 
     @abc.abstractmethod
     def _candidate_hosts(self, code: str) -> list[Host]:
-        """The hosts that a job of the code directory may run on, in their order. Raises SpecError, ConfigError."""
+        """Return the hosts that a job from this code directory may use, in order. Raises SpecError, ConfigError."""
 
     @abc.abstractmethod
     def _candidates(self) -> str:
-        """The same for people, as far as it can be told without asking or reading anything. Raises SpecError."""
+        """Return the same as text, without reading a file or contacting a host. Raises SpecError."""
 
     def _supervisor_settings(self) -> dict[str, Any]:
-        """Settings of the supervisors that only this kind of target has."""
+        """Return additional supervisor settings of this kind of target."""
         return {}
 
     def _snapshot_path(self, plan: Plan) -> Path:
-        """The job's code, packed. Raises SnapshotError."""
+        """Pack the job's code and return the archive. Raises SnapshotError."""
         from ...store import snapshot
 
         return snapshot.pack(Path(plan.settings["code"]), self._jobs.parent).path
 
     def _host_count(self, requested: int, hosts: Sequence[Host]) -> int:
-        """How many of the hosts, which are about to be used, a job takes that asks for so many. Raises SpecError."""
-        from . import placement as placing
+        """Return the number of nodes of a job that requests so many. Raises SpecError if the hosts are too few."""
+        from .placement import check_host_count
 
-        placing.enough(hosts, requested, self._options.spares, self.name)
+        check_host_count(hosts, requested, self._options.spares, self.name)
         return requested
 
     @property
@@ -92,7 +90,7 @@ class HostsTarget(abc.ABC):
         return self._connections
 
     def plan(self, spec: JobSpec, job_id: str) -> Plan:
-        """What every host gets, and what is done, with what only the hosts can tell left open. Raises SpecError."""
+        """Return each host's files and the actions; values that only the hosts know stay open. Raises SpecError."""
         options = self._options
         self._check(spec)
         command = self._command(spec)
@@ -125,7 +123,7 @@ class HostsTarget(abc.ABC):
                 "concurrency": options.concurrency,
             },
             **self._supervisor_settings(),
-            "spec": spec.to_json(),  # for machines that did not submit the job, and follow it
+            "spec": spec.to_json(),  # for other machines that follow the job
         }
         return Plan(
             target=self.name,
@@ -143,29 +141,29 @@ class HostsTarget(abc.ABC):
         )
 
     def admit(self, spec: JobSpec) -> None:
-        """Refuses secrets that are not set here, where they are read."""
+        """Reject secrets that are not set on this machine."""
         secrets.values(spec.secrets)
 
     def plan_many(self, specs: Sequence[JobSpec], job_ids: Sequence[str]) -> list[Plan]:
-        """A plan for each. Raises SpecError."""
+        """Return a plan for each job. Raises SpecError."""
         return [self.plan(spec, job_id) for spec, job_id in zip(specs, job_ids, strict=True)]
 
     def submit(self, plan: Plan) -> str:
-        """Raises what `submit_many` raises or returns."""
+        """Submit one job. Raises what `submit_many` raises or returns."""
         outcome = self.submit_many([plan])[0]
         if isinstance(outcome, SchedulerError):
             raise outcome
         return outcome
 
     def submit_many(self, plans: Sequence[Plan]) -> list[str | SchedulerError]:
-        """Examines the hosts, puts everything on those that get the jobs and starts their supervisors.
+        """Examine the hosts, send everything to those that run the jobs, and start their supervisors.
 
-        Which hosts they are is on this disk before any is started: a submit that is repeated asks those first. A host
+        The choice of hosts is on this disk before any supervisor starts: a repeated submit queries those first. A host
         that fails after its examination fails its own jobs. Raises SubmitError with a line for each host that fails
-        before, SpecError, ConfigError, and Unreachable when hosts that may run a job from an earlier submit cannot be
-        asked.
+        before, SpecError, ConfigError, and Unreachable if hosts that may run a job of an earlier submit cannot be
+        reached.
         """
-        earlier = {plan.job_id: self._earlier(plan.job_id) for plan in plans}
+        earlier = {plan.job_id: self._earlier_native_id(plan.job_id) for plan in plans}
         outcomes: dict[str, str | SchedulerError] = {
             key: native_id for key, native_id in earlier.items() if native_id is not None
         }
@@ -175,10 +173,10 @@ class HostsTarget(abc.ABC):
         return [outcomes[plan.job_id] for plan in plans]
 
     def _submit(self, plans: Sequence[Plan]) -> dict[str, str | SchedulerError]:
-        """Native ids, or errors, of jobs that differ in their arguments and names only."""
+        """Submit jobs that differ in arguments and names only. Returns their native ids, or errors."""
         from ..remote_files import Blob
-        from . import placement as placing
         from . import submit
+        from .placement import common_slots, place
 
         common = plans[0].settings
         values = secrets.values(common["secrets"])
@@ -187,7 +185,7 @@ class HostsTarget(abc.ABC):
         hosts = self._candidate_hosts(common["code"])
         nodes = self._host_count(common["nodes"], hosts)
         code = Blob.of(self._snapshot_path(plans[0]))
-        placements, unplaced = placing.place(
+        placements, unplaced = place(
             self._hosts, self._options, self.name, list(templates), hosts, nodes,
             templates[plans[0].job_id]["queue"], requirements=self._requirements_of_host(),
             python=environments.ensure if environments is not None else None,
@@ -197,7 +195,7 @@ class HostsTarget(abc.ABC):
         for placement in placements:
             template = templates[placement.job_id]
             if template["procs_per_node"] is None:
-                template["procs_per_node"] = placing.slots([node.host for node in placement.nodes])
+                template["procs_per_node"] = common_slots([node.host for node in placement.nodes])
         failed = unplaced | submit.ship(self._hosts, self._options, templates, placements, code=code)
         placements = [placement for placement in placements if placement.job_id not in failed]
         native_ids = {placement.job_id: submit.native_id(placement) for placement in placements}
@@ -206,9 +204,9 @@ class HostsTarget(abc.ABC):
         return native_ids | failed | submit.start(self._hosts, self._options, placements, secrets=values)
 
     def poll(self, native_ids: Sequence[str]) -> Mapping[str, Status]:
-        """Asks the jobs' hosts, each once, until one tells of each job. A job that none of its hosts knows is missing.
+        """Query each job's hosts until one knows its status. A job that none of its hosts knows is missing.
 
-        Raises Unreachable, which has the answers that there were, when none of a job's hosts could tell.
+        Raises Unreachable, with the other statuses, if the hosts of a job could not tell.
         """
         from .native_id import Native
         from .status import statuses
@@ -239,9 +237,9 @@ class HostsTarget(abc.ABC):
         return logs.tail_at(self._hosts, Native.parse(native_id), since, count)
 
     def cancel(self, native_id: str) -> None:
-        """Asks on all hosts at once for an orderly end; the one that leads hears of it from any other.
+        """Request a graceful end on all hosts at once; any of them passes the request on to the leader.
 
-        Raises Unreachable when no host that has the job could be asked.
+        Raises Unreachable if no host that has the job could be reached.
         """
         from . import submit
         from .native_id import Native
@@ -249,7 +247,7 @@ class HostsTarget(abc.ABC):
         submit.cancel(self._hosts, Native.parse(native_id))
 
     def wait(self, native_id: str, timeout_s: float) -> bool | None:
-        """Listens to two of the job's hosts, and to others when these go away."""
+        """Long-poll two of the job's hosts, and others after these have closed."""
         from .native_id import Native
         from .watch import Watch
 
@@ -258,10 +256,9 @@ class HostsTarget(abc.ABC):
         return self._watch.wait(Native.parse(native_id), timeout_s)
 
     def find(self, job_id: str) -> DiscoveredJob | None:
-        """Looks for a job on the hosts where this machine has placed it; for one that another machine submitted, on all
-        hosts of the target, at once.
+        """Find a job on the hosts where this machine placed it or, if another machine did, on all of the target's.
 
-        Raises Unreachable when only hosts that cannot be asked may have it, SpecError when there are none to ask.
+        Raises Unreachable if only hosts that cannot be reached may have it, SpecError if the target has no hosts.
         """
         from . import find
 
@@ -276,7 +273,7 @@ class HostsTarget(abc.ABC):
         return find.find(self._hosts, hosts, job_id, self.name)
 
     def clear(self, jobs: Mapping[str, str | None]) -> list[str]:
-        """Removes the jobs' directories from their hosts, and what nobody has used there for `unused_days`."""
+        """Remove the jobs' directories from their hosts, and blobs and environments unused for `unused_days`."""
         from . import cleanup
         from .native_id import Native
 
@@ -285,39 +282,37 @@ class HostsTarget(abc.ABC):
         return cleanup.clear_jobs(self._hosts, self._options, natives)
 
     def check(self, gpus: int = 0) -> CheckReport:
-        """Examines all hosts of the target, as a submit of a job with so many GPUs on each node would.
+        """Examine all hosts of the target, as the submit of a job with so many GPUs per node would.
 
-        Raises SchedulerError when there are none to ask.
+        Raises SchedulerError if the target has no hosts.
         """
         from dataclasses import replace
 
-        from . import placement as placing
+        from .placement import examine_hosts
 
         hosts = self._candidate_hosts(".")
         environments = self._environments(".")
         missing = environments.missing_on(self._hosts.pool, hosts) if environments is not None else []
         requirements = replace(self._requirements_of_host(), gpus=gpus)
-        if missing:  # the interpreter that makes it is examined
+        if missing:  # examine the interpreter that will create it
             minimum = _NODE_PYTHON if self._options.requirements_python else requirements.python
             requirements = replace(requirements, packages={}, python=minimum)
-        report: Report = placing.examined(
+        report: Report = examine_hosts(
             self._hosts, self._options, self.name, hosts, requirements,
             python=environments.ensure if environments is not None and not missing else None,
         )  # fmt: skip
-        lines = {
-            severity: [str(f) for f in report.findings if f.severity == severity] for severity in ("fails", "warns")
-        }
-        note = f"the environment for {self._options.requirements} is not there yet: the first submit makes it"
+        lines = {kind: [str(f) for f in report.findings if f.severity == kind] for kind in ("fails", "warns")}
+        note = f"the environment for {self._options.requirements} does not exist yet; the first submit creates it"
         warnings = (*lines["warns"], *(f"{host}: {note}" for host in missing))
         return CheckReport(table=report.table(), failures=tuple(lines["fails"]), warnings=warnings)
 
     def close(self) -> None:
-        """Ends the connections; they are made anew when they are needed."""
+        """Close the connections; they are reopened when needed."""
         if self._connections is not None:
             self._connections.close()
 
     def _environments(self, code: str) -> Environments | None:
-        """What makes the environments on the hosts, when there are to be any. Raises ConfigError."""
+        """Return the virtual environments on the hosts; None without `requirements`. Raises ConfigError."""
         options = self._options
         if options.requirements is None:
             return None
@@ -338,7 +333,7 @@ class HostsTarget(abc.ABC):
         return None if record is None else record[0]
 
     def _read_placement(self, job_id: str) -> tuple[str, int] | None:
-        """The native id under which the job was started, and its number of nodes. Raises StoreError."""
+        """Return the native id under which the job was started, and its number of nodes. Raises StoreError."""
         path = self._placement_path(job_id)
         document = atomic_files.read_document(path)
         if document is None:
@@ -348,8 +343,8 @@ class HostsTarget(abc.ABC):
         except ValueError as error:
             raise StoreError(f"{path} is damaged: {error}") from None
 
-    def _earlier(self, job_id: str) -> str | None:
-        """The native id under which an earlier submit started this job, on at least one host."""
+    def _earlier_native_id(self, job_id: str) -> str | None:
+        """Return the job's native id if an earlier submit started it on at least one host."""
         record = self._read_placement(job_id)
         if record is None:
             return None
@@ -361,13 +356,13 @@ class HostsTarget(abc.ABC):
         if any(reply is not None and (reply["state"] or reply["exit"]) for _, reply, _ in replies):
             return str(native)
         problems = [str(error) for _, _, error in replies if error is not None]
-        # It runs on as many hosts as it asked for, or on none.
+        # A job runs on all of its nodes or not at all.
         if len(problems) >= record[1]:
             raise Unreachable("; ".join(problems))
         return None
 
     def _command(self, spec: JobSpec) -> list[str]:
-        """The supervisors add what follows from the other settings: processes, grace, and what an attempt is about."""
+        """Return the launch command; the supervisors add processes, grace and the options of each attempt."""
         command = [self._python(), "-c", _ACCEL, "launch", *self._launch_flags()]
         command += {"script": [], "module": ["-m"], "command": ["--no_python"]}[spec.entry]
         return [*command, "--", *spec.argv]
@@ -376,7 +371,7 @@ class HostsTarget(abc.ABC):
         return ["--cpu"] if self._options.cpu else []
 
     def _requirements_of_host(self) -> HostRequirements:
-        """What a host must have for any job."""
+        """Return the requirements that any job has of a host."""
         from ..facts import HostRequirements
 
         return HostRequirements()
@@ -391,7 +386,7 @@ class HostsTarget(abc.ABC):
         if spec.image is not None:
             raise SpecError(f"target {self.name}: hosts run the job as they are; --image needs another kind of target")
         if spec.after:
-            raise SpecError(f"target {self.name}: hosts know no other jobs; submit it when those of --after have ended")
+            raise SpecError(f"target {self.name}: --after is not supported; submit the job once those have ended")
         if spec.resources.accelerator is not None:
             raise SpecError(f"target {self.name}: --accelerator needs a kind of target that can choose machines")
         if options.cpu and spec.resources.gpus:
@@ -399,7 +394,7 @@ class HostsTarget(abc.ABC):
         secrets.check(spec.secrets, self.a_target)
 
     def _describe_choice(self, spec: JobSpec) -> str:
-        """Which of the hosts a job takes, for people."""
+        """Describe which of the hosts a job takes."""
         count = spec.nodes + self._options.spares
         return f"the {'one' if count == 1 else count} of them with the most free slots"
 

@@ -1,7 +1,7 @@
-"""Virtual environments on the hosts out of a requirements file: read here, made there, once for the same content.
+"""Virtual environments on hosts, created from a requirements file, once for the same content.
 
-An environment sees the packages of the interpreter that it is made from: torch, which is large, is installed once. One
-of another Python (`version`) has its own alone.
+An environment sees the packages of the interpreter that creates it, so that torch, which is large, is installed once.
+With a `version` it is of another Python and has only its own packages.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..transport import Pool, Remote
 from .cleanup import clear
 
 MAIN = "requirements.txt"
-_MAKING_S = 3600.0
+_CREATE_S = 3600.0
 _REPLY_TIMEOUT_S = 60.0
 
 _COMMENT = re.compile(r"(?:^|\s)#.*$")
@@ -36,16 +36,16 @@ _PLACES = ("-e", "--editable", "-f", "--find-links")
 
 @dataclass(frozen=True)
 class Requirements:
-    """Files for pip, `requirements.txt` the first; they name no other file of this machine."""
+    """Files for pip by name, `requirements.txt` first. They refer to no other file of this machine."""
 
     source: str
     files: Mapping[str, str] = field(repr=False)
 
 
 def read(file: str, code: str) -> Requirements:
-    """The file, looked for from the code directory, with what it includes (-r, -c).
+    """Read a requirements file, relative to the directory `code`, with the files that it includes (-r, -c).
 
-    A path means one on the hosts and must be absolute. Raises ConfigError, with file and line.
+    Paths in it are paths on the hosts and must be absolute. Raises ConfigError, with file and line.
     """
     path = os.path.join(code, os.path.expanduser(file))
     files: dict[str, str] = {MAIN: ""}
@@ -75,12 +75,12 @@ def _flattened(path: str, files: dict[str, str], chain: tuple[str, ...]) -> Iter
 
 
 def _lines(path: str) -> Iterator[tuple[int, str]]:
-    """Each with its number, without comments; those that go on after a backslash as one."""
+    """Yield each line with its number, without comments; lines continued by a backslash are joined."""
     try:
         with open(path, encoding="utf-8-sig") as file:
             physical = file.read().splitlines()
     except UnicodeDecodeError:
-        raise ConfigError(f"requirements {path}: it is not text") from None
+        raise ConfigError(f"requirements {path}: not a text file") from None
     except OSError as error:
         raise ConfigError(f"requirements {path}: {(error.strerror or str(error)).lower()}") from None
     joined, first = "", 0
@@ -96,7 +96,7 @@ def _lines(path: str) -> Iterator[tuple[int, str]]:
 
 
 def _check(option: str, text: str, location: str) -> None:
-    """Refuses what means a file of this machine: the hosts do not have it."""
+    """Raise ConfigError for a requirement that is a file of this machine, which the hosts lack."""
     if option and option not in _PLACES:
         return
     match = _AT.match(text)
@@ -113,12 +113,12 @@ def _check(option: str, text: str, location: str) -> None:
     if local:
         raise ConfigError(
             f"{location}: {source} is relative, and hosts have no such file: give a path that each host has, or a URL "
-            "(what is in the code directory can be installed by setup:)"
+            "(packages in the code directory can be installed by setup:)"
         )
 
 
 class Environments:
-    """The environments of a target's hosts. Safe to use from several threads for different hosts."""
+    """The virtual environments of a target's hosts. Threads may share it for different hosts."""
 
     def __init__(
         self,
@@ -136,20 +136,20 @@ class Environments:
         self._unused_s = unused_s
 
     def ensure(self, remote: Remote) -> str:
-        """The environment's interpreter on a host; it is made when it is not there. Takes as long as pip does.
+        """Return the environment's interpreter on a host; create it if it is missing, which takes as long as pip does.
 
-        Where one had to be made, those go that no job there needs and nobody has used for `unused_s` seconds.
+        After a creation, blobs and environments that no job there needs, unused for `unused_s` seconds, are removed.
 
-        Raises HostUnreachable, and RemoteError with pip's last words.
+        Raises HostUnreachable, and RemoteError with pip's last errors.
         """
         return str(self._query(remote, make=True))
 
     def find(self, remote: Remote) -> str | None:
-        """The environment's interpreter on a host, if it has been made. Raises HostUnreachable, RemoteError."""
+        """Return the environment's interpreter on a host, None if missing. Raises HostUnreachable, RemoteError."""
         return self._query(remote, make=False)
 
     def missing_on(self, pool: Pool, hosts: Sequence[Host]) -> list[Host]:
-        """The hosts that can be asked and have no environment yet."""
+        """Return the hosts without the environment. Hosts that cannot be queried are left out."""
         outcomes = pool.map(self.find, hosts)
         return [outcome.host for outcome in outcomes if outcome.error is None and outcome.value is None]
 
@@ -159,7 +159,7 @@ class Environments:
         request = {"root": self._root, "files": files, "version": self._version, "make": make}
         with remote.open([self._python, "-I", "-c", program_loader(program)]) as session:
             session.write(program + json.dumps(request).encode() + b"\n")
-            line = session.read_line(_MAKING_S)
+            line = session.read_line(_CREATE_S)
             if not line.endswith(b"\n"):
                 completed = session.finish(_REPLY_TIMEOUT_S)
                 raise RemoteError(remote.name, f"{self._python}: {one_line(completed.stderr)}", completed.status)

@@ -1,4 +1,4 @@
-"""Who is told when a job ends: conversations with two of its hosts that stay open, one a host for all its jobs."""
+"""Long-poll two hosts of each job so that `wait` returns as soon as it ends. Jobs on the same host share a session."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from ..session import Session
 from .native_id import Native
 from .status import Hosts
 
-_LIFETIME_S = 600.0  # of a conversation: one whose client was cut off ends by itself
+_LIFETIME_S = 600.0  # of a session: on the host, one whose client was cut off ends by itself
 _READ_SLACK_S = 60.0
-_HOSTS_PER_JOB = 2  # hosts that are listened to for one job: the first may be the one that is cut off
-_RETRY_S = 20.0  # before a host is tried again with which it failed
+_HOSTS_PER_JOB = 2  # one of them may be cut off from the others
+_RETRY_S = 20.0  # before a host is tried again after a failure
 
 
 @dataclass
-class _Watched:
-    """A job, the hosts that are to tell of it, and those that said it had ended there."""
+class _WatchedJob:
+    """A job, the hosts polled for it, and the hosts that have reported its end."""
 
     native: Native
     hosts: set[Host] = field(default_factory=set)
@@ -33,22 +33,22 @@ class _Watched:
 
 
 class Watch:
-    """The conversations of one target. Safe to use from several threads."""
+    """The long polls of one target. Safe to use from several threads."""
 
     def __init__(self, hosts: Hosts) -> None:
         self._hosts = hosts
         self._lock = threading.Lock()
-        self._jobs: dict[str, _Watched] = {}
-        self._conversations: dict[Host, _HostWatch] = {}
-        self._not_before: dict[Host, float] = {}  # where a conversation failed
+        self._jobs: dict[str, _WatchedJob] = {}
+        self._host_watches: dict[Host, _HostWatch] = {}
+        self._not_before: dict[Host, float] = {}  # hosts that failed, and when to try them again
 
     def wait(self, native: Native, timeout_s: float) -> bool:
-        """Until a host says that the job may have ended, or its supervisor there has; False when the time is over.
+        """Wait until a host reports that the job ended, or lost its supervisor, there. Return False on a timeout.
 
-        The next call then asks another of its hosts: this one may have been cut off from those that went on.
+        The next call polls another of its hosts: this one may have been cut off from hosts that continue the job.
         """
         with self._lock:
-            job = self._jobs.setdefault(native.job_id, _Watched(native))
+            job = self._jobs.setdefault(native.job_id, _WatchedJob(native))
             if len(job.hosts) < _HOSTS_PER_JOB and not job.changed.is_set():
                 self._assign_hosts(job)
         if not job.changed.wait(timeout_s):
@@ -56,31 +56,31 @@ class Watch:
         job.changed.clear()
         return True
 
-    def _assign_hosts(self, job: _Watched) -> None:
+    def _assign_hosts(self, job: _WatchedJob) -> None:
         for host in job.native.hosts:
             if host in job.reported or host in job.hosts or self._not_before.get(host, 0.0) > time.monotonic():
                 continue
             job.hosts.add(host)
-            if host not in self._conversations:
-                self._conversations[host] = _HostWatch(self, self._hosts, host)
-                self._conversations[host].start()
-            self._conversations[host].add(job.native.job_id)
+            if host not in self._host_watches:
+                self._host_watches[host] = _HostWatch(self, self._hosts, host)
+                self._host_watches[host].start()
+            self._host_watches[host].add(job.native.job_id)
             if len(job.hosts) == _HOSTS_PER_JOB:
                 return
 
     def job_ended(self, host: Host, job_id: str) -> None:
         with self._lock:
             job = self._jobs.get(job_id)
-            if job is None:  # the host names a job that nobody asked about
+            if job is None:  # not a job that was requested
                 return
             job.reported.add(host)
             job.hosts.discard(host)
             job.changed.set()
 
-    def connection_closed(self, host: Host, *, failed: bool) -> None:
-        """The conversation is over: what was asked there is asked elsewhere, or there once more."""
+    def session_closed(self, host: Host, *, failed: bool) -> None:
+        """Forget a session. The next `wait` polls another host or, later if it failed, this one again."""
         with self._lock:
-            self._conversations.pop(host, None)
+            self._host_watches.pop(host, None)
             if failed:
                 self._not_before[host] = time.monotonic() + _RETRY_S
             for job in self._jobs.values():
@@ -110,7 +110,7 @@ class _HostWatch(threading.Thread):
         except SchedulerError as error:
             self._hosts.note(self._host, error)
         finally:
-            self._watch.connection_closed(self._host, failed=failed)
+            self._watch.session_closed(self._host, failed=failed)
 
     def _read_events(self) -> None:
         program = host_programs("logs", "jobs")
@@ -134,7 +134,7 @@ class _HostWatch(threading.Thread):
     def _send(self) -> None:
         if self._session is None:
             return
-        with contextlib.suppress(SchedulerError):  # whoever reads finds out, and says so
+        with contextlib.suppress(SchedulerError):  # the thread that reads raises it
             self._session.write("".join(f"{job_id}\n" for job_id in self._waiting).encode())
         self._waiting.clear()
 

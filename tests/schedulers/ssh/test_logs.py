@@ -33,7 +33,7 @@ class Hosts:
     def __init__(self, root: Path) -> None:
         self.root, self.most, self.asked, self.down = root, 0, 0, set[Host]()
 
-    def query(self, asked: Mapping[Host, Sequence[Any]], *, believe_down: bool = False) -> dict[Host, Outcome[Reply]]:
+    def query(self, asked: Mapping[Host, Sequence[Any]], *, skip_down: bool = False) -> dict[Host, Outcome[Reply]]:
         return {host: self._answer(host, steps) for host, steps in asked.items()}
 
     def _answer(self, host: Host, steps: Sequence[Any]) -> Outcome[Reply]:

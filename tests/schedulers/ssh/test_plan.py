@@ -71,10 +71,10 @@ def test_options_that_cannot_be_meant(options: dict[str, Any], said: str) -> Non
     ("options", "spec", "said"),
     [
         ({}, {}, "target lab: no hosts; give --hosts a,b or --hostfile FILE"),
-        ({"hosts": "a,b"}, {"nodes": 3}, "3 nodes asked for, and it has 2 hosts"),
-        ({"hosts": "a,b", "spares": 1}, {"nodes": 2}, "2 nodes and 1 spares asked for, and it has 2 hosts"),
+        ({"hosts": "a,b"}, {"nodes": 3}, "3 nodes requested, but it has 2 hosts"),
+        ({"hosts": "a,b", "spares": 1}, {"nodes": 2}, "2 nodes and 1 spares requested, but it has 2 hosts"),
         ({"hosts": "a"}, {"image": "x"}, "--image needs another kind of target"),
-        ({"hosts": "a"}, {"after": ("x",)}, "hosts know no other jobs"),
+        ({"hosts": "a"}, {"after": ("x",)}, "--after is not supported; submit the job once"),
         ({"hosts": "a"}, {"secrets": {"A": "vault:x"}}, "--secret A: an ssh target reads env:NAME and file:PATH"),
         ({"hosts": "a", "cpu": True}, {"resources": Resources(gpus=1)}, "trains on the CPU (cpu: true)"),
         ({"hosts": "a,-oProxyCommand=x"}, {}, "'-oProxyCommand=x' is not a host name"),

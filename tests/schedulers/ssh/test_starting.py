@@ -166,7 +166,7 @@ def test_a_host_that_is_lost_after_its_examination_fails_its_own_jobs(
         rows=rows, findings=(), usable=tuple(named), master="a", port=29500, attempts={},
         leads={host: host.name for host in named},
     )  # fmt: skip
-    monkeypatch.setattr(placement, "examined", lambda *_, **__: report)
+    monkeypatch.setattr(placement, "examine_hosts", lambda *_, **__: report)
     job_ids = ["one", "two", "three", "four"]
     placements, refused = place(
         cast(Hosts, hosts), SshOptions(), "ssh", job_ids, named, nodes, SIZE, requirements=HostRequirements()

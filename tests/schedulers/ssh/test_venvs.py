@@ -116,7 +116,7 @@ def test_what_hosts_can_get_is_passed_on(tmp_path: Path) -> None:
 def test_the_options_are_checked(submit: Submit) -> None:
     with pytest.raises(SpecError, match="target ssh: requirements must be the name of a file"):
         submit("true", options={"requirements": " "})
-    with pytest.raises(SpecError, match="requirements_python is the Python of an environment: name its requirements"):
+    with pytest.raises(SpecError, match="requirements_python is set, but requirements is not; set both"):
         submit("true", options={"requirements_python": "3.12"})
     for bad in ("3.9", "3", "python3.12", "3.12.", ">=3.12", "-3.12", " "):
         with pytest.raises(SpecError, match=f"from 3.10 on, such as 3.12 or 3.12.4, not '{bad}'"):
@@ -432,7 +432,7 @@ def test_a_check_makes_nothing_and_says_so(
     target = load_target("ssh", home / "jobs", overrides=options)
     assert isinstance(target, Checks)
     found = target.check()
-    assert "node1: the environment for r.txt is not there yet: the first submit makes it" in found.warnings
+    assert "node1: the environment for r.txt does not exist yet; the first submit creates it" in found.warnings
     assert found.failures == ()
     with_another = load_target("ssh", home / "jobs", overrides=options | {"requirements_python": VERSION})
     assert with_another.check().warnings == found.warnings  # type: ignore[attr-defined]

@@ -178,7 +178,7 @@ def test_a_plan_needs_neither_client_nor_library() -> None:
         ({}, {"resources": Resources(gpus=8)}, "--gpus 8: a TPU has none; its accelerator_type says which chips"),
         ({}, {"resources": Resources(accelerator="v4")}, "--accelerator v4: the slice's accelerator_type says"),
         ({}, {"image": "a/b"}, "hosts run the job as they are"),
-        ({}, {"after": ("2mxaaaaaaab",)}, "hosts know no other jobs"),
+        ({}, {"after": ("2mxaaaaaaab",)}, "--after is not supported; submit the job once"),
     ],
 )
 def test_what_is_refused(options: dict[str, Any], given: dict[str, Any], said: str) -> None:
