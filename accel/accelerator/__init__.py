@@ -16,14 +16,14 @@ import torch
 from torch.utils.data import DataLoader
 
 from accel.accelerator.arguments import (
-    accumulation,
     handlers_by_class,
-    loading,
-    parallelism,
-    project,
     refuse_environment,
     refuse_unknown,
-    sharding,
+    resolve_accumulation,
+    resolve_fsdp,
+    resolve_loading,
+    resolve_parallelism,
+    resolve_project,
 )
 from accel.accelerator.checkpoints import CheckpointControl
 from accel.accelerator.communication import Dimensions, ProcessControl
@@ -54,9 +54,8 @@ from accel.training.compile import compile_regions, compile_regions_in_place, co
 from accel.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from accel.world.available import is_bitsandbytes_multi_backend_available, is_xpu_available
 
-# An object, and whether it is put on the device; None: as the `Accelerator` says.
-_Given: TypeAlias = "tuple[Any, bool | None]"
-
+# An object and whether to move it to the device; None: the default of the `Accelerator`.
+_WithPlacement: TypeAlias = "tuple[Any, bool | None]"
 
 logger = get_logger(__name__)
 
@@ -132,13 +131,13 @@ class Accelerator(
         self.scaler_handler = handlers.get(GradScalerKwargs)
         self.init_handler = handlers.get(InitProcessGroupKwargs)
         self.profile_handler = handlers.get(ProfileKwargs)
-        self.dataloader_config = loading(dataloader_config, split_batches)
-        files = project(project_config, project_dir)
+        self.dataloader_config = resolve_loading(dataloader_config, split_batches)
+        files = resolve_project(project_config, project_dir)
         self._init_tracking(log_with, files.logging_dir)
         self.dynamo_plugin = dynamo(dynamo_backend, dynamo_plugin)
         options = self.init_handler.to_kwargs() if self.init_handler else {}
-        fsdp_plugin = sharding(fsdp_plugin)
-        parallelism_config = parallelism(parallelism_config, fsdp_plugin)
+        fsdp_plugin = resolve_fsdp(fsdp_plugin)
+        parallelism_config = resolve_parallelism(parallelism_config, fsdp_plugin)
         if fsdp_plugin is not None:
             options = {**fsdp_plugin.world_options(), **options}
         state = AcceleratorState(
@@ -149,7 +148,7 @@ class Accelerator(
             parallelism_config=parallelism_config,
             **options,
         )
-        gradient_state = GradientState(accumulation(gradient_accumulation_plugin, gradient_accumulation_steps))
+        gradient_state = GradientState(resolve_accumulation(gradient_accumulation_plugin, gradient_accumulation_steps))
         self._run = Run(
             state=state,
             gradient_state=gradient_state,
@@ -189,7 +188,7 @@ class Accelerator(
     ) -> torch.nn.Module:
         """Return ``model`` on its device, in its precision and, except for ``evaluation_mode``, distributed.
 
-        For a model that is already prepared, return the result of the first call.
+        A model prepared by an earlier call is returned as that call returned it; for ``evaluation_mode``, as it is.
         """
         prepared = self._prepare_training([(model, device_placement)], [], evaluation=evaluation_mode)
         return cast(torch.nn.Module, prepared[id(model)])
@@ -202,7 +201,7 @@ class Accelerator(
         return cast(AcceleratedOptimizer, prepared[id(optimizer)])
 
     def _prepare_training(
-        self, models: Sequence[_Given], optimizers: Sequence[_Given], *, evaluation: bool = False
+        self, models: Sequence[_WithPlacement], optimizers: Sequence[_WithPlacement], *, evaluation: bool = False
     ) -> dict[int, Any]:
         """Return prepared objects by the `id` of the original.
 
@@ -210,29 +209,29 @@ class Accelerator(
         """
         prepared: dict[int, Any] = {id(model): self._known_model(model, evaluation) for model, _ in models}
         prepared |= {id(optimizer): self._known_optimizer(optimizer) for optimizer, _ in optimizers}
-        new = {id(model): (model, placement) for model, placement in models if prepared[id(model)] is None}
-        steps = {
+        new_models = {id(model): (model, placement) for model, placement in models if prepared[id(model)] is None}
+        new_optimizers = {
             id(optimizer): (optimizer, placement)
             for optimizer, placement in optimizers
             if prepared[id(optimizer)] is None
         }
-        moved = [self._begin_model(model, placement, evaluation) for model, placement in new.values()]
+        placed = [self._begin_model(model, placement, evaluation) for model, placement in new_models.values()]
         wrapped, wrapped_optimizers = self.strategy.prepare(
-            [] if evaluation else moved, [item for item, _ in steps.values()]
+            [] if evaluation else placed, [optimizer for optimizer, _ in new_optimizers.values()]
         )
-        for key, model in zip(new, moved if evaluation else wrapped, strict=True):
+        for key, model in zip(new_models, placed if evaluation else wrapped, strict=True):
             prepared[key] = self._end_model(model)
             self._run.models.append(prepared[key])
             if evaluation:
                 self._run.evaluated.add(prepared[key])
-        for (key, (_, placement)), optimizer in zip(steps.items(), wrapped_optimizers, strict=True):
+        for (key, (_, placement)), optimizer in zip(new_optimizers.items(), wrapped_optimizers, strict=True):
             placement = self.device_placement if placement is None else placement
             prepared[key] = AcceleratedOptimizer(optimizer, placement, precision=self.precision)
             self._run.optimizers.append(prepared[key])
         return prepared
 
     def _known_model(self, model: torch.nn.Module, evaluation: bool) -> torch.nn.Module | None:
-        """Return what an earlier call made of ``model``, or None.
+        """Return ``model`` as an earlier call prepared it, or None.
 
         A model that was prepared for evaluation only is prepared again for training.
         """
@@ -247,7 +246,7 @@ class Accelerator(
         return None
 
     def _known_optimizer(self, optimizer: torch.optim.Optimizer) -> AcceleratedOptimizer | None:
-        """Return what an earlier call made of ``optimizer``; register one that another `Accelerator` prepared."""
+        """Return ``optimizer`` as an earlier call prepared it; register one that another `Accelerator` prepared."""
         for prepared in self._run.optimizers:
             if optimizer is prepared or optimizer is prepared.optimizer:
                 return prepared
@@ -322,7 +321,7 @@ class Accelerator(
         except Exception as error:
             from accel.tracking.isolation import first_line
 
-            # The state is safe: whoever starts the run again must still hear that it is to be started.
+            # The state is saved: a tracker's error must not replace the exit code that requests a restart.
             logger.warning(f"a tracker could not be finished: {first_line(error)}", main_process_only=False)
         logger.warning(f"preempted: saved {path}, ending with code {REQUEUE} to be started again")
         raise SystemExit(REQUEUE)

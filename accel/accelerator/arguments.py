@@ -26,13 +26,9 @@ from accel.world.environment import read_flag, read_int
 
 _HANDLERS = (AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs, InitProcessGroupKwargs, ProfileKwargs)
 _STEPS = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
-_UNSUPPORTED_BACKENDS = (
-    "ACCELERATE_USE_DEEPSPEED",
-    "ACCELERATE_USE_MEGATRON_LM",
-)
+_UNSUPPORTED_BACKENDS = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM")
 
-
-# Arguments that Accelerate once had, and what says the same now.
+# Arguments that Accelerate has removed, and their replacements.
 _REMOVED = {
     "dispatch_batches": "dataloader_config=DataLoaderConfiguration(dispatch_batches=…)",
     "even_batches": "dataloader_config=DataLoaderConfiguration(even_batches=…)",
@@ -60,19 +56,19 @@ def refuse_environment(env: Mapping[str, str]) -> None:
         raise ArgumentError(f"environment variable {names[0]}={env[names[0]]}: not in this version of accel; unset it")
 
 
-def sharding(plugin: Any) -> FullyShardedDataParallelPlugin | None:
+def resolve_fsdp(plugin: Any) -> FullyShardedDataParallelPlugin | None:
     """Return the FSDP plug-in: the argument or, if ``ACCELERATE_USE_FSDP`` is set, one from ``FSDP_…``."""
     if plugin is not None and not isinstance(plugin, FullyShardedDataParallelPlugin):
         raise ArgumentError(
             f"Accelerator(fsdp_plugin=…) must be a FullyShardedDataParallelPlugin, not {type(plugin).__name__}"
         )
     if isinstance(plugin, FullyShardedDataParallelPlugin):
-        os.environ["ACCELERATE_USE_FSDP"] = "true"  # transformers asks for it when it loads a model
+        os.environ["ACCELERATE_USE_FSDP"] = "true"  # transformers reads it when it loads a model
         return plugin
     return FullyShardedDataParallelPlugin() if read_flag(os.environ, "ACCELERATE_USE_FSDP") else None
 
 
-def parallelism(
+def resolve_parallelism(
     config: ParallelismConfig | None, plugin: FullyShardedDataParallelPlugin | None
 ) -> ParallelismConfig | None:
     """Return the parallelism configuration, from the argument or ``PARALLELISM_CONFIG_…``.
@@ -88,7 +84,7 @@ def parallelism(
     if config is not None and config.dp_shard_enabled and plugin is None:
         raise ArgumentError(
             f"ParallelismConfig(dp_shard_size={config.dp_shard_size}) shards models: "
-            "give fsdp_plugin=FullyShardedDataParallelPlugin() too (--use_fsdp)"
+            "pass fsdp_plugin=FullyShardedDataParallelPlugin() too (--use_fsdp)"
         )
     return config
 
@@ -112,13 +108,15 @@ def handlers_by_class(handlers: Sequence[KwargsHandler]) -> dict[type, Any]:
     return by_class
 
 
-def loading(config: DataLoaderConfiguration | None, split_batches: bool | None) -> DataLoaderConfiguration:
+def resolve_loading(config: DataLoaderConfiguration | None, split_batches: bool | None) -> DataLoaderConfiguration:
     """Return the loader configuration, with ``split_batches`` if that was passed separately."""
     config = config or DataLoaderConfiguration()
     return config if split_batches is None else replace(config, split_batches=split_batches)
 
 
-def project(config: ProjectConfiguration | None, directory: str | os.PathLike[str] | None) -> ProjectConfiguration:
+def resolve_project(
+    config: ProjectConfiguration | None, directory: str | os.PathLike[str] | None
+) -> ProjectConfiguration:
     """Return the project configuration, with ``directory`` unless it has a directory already."""
     config = config or ProjectConfiguration()
     if directory is not None and config.project_dir is None:
@@ -126,12 +124,12 @@ def project(config: ProjectConfiguration | None, directory: str | os.PathLike[st
     return config
 
 
-def accumulation(plugin: GradientAccumulationPlugin | None, steps: int) -> GradientAccumulationPlugin:
+def resolve_accumulation(plugin: GradientAccumulationPlugin | None, steps: int) -> GradientAccumulationPlugin:
     """Return the accumulation plug-in, from the arguments or ``ACCELERATE_GRADIENT_ACCUMULATION_STEPS``."""
     if plugin is None:
-        auto = os.environ.get(_STEPS, "").lower() == "auto"  # for DeepSpeed: what the script says
+        auto = os.environ.get(_STEPS, "").lower() == "auto"  # DeepSpeed's value for "as in the script"
         from_env = read_int(os.environ, _STEPS, minimum=1) if steps == 1 and not auto else None
         return GradientAccumulationPlugin(num_steps=from_env or steps)
     if steps != 1:
-        raise ArgumentError("give gradient_accumulation_steps or gradient_accumulation_plugin, not both")
+        raise ArgumentError("pass gradient_accumulation_steps or gradient_accumulation_plugin, not both")
     return plugin

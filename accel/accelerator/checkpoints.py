@@ -119,9 +119,8 @@ class CheckpointControl(Part):
         """
         if not self._can_be_saved:
             raise ArgumentError(
-                "save_state in an open accumulation window of a sharded model: its gradients are nowhere that they "
-                "could be saved from; save where accelerator.sync_gradients is true, or give "
-                "GradientAccumulationPlugin(sync_each_batch=True)"
+                "save_state in an open accumulation window: a sharded model's gradients cannot be saved. Save where "
+                "accelerator.sync_gradients is true, or pass GradientAccumulationPlugin(sync_each_batch=True)"
             )
         automatic = output_dir is None
         if automatic and not self.project_configuration.automatic_checkpoint_naming:
@@ -130,7 +129,7 @@ class CheckpointControl(Part):
                 "ProjectConfiguration(automatic_checkpoint_naming=True), project_dir=…)"
             )
         if save_model_func_kwargs:
-            logger.warning(f"save_state: nothing in this run takes {', '.join(sorted(save_model_func_kwargs))}")
+            logger.warning(f"save_state: {', '.join(sorted(save_model_func_kwargs))} ignored: no effect in this run")
         self._checkpoints.wait()
         path = self._checkpoints.next_place() if output_dir is None else Path(output_dir)
         self._checkpoints.save(
@@ -235,7 +234,7 @@ class CheckpointControl(Part):
         try:
             run_on_all_ranks(f"saving {folder}", write)
         except CheckpointError as error:
-            if isinstance(error.__cause__, ArgumentError):  # of this process
+            if isinstance(error.__cause__, ArgumentError):  # raised by this process
                 raise error.__cause__ from None
             raise
 
@@ -255,7 +254,7 @@ def _load_options(load_kwargs: dict[str, Any]) -> dict[str, Any]:
     for name in load_kwargs:
         one_of(name, _LOAD_OPTIONS, source="load_state(load_kwargs=…)")
     if load_kwargs.get("weights_only") is False:
-        raise ArgumentError("load_state(load_kwargs=…): weights_only=False would run code that a file holds")
+        raise ArgumentError("load_state(load_kwargs=…): weights_only=False would run code from the file: remove it")
     return {name: value for name, value in load_kwargs.items() if name == "encoding"}
 
 

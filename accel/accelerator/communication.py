@@ -1,4 +1,4 @@
-"""The part of `Accelerator` about processes: who am I, wait, speak, exchange, and which dimensions share work."""
+"""The parts of `Accelerator` for processes: ranks, barriers, printing, collectives and mesh dimensions."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class ProcessControl(Part):
 
     @property
     def is_local_main_process(self) -> bool:
-        """True on rank 0 of a node."""
+        """True on local rank 0 of a node."""
         return self.state.is_local_main_process
 
     @property
@@ -163,9 +163,7 @@ class ProcessControl(Part):
         return bool(collectives.reduce(flag, "sum").item())
 
 
-# Dimensions over which processes share the work, and this one's place in them.
-#
-# Dimensions that this version does not have are of size 1.
+# Mesh dimensions, and this process's ranks in them. Dimensions that this version does not have are of size 1.
 
 
 class Dimensions(Part):
@@ -217,7 +215,7 @@ class Dimensions(Part):
 
     @property
     def should_save_model(self) -> bool:
-        """True on rank 0 of a node, which writes the full model."""
+        """True on local rank 0 of a node, which writes the full model."""
         return self.state.is_local_main_process
 
     @property

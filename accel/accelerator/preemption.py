@@ -63,7 +63,7 @@ class Warnings:
         """Restore the previous handlers, except where the script has set another one since."""
         if _in_main_thread():
             for signum, handler in cls._before.items():
-                if signal.getsignal(signum) == cls._note and handler is not None:
+                if signal.getsignal(signum) == cls._record and handler is not None:
                     signal.signal(signum, handler)
             cls._before.clear()
         cls.received = None
@@ -71,14 +71,14 @@ class Warnings:
     @classmethod
     def _install(cls, signum: int) -> None:
         cls._owner = os.getpid()
-        cls._before[signum] = signal.signal(signum, cls._note)
+        cls._before[signum] = signal.signal(signum, cls._record)
 
     @classmethod
-    def _note(cls, signum: int, _: FrameType | None) -> None:
+    def _record(cls, signum: int, _: FrameType | None) -> None:
         if os.getpid() == cls._owner:
             cls.received = signum
             return
-        # A process forked from this one, which whoever forked it wants to be able to end.
+        # In a forked child: its parent must still be able to terminate it.
         signal.signal(signum, cls._before.get(signum) or signal.SIG_DFL)
         os.kill(os.getpid(), signum)
 
@@ -90,8 +90,8 @@ def _in_main_thread() -> bool:
 class Agreement:
     """Agreement of all processes on whether one was warned: equal on all of them at the same read.
 
-    Every process must call `read` equally often. Exchanges are as many reads apart as take 0.1 s on the slowest
-    process, at least 1 and at most 16; a warning reaches all processes after two or three exchanges.
+    Every process must call `read` equally often. An exchange starts every 1 to 16 reads, about every 0.1 s on the
+    slowest process; a warning reaches all processes after two or three exchanges.
     """
 
     def __init__(self, state: AcceleratorState) -> None:
@@ -144,7 +144,7 @@ class Agreement:
             try:
                 work.wait()
             except RuntimeError as error:
-                logger.debug(f"the last exchange about preemption came to nothing: {error}", main_process_only=False)
+                logger.debug(f"the last exchange about preemption failed: {error}", main_process_only=False)
 
 
 class PreemptionControl(Part):

@@ -22,7 +22,7 @@ class Run:
     """The state that all parts share.
 
     ``registered``: the script's own objects that checkpoints include.
-    ``evaluated``: those of ``models`` that were prepared for evaluation only, and are not distributed.
+    ``evaluated``: the members of ``models`` that were prepared for evaluation only, and are not distributed.
     """
 
     state: AcceleratorState
@@ -61,7 +61,7 @@ class Part:
 
     @property
     def strategy(self) -> Strategy:
-        """The way in which models are distributed over the world."""
+        """The distribution of models over the world."""
         return self._run.strategy
 
     @strategy.setter
@@ -86,7 +86,7 @@ class Part:
     def project_configuration(self, project: ProjectConfiguration) -> None:
         self._run.project = project
 
-    # By the names of Accelerate, whose users read them.
+    # Accelerate's names, which scripts read.
 
     @property
     def _models(self) -> list[torch.nn.Module]:

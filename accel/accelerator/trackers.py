@@ -1,4 +1,4 @@
-"""The part of `Accelerator` that keeps records of training: trackers, on the processes they run on, and profiles."""
+"""The parts of `Accelerator` that record training: experiment trackers and profiles."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class TrackingControl(Part):
         if trackers are already running.
         """
         if self._guards:
-            raise StateError("init_trackers() was called already: end_training() first ends the trackers that run")
+            raise StateError("init_trackers() was called already: call end_training() first")
         if not self.log_with:
             return
         options = _by_tracker(init_kwargs, self.log_with, "init_kwargs")
@@ -82,7 +82,7 @@ class TrackingControl(Part):
             self._warn_not_tracking()
             return
         if not isinstance(values, Mapping):
-            raise ArgumentError(f"log() takes a dict from names to values, got {type(values).__name__}")
+            raise ArgumentError(f"log() takes a dict of values by name, got {type(values).__name__}")
         options = _by_tracker(log_kwargs, self.log_with, "log_kwargs") if log_kwargs else {}
         for guard in self._guards:
             guard.log(values, step, options.get(guard.tracker.name, {}) if options else {})  # type: ignore[attr-defined]
@@ -169,7 +169,7 @@ def _start_trackers(trackers: list[GeneralTracker]) -> list[IsolatedTracker]:
                 started.append(guard)
     except BaseException:
         for guard in started:
-            # Why it could not begin is what the script must hear of.
+            # The script must see why a tracker did not start, not why another did not finish.
             with suppress(Exception):
                 guard.finish()
         raise

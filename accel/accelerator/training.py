@@ -123,7 +123,7 @@ class TrainingControl(Part):
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, steps: int) -> None:
         if not isinstance(steps, int) or steps < 1:
-            raise ArgumentError(f"gradient accumulation steps must be a whole number from 1 on, got {steps!r}")
+            raise ArgumentError(f"gradient accumulation steps must be a positive integer, got {steps!r}")
         self.gradient_state.plugin.num_steps = steps
         self._run.window.length = steps
 
@@ -160,7 +160,9 @@ class TrainingControl(Part):
     def no_sync(self, model: torch.nn.Module | Sequence[torch.nn.Module]) -> AbstractContextManager[Any]:
         """Return a context manager whose backward passes do not synchronize ``model``, or several models."""
         return (
-            self.strategy.no_sync(model) if isinstance(model, torch.nn.Module) else _all(self.strategy.no_sync, model)
+            self.strategy.no_sync(model)
+            if isinstance(model, torch.nn.Module)
+            else _enter_all(self.strategy.no_sync, model)
         )
 
     @staticmethod
@@ -173,20 +175,19 @@ class TrainingControl(Part):
         """Let processes run out of batches at different times in the block, on every kind of device.
 
         ``even_batches`` overrides that setting of every prepared loader in the block. Warns if the block has no
-        effect: in a world whose models are not data-parallel.
+        effect because models are not data-parallel.
         """
         if self.state.use_distributed and not self.strategy.joins:
             warnings.warn("join_uneven_inputs has no effect: it is for data-parallel training (DDP)", stacklevel=3)
-        samplers = [loader if isinstance(loader, PreparedLoader) else None for loader in self._run.loaders]
-        previous = [(sampler, sampler.even_batches) for sampler in samplers if sampler is not None]
-        for sampler, _ in previous:
-            sampler.even_batches = sampler.even_batches if even_batches is None else even_batches
+        previous = [(item, item.even_batches) for item in self._run.loaders if isinstance(item, PreparedLoader)]
+        for loader, even in previous:
+            loader.even_batches = even if even_batches is None else even_batches
         try:
             with self.strategy.uneven_inputs(joinables):
                 yield
         finally:
-            for sampler, even in previous:
-                sampler.even_batches = even
+            for loader, even in previous:
+                loader.even_batches = even
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         """Return a context manager that runs operations in mixed precision; prepared models need none.
@@ -247,7 +248,7 @@ class TrainingControl(Part):
     def unwrap_model(
         self, model: torch.nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> torch.nn.Module:
-        """Return the model inside what `prepare` returned, which keeps working.
+        """Return the original model inside a prepared ``model``, which keeps working.
 
         Without ``keep_fp32_wrapper`` the model's forward no longer runs in mixed precision; without
         ``keep_torch_compile`` the model before compilation is returned.
@@ -269,7 +270,7 @@ class TrainingControl(Part):
 
 
 @contextmanager
-def _all(
+def _enter_all(
     region: Callable[[torch.nn.Module], AbstractContextManager[Any]], models: Iterable[torch.nn.Module]
 ) -> Iterator[None]:
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""The hook that brings weights and inputs to one device for a forward, and where in a model it goes."""
+"""`AlignDevicesHook`, which moves weights and inputs to one device for a forward, and its attachment to models."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from accel.big_models.offload import PrefixedDataset
 
 
 class _LoadedTensor(NamedTuple):
-    """A tensor that is in its module for one forward, and its predecessor there."""
+    """A tensor that is in its module for one forward, and the one that it replaced."""
 
     store: dict[str, Any]
     local_name: str
-    before: torch.Tensor
+    previous: torch.Tensor
     copies_by_device: dict[torch.device, torch.Tensor] | None
     device: torch.device
 
     def unload(self) -> None:
-        """Restore the predecessor, and drop the copy of a tied weight that was made for this forward."""
-        self.store[self.local_name] = self.before if self.before.device == META else emptied(self.before)
+        """Restore the previous tensor, and drop the copy of a tied weight that was made for this forward."""
+        self.store[self.local_name] = self.previous if self.previous.device == META else emptied(self.previous)
         if self.copies_by_device is not None:
             self.copies_by_device.pop(self.device, None)
 
@@ -76,7 +76,7 @@ class AlignDevicesHook(ModelHook):
         self.input_device: torch.device | None = None
         self.original_devices: dict[str, torch.device] = {}
         self._tied: dict[str, int] = {}  # name → the key of tied_params_map that stands for its weight
-        self._brought: list[_LoadedTensor] = []
+        self._loaded: list[_LoadedTensor] = []
         self._device: tuple[Device, torch.device] | None = None
 
     def __repr__(self) -> str:
@@ -100,7 +100,7 @@ class AlignDevicesHook(ModelHook):
         self.original_devices = {name: tensor.device for name, tensor in tensors.items()}
         slots = list(self._slots(module))
         self._tied.clear()
-        self._brought.clear()
+        self._loaded.clear()
         if self.weights_map is None:
             self.weights_map = {name: store[key].detach().to("cpu") for name, store, key in slots}
         for name, store, key in slots:
@@ -179,13 +179,13 @@ class AlignDevicesHook(ModelHook):
                     store[key].SCB = scales.to(device)
             if copies is not None and is_first_copy:
                 copies[device] = store[key]
-            self._brought.append(_LoadedTensor(store, key, old, copies if is_first_copy else None, device))
+            self._loaded.append(_LoadedTensor(store, key, old, copies if is_first_copy else None, device))
 
     @not_compiled
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         if self.offload:
-            while self._brought:
-                self._brought.pop().unload()
+            while self._loaded:
+                self._loaded.pop().unload()
             _forget_quantised_state(module)
         if self.io_same_device and self.input_device is not None:
             output = move(output, self.input_device, self.skip_keys)
@@ -199,7 +199,7 @@ class AlignDevicesHook(ModelHook):
         return module
 
     def _restore(self, module: nn.Module, name: str, device: torch.device) -> None:
-        """Put ``name`` on ``device`` permanently: tied ones as one parameter, memory-mapped ones as copies."""
+        """Put a tensor on ``device`` permanently: a tied one as one parameter, a memory-mapped one as a copy."""
         assert self.weights_map is not None
         copies = self._copies(name)
         if copies is not None and device in copies:
@@ -215,7 +215,7 @@ class AlignDevicesHook(ModelHook):
             copies[device] = tensor
 
     def _copies(self, name: str) -> dict[torch.device, torch.Tensor] | None:
-        """Return the present copies of the weight ``name``, by device, if it is tied."""
+        """Return the existing copies of the weight ``name``, by device, if it is tied."""
         key = self._tied.get(name)
         return None if key is None or self.tied_params_map is None else self.tied_params_map.get(key)
 
@@ -242,8 +242,7 @@ def has_offloaded_params(module: nn.Module) -> bool:
 def align_module_device(module: nn.Module, execution_device: Device | None = None) -> Iterator[None]:
     """Keep the own tensors of ``module`` on ``execution_device`` in the block, offloaded ones with their values.
 
-    The default is the execution device of the module's hook; without such a hook nothing moves unless a device is
-    given.
+    The default is the execution device of the module's offloading hook; without both nothing moves.
     """
     hook = offloading_hook(module)
     if hook is not None:
@@ -264,7 +263,7 @@ def align_module_device(module: nn.Module, execution_device: Device | None = Non
             yield
         finally:
             for name, param in parameters.items():
-                value = param if as_device(execution_device) == META else None  # nothing comes back from there
+                value = param if as_device(execution_device) == META else None  # the meta device kept no values
                 set_module_tensor_to_device(module, name, param.device, value=value)
     else:
         yield
@@ -385,7 +384,7 @@ def attach_align_device_hook_on_blocks(
     offload_map = offload if isinstance(offload, Mapping) else None
     _Blocks(
         devices=devices if devices is not None else dict.fromkeys(offload_map or (), execution_device),  # type: ignore[arg-type]
-        away=offload_map if offload_map is not None else dict.fromkeys(devices or (), bool(offload)),
+        offload=offload_map if offload_map is not None else dict.fromkeys(devices or (), bool(offload)),
         weights_map=weights_map,
         offload_buffers=offload_buffers,
         skip_keys=skip_keys,
@@ -397,7 +396,7 @@ def attach_align_device_hook_on_blocks(
 @dataclass(frozen=True, kw_only=True)
 class _Blocks:
     devices: Mapping[str, Device]
-    away: Mapping[str, bool]
+    offload: Mapping[str, bool]
     weights_map: Mapping[str, torch.Tensor] | None
     offload_buffers: bool
     skip_keys: str | Collection[str] | None
@@ -405,8 +404,8 @@ class _Blocks:
     tied: TiedParams | None
 
     def attach(self, module: nn.Module, name: str) -> None:
-        if name in self.devices and name in self.away:
-            if self.away[name]:
+        if name in self.devices and name in self.offload:
+            if self.offload[name]:
                 self._offload(module, name)
             else:
                 self._place(module, name)

@@ -18,7 +18,7 @@ from accel.big_models.devices import CPU, Device, as_device
 from accel.big_models.offload import SafetensorsFile
 from accel.errors import CheckpointError
 
-# Newest format first: where a folder has several, safetensors, which can hold no code, is what is loaded.
+# In order of preference: safetensors, which can hold no code, is loaded if a folder has both.
 _SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 
@@ -52,7 +52,7 @@ class CheckpointFiles:
                 present = set(shard.names())
                 missing = [name for name, file in self.file_of.items() if file == path and name not in present]
                 if missing:
-                    raise CheckpointError(f"{path} lacks {first_few(missing)}, which the index says it holds")
+                    raise CheckpointError(f"{path} lacks {first_few(missing)}, which the index lists for it")
             yield shard
 
     def names(self) -> list[str]:
@@ -62,7 +62,7 @@ class CheckpointFiles:
         return [name for path in self.paths for name in open_shard(path).names()]
 
 
-# What torch's reader of pickles raises for bytes that are none, or that name other types than those of weights.
+# Raised by torch's unpickler for bytes that are no pickle, or that name types other than those of weights.
 _CORRUPTION_ERRORS = (
     pickle.UnpicklingError,
     RuntimeError,
@@ -82,35 +82,35 @@ def find_files(checkpoint: str | os.PathLike[str]) -> CheckpointFiles:
     """
     path = Path(checkpoint)
     if path.is_file():
-        return _indexed(path) if path.suffix == ".json" else CheckpointFiles((path,))
+        return _read_index(path) if path.suffix == ".json" else CheckpointFiles((path,))
     if not path.is_dir():
-        raise CheckpointError(f"checkpoint {path} does not exist: give a file of weights, an index or a folder")
+        raise CheckpointError(f"checkpoint {path} does not exist: pass a file of weights, an index or a folder")
     for name in _SINGLE_FILES:
         if (path / name).is_file():
             return CheckpointFiles((path / name,))
     indexes = sorted(path.glob("*.index.json"))
     standard = [path / name for name in _INDEXES if path / name in indexes]
     if len(standard or indexes) > 1 and not standard:
-        raise CheckpointError(f"{path} holds several indexes: give one of {', '.join(file.name for file in indexes)}")
+        raise CheckpointError(f"{path} holds several indexes: pass one of {', '.join(file.name for file in indexes)}")
     if not indexes:
         raise CheckpointError(f"{path} holds none of {', '.join(_SINGLE_FILES)} and no *.index.json")
-    return _indexed((standard or indexes)[0])
+    return _read_index((standard or indexes)[0])
 
 
-def _indexed(path: Path) -> CheckpointFiles:
+def _read_index(path: Path) -> CheckpointFiles:
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
         weight_map = index.get("weight_map", index)
         file_of = {str(name): path.parent / file for name, file in weight_map.items()}
     except (OSError, ValueError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"{path} is no index of a checkpoint: {error}") from error
+        raise CheckpointError(f"{path} is not a checkpoint index: {error}") from error
     foreign_name = next((file for file in weight_map.values() if os.path.basename(file) != file), None)
     if foreign_name is not None:
         raise CheckpointError(f"{path} names {foreign_name!r}, which is not in its folder")
     paths = sorted(set(file_of.values()))
     missing = [file.name for file in paths if not file.is_file()]
     if missing:
-        raise CheckpointError(f"{path.name} names {first_few(missing)}, which {path.parent} does not hold")
+        raise CheckpointError(f"{path.name} names {first_few(missing)}, missing in {path.parent}")
     return CheckpointFiles(tuple(paths), file_of)
 
 
@@ -132,9 +132,9 @@ class _Safetensors:
         self._file = SafetensorsFile(path)
         layout = self._file.metadata.get("format", "pt")
         if layout not in ("pt", "np"):
-            raise CheckpointError(f"{path} was saved by {layout!r}, which lays weights out in another way than torch")
+            raise CheckpointError(f"{path} was saved by {layout!r}, whose layout of weights differs from torch's")
         names = set(self._file.names())
-        # Names of tied weights that accel left out of the file stand in its metadata.
+        # accel stores a tied weight once, and its other names in the file's metadata.
         self._same_as = {name: owner for name, owner in self._file.metadata.items() if owner in names - {name}}
 
     def names(self) -> list[str]:
@@ -160,13 +160,13 @@ class _Pickled:
             raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
         except _CORRUPTION_ERRORS as error:
             reason = str(error).strip().partition("\n")[0]
-            raise CheckpointError(f"{path} cannot be loaded as weights alone: {reason}") from error
+            raise CheckpointError(f"{path} cannot be loaded as weights only: {reason}") from error
         if not isinstance(loaded, Mapping):
-            raise CheckpointError(f"{path} holds one {type(loaded).__name__}: give the file of a model's state_dict")
+            raise CheckpointError(f"{path} holds one {type(loaded).__name__}: pass the file of a model's state_dict")
         extra = [str(key) for key, value in loaded.items() if not isinstance(value, torch.Tensor)]
         if extra:
             raise CheckpointError(
-                f"{path} holds {first_few(extra)}, no tensors: give the file of a model's state_dict alone"
+                f"{path} holds more than tensors ({first_few(extra)}): pass the file of a model's state_dict alone"
             )
         self._tensors: Mapping[str, torch.Tensor] = loaded
 
@@ -180,7 +180,7 @@ class _Pickled:
         return name
 
 
-def place_in_file(shard: Shard, name: str) -> dict[str, str] | None:
+def offload_entry(shard: Shard, name: str) -> dict[str, str] | None:
     """Return an entry for an index of offloaded weights that locates the tensor ``name``; ``None`` for pickles."""
     if not isinstance(shard, _Safetensors):
         return None

@@ -55,7 +55,7 @@ def infer_auto_device_map(
         class_names(no_split_module_classes),
         compute_module_sizes(model, dtype=dtype, special_dtypes=special_dtypes),
         look_ahead=fallback_allocation,
-        say=print if verbose else None,
+        log=print if verbose else None,
     )
     packing.run()
     if not offload_buffers:
@@ -65,9 +65,9 @@ def infer_auto_device_map(
 
 
 def warn_if_untied(model: nn.Module) -> None:
-    """Log a warning if the configuration of a model requires tied weights and it has none."""
+    """Log a warning if a model's configuration requires tied weights but the model has none."""
     if check_tied_parameters_in_config(model) and not find_tied_parameters(model):
-        logger.warning("%s asks for tied weights and has none: call its tie_weights() first", type(model).__name__)
+        logger.warning("%s requires tied weights but has none: call its tie_weights() first", type(model).__name__)
 
 
 class _Packing:
@@ -81,7 +81,7 @@ class _Packing:
         sizes: Mapping[str, int | float],
         *,
         look_ahead: bool,
-        say: Callable[[str], None] | None,
+        log: Callable[[str], None] | None,
     ) -> None:
         self.device_map: dict[str, int | str] = {}
         self._budget = budget
@@ -93,35 +93,35 @@ class _Packing:
         self._sizes = sizes
         self._ties = find_tied_parameters(model)
         self._look_ahead = look_ahead
-        self._looked: set[tuple[int | str, str]] = set()
-        self._log = say or (lambda text: None)
+        self._promoted: set[tuple[int | str, str]] = set()
+        self._log = log or (lambda text: None)
         self._queue: list[Named] = direct_parts(model)
         self._used: dict[int | str, int | float] = dict.fromkeys(self._devices, 0)
         self._too_small: dict[int | str, int | float] = {}
-        self._at = 0
+        self._current = 0
         self._largest, self._largest_names = get_max_layer_size(self._queue, sizes, no_split)
 
     def run(self) -> None:
         while self._queue:
-            self._treat(*self._queue.pop(0))
+            self._assign(*self._queue.pop(0))
 
-    def _treat(self, name: str, module: Any) -> None:
+    def _assign(self, name: str, module: Any) -> None:
         self._largest_without(name)
         size = self._sizes.get(name, 0)
         ties = _ties_leaving(name, self._ties)
         total, partner_names, partners = get_module_size_with_ties(ties, size, self._sizes, self._queue)
-        device = self._devices[self._at]
+        device = self._devices[self._current]
         available = self._free_bytes(device)
         if available is None or total <= available:
             self._log(f"{name} ({size} bytes) with {partner_names or 'no ties'} → {device} (room: {available})")
             self._place(name, partner_names, total)
         elif ties and size <= available and self._split_a_partner(name, module, partner_names, partners):
-            self._log(f"{name} fits {device} without what it is tied to: split that")
+            self._log(f"{name} fits {device} without the module it is tied to: split that module")
         elif size >= available and children_of(module, self._no_split):
             self._log(f"{name} ({size} bytes) is more than {device} has ({available}): split it")
-            self._queue = [*_opened(name, module), *self._queue]
+            self._queue = [*_split(name, module), *self._queue]
             self._find_largest()
-        elif not self._filled_by_another(name, module, total):
+        elif not self._promote(name, module, total):
             self._log(f"{name} ({total} bytes) is more than {device} has ({available}): on to the next device")
             self._next_device(name, module, total)
 
@@ -132,7 +132,7 @@ class _Packing:
         return self._budget[device] - reserved - self._used[device]
 
     def _place(self, name: str, partners: Iterable[str], total: int | float) -> None:
-        device = self._devices[self._at]
+        device = self._devices[self._current]
         self._used[device] += total
         for part in (name, *partners):
             self.device_map[part] = device
@@ -143,34 +143,34 @@ class _Packing:
         for partner_name, partner in zip(names, partners, strict=True):
             if children_of(partner, self._no_split):
                 position = [queued_name for queued_name, _ in self._queue].index(partner_name)
-                children = _opened(partner_name, partner)
+                children = _split(partner_name, partner)
                 self._queue = [(name, module), *self._queue[:position], *children, *self._queue[position + 1 :]]
                 self._find_largest()
                 return True
         return False
 
-    def _filled_by_another(self, name: str, module: Any, total: int | float) -> bool:
+    def _promote(self, name: str, module: Any, total: int | float) -> bool:
         """Move a later module that fits an empty device to the front of the queue; return False if there is none."""
-        device = self._devices[self._at]
+        device = self._devices[self._current]
         if not self._look_ahead or self._used[device] or device == "disk":
             return False
         limit = int(self._budget[device] - max(self._largest, total))
         other_name, other_module, remaining = fallback_allocate(
             self._queue, self._sizes, limit, self._no_split, self._ties
         )
-        if other_name is None or other_module is None or (device, other_name) in self._looked:
+        if other_name is None or other_module is None or (device, other_name) in self._promoted:
             return False
-        self._looked.add((device, other_name))
+        self._promoted.add((device, other_name))
         self._queue = [(other_name, other_module), (name, module), *remaining]
         return True
 
     def _next_device(self, name: str, module: Any, total: int | float) -> None:
-        device = self._devices[self._at]
+        device = self._devices[self._current]
         reserved = self._largest if device in self._reserving_devices else 0
         if not self._used[device]:
             self._too_small[device] = total + reserved
         self._used[device] += reserved
-        self._at += 1
+        self._current += 1
         self._queue.insert(0, (name, module))
 
     def _largest_without(self, name: str) -> None:
@@ -189,7 +189,7 @@ class _Packing:
         fits = any(self._budget[device] >= needed + self._used[device] for device in self._accelerators)
         if needed and self._accelerators and not fits:
             warnings.warn(
-                f"the buffers of offloaded modules take {needed} bytes, which no accelerator has left: "
+                f"the buffers of offloaded modules take {needed} bytes, and no accelerator has room for them: "
                 "pass offload_buffers=True if memory runs out",
                 stacklevel=3,
             )
@@ -203,7 +203,7 @@ def _under(name: str, other: str) -> bool:
     return other == name or other.startswith(f"{name}.")
 
 
-def _opened(name: str, module: nn.Module) -> list[Named]:
+def _split(name: str, module: nn.Module) -> list[Named]:
     inner: list[Named] = [*module.named_parameters(recurse=False), *module.named_children()]
     return [(f"{name}.{child}", value) for child, value in inner]
 
@@ -224,10 +224,10 @@ def get_module_size_with_ties(
     module_sizes: Mapping[str, int | float],
     modules_to_treat: Iterable[Named],
 ) -> tuple[int | float, list[str], list[Any]]:
-    """Return the bytes of a module with the pending modules that hold ``tied_params``, and their names and objects.
+    """Return the bytes of a module and its partners, the names of the partners, and the partners.
 
-    ``module_sizes`` counts a tied weight once, as `compute_module_sizes` does. Each module counts once. A module
-    that has been placed already counts nothing.
+    Partners are the modules in ``modules_to_treat`` (those not placed yet) that hold one of ``tied_params``; each
+    counts once. ``module_sizes`` counts a tied weight once, as `compute_module_sizes` does.
     """
     partners: dict[str, Any] = {}
     remaining = list(modules_to_treat)
@@ -247,8 +247,8 @@ def fallback_allocate(
 ) -> tuple[str | None, Any, list[Named]]:
     """Find the first module, at any depth, that fits in ``size_limit`` with its ties.
 
-    Returns its name, itself and the other modules; ``(None, None, modules)`` if there is none. In the others,
-    modules around the one found are split.
+    Returns its name, the module, and the other modules, in which those around it are split; or
+    ``(None, None, modules)``.
     """
     try:
         limit = convert_file_size_to_int(size_limit)
@@ -263,7 +263,7 @@ def fallback_allocate(
         if total <= limit:
             return name, module, _without(modules, name)
         if children_of(module, no_split):
-            search = [*_opened(name, module), *search]  # type: ignore[arg-type]
+            search = [*_split(name, module), *search]  # type: ignore[arg-type]
     return None, None, modules
 
 
@@ -273,7 +273,7 @@ def _without(modules: list[Named], name: str) -> list[Named]:
         if module_name == name:
             continue
         if _under(module_name, name) and isinstance(module, nn.Module):
-            remaining += _without(_opened(module_name, module), name)
+            remaining += _without(_split(module_name, module), name)
         else:
             remaining.append((module_name, module))
     return remaining
@@ -306,18 +306,18 @@ def _regroup(device_map: dict[str, Any], keys: list[str], module_name: str) -> N
 def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> None:
     """Check that ``device_map`` has a device for every tensor of ``model``'s state dict.
 
-    Raises `ArgumentError` naming the tensors without one. Keys that are no module and no tensor of the model are
-    named there, or in a warning if every tensor has a device.
+    Raises `ArgumentError` naming the tensors without one. Unknown keys are named there too, or in a warning if
+    every tensor has a device.
     """
     tensors = list(model.state_dict())
     known = {*(name for name, _ in model.named_modules()), *tensors, ""}
     unknown = [f"{key!r}{nearest(key, known)}" for key in device_map if key not in known]
-    hint = f"device_map keys that are no module of {type(model).__name__}: {', '.join(unknown)}" if unknown else ""
+    hint = f"unknown device_map keys for {type(model).__name__}: {', '.join(unknown)}" if unknown else ""
     uncovered = [name for name in tensors if device_of(name, device_map) is None]
     if uncovered:
         suffix = f" and {len(uncovered) - 5} more" if len(uncovered) > 5 else ""
         raise ArgumentError(
-            f"device_map gives no device to {', '.join(uncovered[:5])}{suffix}" + (f"; {hint}" if hint else "")
+            f"device_map has no device for {', '.join(uncovered[:5])}{suffix}" + (f"; {hint}" if hint else "")
         )
     if hint:
         warnings.warn(hint, UserWarning, stacklevel=2)
@@ -335,11 +335,11 @@ def device_of(name: str, device_map: Mapping[str, Device]) -> Device | None:
 def check_tied_parameters_on_same_device(
     tied_params: Iterable[Iterable[str]], device_map: Mapping[str, Device]
 ) -> None:
-    """Warn about tied weights on different devices in ``device_map``, where each gets a copy of its own."""
+    """Warn about tied weights on different devices in ``device_map``: each device gets its own copy."""
     for group in tied_params:
         devices = {name: device_of(name, device_map) for name in group}
         missing = [name for name, device in devices.items() if device is None]
         if missing:
-            raise ArgumentError(f"device_map gives no device to {', '.join(missing)}")
+            raise ArgumentError(f"device_map has no device for {', '.join(missing)}")
         if len(set(devices.values())) > 1:
             logger.warning("tied weights are on different devices, as copies: %s", devices)

@@ -1,4 +1,4 @@
-"""Devices: read and compare their names, and move nests of tensors to one."""
+"""Device names, and moving nested tensors to a device."""
 
 from __future__ import annotations
 
@@ -10,17 +10,15 @@ import torch
 from accel.errors import ArgumentError
 from accel.pytree import honor_type, rebuild_mapping
 
-# Names: ``0``, ``"cuda:0"``, ``torch.device("cuda", 0)``, and the two that torch does not place on.
-
+# ``0``, ``"cuda:0"``, ``torch.device("cuda", 0)``; ``"disk"`` in device maps, which torch does not know.
 Device = int | str | torch.device
-DeviceMap = Mapping[str, Device]
 
 META = torch.device("meta")
 CPU = torch.device("cpu")
 
 
 def as_device(device: Device) -> torch.device:
-    """Return the `torch.device` for ``device``; a whole number counts this machine's accelerators.
+    """Return the `torch.device` for ``device``; an integer is the index of an accelerator of this machine.
 
     Raises `ArgumentError` for a name that torch does not know, and for a number without an accelerator.
     """
@@ -32,7 +30,7 @@ def as_device(device: Device) -> torch.device:
         pass
     if isinstance(device, int):
         raise ArgumentError(f"device {device}: this machine has no accelerator: use 'cpu', 'disk' or 'meta'")
-    raise ArgumentError(f"device {device!r} is none that torch knows: use 'cpu', 'meta', a number or, say, 'cuda:0'")
+    raise ArgumentError(f"device {device!r} is unknown to torch: use 'cpu', 'meta', an index or a name like 'cuda:0'")
 
 
 def check_device_same(first_device: torch.device, second_device: torch.device) -> bool:
@@ -56,22 +54,24 @@ def is_offload(device: Device) -> bool:
 
 
 def dtype_named(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    """Return the torch type called ``"float16"`` or ``"torch.float16"``. Raises `ArgumentError` for another word."""
+    """Parse ``"float16"`` or ``"torch.float16"``. Raises `ArgumentError` for an unknown name."""
     if dtype is None or isinstance(dtype, torch.dtype):
         return dtype
     torch_dtype = getattr(torch, dtype.removeprefix("torch."), None)
     if not isinstance(torch_dtype, torch.dtype):
-        raise ArgumentError(f"dtype {dtype!r} is no type of torch: use, say, 'float16', 'bfloat16' or 'float32'")
+        raise ArgumentError(
+            f"dtype {dtype!r} is unknown to torch: use, for example, 'float16', 'bfloat16' or 'float32'"
+        )
     return torch_dtype
 
 
-# Nests of tensors: what a forward is called with, and what it returns.
+# Nested tensors: the arguments and results of a forward.
 
 _LEAVES = frozenset({type(None), bool, int, float, str, bytes})
 
 
 def move(data: Any, device: torch.device, skip_keys: str | Collection[str] | None = None) -> Any:
-    """Return ``data`` with its tensors, and all else that has a ``to`` method, on ``device``.
+    """Return ``data`` with its tensors, and other objects that have a ``to`` method, on ``device``.
 
     Values of mappings under ``skip_keys`` stay as they are. If nothing moves, ``data`` itself is returned.
     """
@@ -103,7 +103,7 @@ def _move(data: Any, device: torch.device, skip: Collection[str]) -> Any:
 
 
 def _changed(items: Iterable[tuple[Any, Any]], device: torch.device, skip: Collection[str]) -> dict[Any, Any]:
-    """Return those of ``items`` that moved, on the new device."""
+    """Return the ``items`` that moved, on the new device."""
     changed = {}
     for key, item in items:
         moved = item if key in skip else _move(item, device, skip)

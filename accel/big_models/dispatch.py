@@ -66,9 +66,9 @@ def disk_offload(
     offload_buffers: bool = False,
     preload_module_classes: Collection[str] | None = None,
 ) -> nn.Module:
-    """Like `cpu_offload`, with the weights in files in ``offload_dir``.
+    """Do as `cpu_offload`, with the weights in files in ``offload_dir``.
 
-    They are written there, unless the model is on the meta device: then they must be there already.
+    Weights are written there, except those on the meta device, which must be there already.
     """
     resident = set() if offload_buffers else {name for name, _ in model.named_buffers()}
     device = execution_device if execution_device is not None else _first_device(model)
@@ -115,7 +115,7 @@ def _write_offloaded(state: Mapping[str, torch.Tensor], resident: Collection[str
         missing = [name for name in empty if name not in index]
         if missing:
             raise CheckpointError(
-                f"{folder / INDEX_NAME} has no {first_few(missing)}, and the model has no values for it: load it first"
+                f"{folder / INDEX_NAME} lacks {first_few(missing)}, and the model has no values: load the weights first"
             )
 
 
@@ -126,7 +126,7 @@ def cpu_offload_with_hook(
 ) -> tuple[nn.Module, UserCpuOffloadHook]:
     """Keep ``model`` on the host until its forward, then on ``execution_device`` until the hook's ``offload()``.
 
-    Returns the model and that hook. ``prev_module_hook`` is that of the preceding model in a pipeline, which is
+    Returns the model and the hook. ``prev_module_hook``: the hook of the preceding model in a pipeline, which is
     moved back to the host first.
     """
     hook = CpuOffload(execution_device=execution_device, prev_module_hook=prev_module_hook)
@@ -164,12 +164,12 @@ def dispatch_model(
     `CheckpointError` if weights on disk are missing.
     """
     check_device_map(model, device_map)
-    flat = _flat(model, device_map)
+    flat = _flatten(model, device_map)
     devices = list(dict.fromkeys(flat.values()))
-    hosted: Any = model
+    dispatched: Any = model
     if len(devices) == 1 and "disk" not in devices and not force_hooks:
         model.to(devices[0])
-        hosted.hf_device_map = dict(device_map)
+        dispatched.hf_device_map = dict(device_map)
         return model
     main = _plain(main_device) if main_device is not None else _main_device(devices)
     offload_devices = ("disk",) if main in ("cpu", "mps") else ("cpu", "disk")
@@ -191,7 +191,7 @@ def dispatch_model(
     )
     retie_parameters(model, ties)
     _guard_moves(model)
-    hosted.hf_device_map = dict(device_map)
+    dispatched.hf_device_map = dict(device_map)
     return model
 
 
@@ -201,14 +201,14 @@ def _main_device(devices: list[Device]) -> Device:
     return (numbers or others or ["cpu"])[0]
 
 
-def _flat(model: nn.Module, device_map: Mapping[str, Device]) -> dict[str, Device]:
-    """Return the map without nested entries: one that contains others is replaced by the parts around them."""
+def _flatten(model: nn.Module, device_map: Mapping[str, Device]) -> dict[str, Device]:
+    """Return the map without nested entries: an entry that contains others is replaced by its remaining parts."""
     known = {"", *model.state_dict(), *(name for name, _ in [*model.named_modules(), *model.named_buffers()])}
     keys = [key for key in device_map if key in known]
     flat: dict[str, Device] = {}
     for name in keys:
         nested = {key for key in keys if key != name and (not name or key.startswith(f"{name}."))}
-        for part in _sibling_parts(name, model, nested) if nested else [name]:
+        for part in _remaining_parts(name, model, nested) if nested else [name]:
             flat[part] = _plain(device_map[name])
     return flat
 
@@ -218,12 +218,12 @@ def _plain(device: Device) -> Device:
     return "cpu" if isinstance(device, torch.device) and device.type == "cpu" else device
 
 
-def _sibling_parts(name: str, model: nn.Module, nested: Collection[str]) -> Iterator[str]:
-    """Yield the largest parts of the module ``name`` that are not, and do not contain, one of ``nested``."""
+def _remaining_parts(name: str, model: nn.Module, nested: Collection[str]) -> Iterator[str]:
+    """Yield the largest parts of the module ``name`` that neither are nor contain one of ``nested``."""
     for part, _ in direct_parts(model.get_submodule(name)):
         path = f"{name}.{part}" if name else part
         if any(key.startswith(f"{path}.") for key in nested) and path not in nested:
-            yield from _sibling_parts(path, model, nested)
+            yield from _remaining_parts(path, model, nested)
         elif path not in nested:
             yield path
 
@@ -244,7 +244,7 @@ def _weights(
         state_dict = extract_submodules_state_dict(model.state_dict(), on_host)
     if on_disk and index is None:
         if folder is None:
-            raise ArgumentError(f"device_map has {first_few(on_disk)} on 'disk': say in offload_dir where that is")
+            raise ArgumentError(f"device_map has {first_few(on_disk)} on 'disk': pass offload_dir")
         _write_offloaded(extract_submodules_state_dict(model.state_dict(), on_disk), resident, Path(folder))
     if state_dict is None and not on_disk and index is None:
         return None
@@ -257,7 +257,7 @@ def _weights(
 
 
 def _copies_of_tied(model: nn.Module, ties: list[list[str]]) -> TiedParams:
-    """Return an empty dict for the copies of each tied weight, by its present address."""
+    """Return, by address, an empty dict for the copies of each tied weight."""
     tied: TiedParams = {}
     for group in ties:
         for name in group:
@@ -272,17 +272,17 @@ def _guard_moves(model: nn.Module) -> None:
     guarded: Any = model
     for method in dict.fromkeys(["to", accelerator_type() or "cuda"]):
         if hasattr(type(model), method):
-            # A partial, so that a copy of the model guards itself and not the model it was copied from.
+            # A partial, so that a deep copy of the model guards the copy and not the original.
             setattr(guarded, method, functools.partial(_move_guarded, model, method))
 
 
 def _move_guarded(model: nn.Module, method: str, *args: Any, **kwargs: Any) -> Any:
     if method != "to" or torch._C._nn._parse_to(*args, **kwargs)[0] is not None:
-        logger.warning("%s is spread over devices by hooks and should not be moved", type(model).__name__)
+        logger.warning("%s is dispatched over devices by hooks and should not be moved", type(model).__name__)
     if any(param.device == META for param in model.parameters()):
         raise StateError(
             f"{type(model).__name__} has weights offloaded to the host or the disk and cannot be moved or cast: "
-            "take its hooks off first, with remove_hook_from_module(model, recurse=True)"
+            "remove its hooks first, with remove_hook_from_module(model, recurse=True)"
         )
     return getattr(type(model), method)(model, *args, **kwargs)
 
@@ -306,8 +306,8 @@ def load_checkpoint_and_dispatch(
 ) -> nn.Module:
     """Call `load_checkpoint_in_model`, then `dispatch_model` if there is a device map; return the model.
 
-    A map can be inferred: ``"auto"`` and ``"balanced"`` fill accelerators equally, ``"balanced_low_0"`` leaves
-    the first as empty as possible, ``"sequential"`` fills one after the other; all within ``max_memory``.
+    A map is inferred within ``max_memory`` for ``"auto"`` and ``"balanced"`` (fill accelerators equally),
+    ``"balanced_low_0"`` (leave the first as empty as possible) and ``"sequential"`` (fill one after the other).
     """
     if isinstance(device_map, str):
         device_map = _infer_map(

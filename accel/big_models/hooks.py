@@ -38,7 +38,7 @@ def not_compiled(function: _Function) -> _Function:
 
 
 class ModelHook:
-    """A hook around a module's forward, which does nothing. ``no_grad``: run forward without gradients."""
+    """Base class of hooks around a module's forward; does nothing. ``no_grad``: run forward without gradients."""
 
     no_grad: bool = False
 
@@ -51,7 +51,7 @@ class ModelHook:
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Return the result to pass to the caller, given that of forward."""
+        """Return the result to pass to the caller, given the ``output`` of forward."""
         return output
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
@@ -118,7 +118,7 @@ def _hooked_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _set_forward(module: Any, forward: Callable[..., Any]) -> None:
-    # A traced graph compiles its forward again whenever the graph changes, which an attribute would hide.
+    # A GraphModule recompiles its class's forward when the graph changes, which an attribute would hide.
     target = type(module) if isinstance(module, torch.fx.GraphModule) else module
     target.forward = forward
 
@@ -149,7 +149,7 @@ def remove_hook_from_submodules(module: nn.Module) -> None:
 class CpuOffload(ModelHook):
     """A hook that keeps a module on the host until its forward, then moves it to a device, where it stays.
 
-    ``prev_module_hook`` is that of the preceding module in a pipeline, which is moved back to the host first.
+    ``prev_module_hook``: the hook of the preceding module in a pipeline, which is moved back to the host first.
     ``execution_device`` defaults to this machine's accelerator, or the host if it has none.
     """
 

@@ -68,8 +68,8 @@ class _Placements(threading.local):
         self.stack: list[_Placement] = []
 
 
-# torch's registration hooks hold for the whole process: one is in place while any thread is inside, and it does
-# nothing in the others.
+# torch's registration hooks apply to all threads: one is registered while any thread is in such a block, and it
+# does nothing in other threads.
 _placements = _Placements()
 _lock = threading.Lock()
 _inside = 0

@@ -1,4 +1,4 @@
-"""Load a checkpoint into a model, each tensor straight to where it belongs; collect an offloaded model's state dict."""
+"""Loading a checkpoint into a model, each tensor directly to its device, and an offloaded model's state dict."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from accel.big_models.align import align_module_device, has_offloaded_params
-from accel.big_models.checkpoint_shards import CheckpointFiles, Shard, find_files, first_few, in_memory, place_in_file
+from accel.big_models.checkpoint_shards import CheckpointFiles, Shard, find_files, first_few, in_memory, offload_entry
 from accel.big_models.device_map import check_tied_parameters_on_same_device, device_of, warn_if_untied
 from accel.big_models.devices import CPU, META, Device, as_device, dtype_named
 from accel.big_models.module_tensors import (
@@ -34,7 +34,7 @@ from accel.errors import ArgumentError, CheckpointError, nearest
 
 logger = logging.getLogger(__name__)
 
-_STATISTICS = "SCB"  # what bitsandbytes keeps beside an int8 weight
+_STATISTICS = "SCB"  # bitsandbytes' scales of an int8 weight
 
 
 def load_checkpoint_in_model(
@@ -72,17 +72,17 @@ def load_checkpoint_in_model(
     a weight of another shape; `ArgumentError` for a device map that omits a weight.
     """
     if offload_8bit_bnb:
-        raise ArgumentError("offload_8bit_bnb: accel does not quantise: load the model through transformers for that")
+        raise ArgumentError("offload_8bit_bnb: accel does not quantise. Load the model through transformers")
     on_disk = device_map is not None and "disk" in device_map.values()
     if on_disk and offload_folder is None:
-        raise ArgumentError("device_map has 'disk': say in offload_folder where the index of those weights goes")
+        raise ArgumentError("device_map has 'disk': pass offload_folder for the index of the weights there")
     warn_if_untied(model)
     ties = find_tied_parameters(model)
     if device_map is not None:
         check_tied_parameters_on_same_device(ties, device_map)
     if broadcast_from_rank0 or _is_sharded(model):
         if device_map is not None:
-            raise ArgumentError("device_map does not go with broadcast_from_rank0 nor with sharded parameters")
+            raise ArgumentError("device_map cannot be combined with broadcast_from_rank0 or sharded parameters")
         _load_distributed(model, checkpoint, ties, strict, full_state_dict, broadcast_from_rank0)
         return
     files = find_files(checkpoint)
@@ -134,7 +134,9 @@ class _WeightPlacer:
         value = shard.get(name)
         if old.shape != value.shape and not hasattr(old, "quant_state"):
             saved, shape = tuple(value.shape), tuple(old.shape)
-            raise CheckpointError(f"{shard.path}: {name} has shape {saved}, in {type(self._model).__name__} {shape}")
+            raise CheckpointError(
+                f"{shard.path}: {name} has shape {saved}, but {shape} in {type(self._model).__name__}"
+            )
         dtype = self._type_of(name, old, value)
         device = self._device_for(name, old)
         if device == "disk" and name not in self._in_place:
@@ -157,7 +159,7 @@ class _WeightPlacer:
             return CPU if old.device == META else old.device
         device = device_of(name, self._map)
         if device is None:
-            raise ArgumentError(f"device_map gives no device to {name}{nearest(name, self._map)}")
+            raise ArgumentError(f"device_map has no device for {name}{nearest(name, self._map)}")
         return device
 
     def _to_device(
@@ -173,7 +175,7 @@ class _WeightPlacer:
         )
 
     def _to_disk(self, shard: Shard, name: str, value: torch.Tensor, dtype: torch.dtype) -> None:
-        entry = place_in_file(shard, name) if value.dtype == dtype else None
+        entry = offload_entry(shard, name) if value.dtype == dtype else None
         if entry is None:
             self._index[name] = self._files.write(value, name, dtype)
         else:
@@ -181,7 +183,7 @@ class _WeightPlacer:
         set_module_tensor_to_device(self._model, name, META, dtype=dtype)
 
     def finish(self, ties: list[list[str]]) -> None:
-        """Restore ties, from the name that was loaded, and write the index."""
+        """Restore ties from the names that were loaded, and write the index."""
         for group in ties:
             loaded = [name for name in group if name in self._placed_names]
             retie_parameters(self._model, [[*loaded, *(name for name in group if name not in loaded)]])
@@ -229,7 +231,7 @@ def _check_names(
     if missing:
         lines.append(f"lacks {first_few(missing)}")
     if unexpected:
-        lines.append(f"holds {first_few(unexpected)} that {kind} has not{nearest(unexpected[0], missing)}")
+        lines.append(f"holds {first_few(unexpected)}, which {kind} lacks{nearest(unexpected[0], missing)}")
     if lines and strict:
         raise CheckpointError(f"{checkpoint} {'; it '.join(lines)}")
     if lines:
@@ -254,7 +256,7 @@ def _load_distributed(
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
     if broadcast_from_rank0 and not dist.is_initialized():
-        raise ArgumentError("broadcast_from_rank0: this process is in no group: make an Accelerator() first")
+        raise ArgumentError("broadcast_from_rank0 needs a process group: create an Accelerator() first")
     is_reader = not broadcast_from_rank0 or dist.get_rank() == 0
     outcome: list[Any] = [None, None]
     files: CheckpointFiles | None = None
@@ -294,7 +296,7 @@ def load_offloaded_weights(model: nn.Module, index: Index | None, offload_folder
         )
 
 
-# The whole state dict of a model whose weights are spread and offloaded.
+# The complete state dict of a model with offloaded weights.
 
 
 def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
@@ -315,7 +317,7 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
                 state.setdefault(name, value)
     empty = [name for name in order if name not in state]
     if empty:
-        logger.warning("left out of the state dict, because they hold no numbers: %s", first_few(empty))
+        logger.warning("omitted from the state dict because they have no values: %s", first_few(empty))
     return {name: state[name] for name in order if name in state}
 
 
@@ -327,7 +329,7 @@ def get_state_dict_from_offload(
 ) -> dict[str, Any]:
     """Fill in, and return, the entries of ``state_dict`` that belong to ``module``.
 
-    ``module_name`` is the name of one of its tensors. Offloaded weights are moved to ``device_to_put_offload``.
+    ``module_name``: the name of one of the module's tensors. Offloaded weights are moved to ``device_to_put_offload``.
     """
     path = module_name.rpartition(".")[0]
     with align_module_device(module, device_to_put_offload if has_offloaded_params(module) else None):

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 MaxMemory = dict[int | str, int | str]
 Budget = dict[int | str, int]
 
-# Share of the memory of an only accelerator that weights may take: the rest is for activations.
+# The share of a sole accelerator's memory that weights may take; the rest is for activations.
 _FOR_WEIGHTS = 0.9
 
 
@@ -80,7 +80,7 @@ def get_max_memory(max_memory: MaxMemory | None = None) -> Budget:
         if isinstance(device, str) and device not in ("mps", "cpu", "disk"):
             known = ["mps", "cpu", "disk"]
             raise ArgumentError(
-                f"max_memory: {device!r} is no device: use whole numbers for accelerators, 'mps', 'cpu' or 'disk'"
+                f"max_memory: unknown device {device!r}: use integers for accelerators, 'mps', 'cpu' or 'disk'"
                 f"{nearest(device, known)}"
             )
         if isinstance(size, str):
@@ -89,7 +89,7 @@ def get_max_memory(max_memory: MaxMemory | None = None) -> Budget:
     count = torch.accelerator.device_count() if accelerator_type() else 0
     missing = [device for device in numbers if not 0 <= device < count]
     if missing:
-        logger.warning("max_memory names accelerators %s, and this machine has %d", missing, count)
+        logger.warning("max_memory names accelerators %s, but this machine has %d", missing, count)
     order = [*numbers, *(device for device in ("mps", "cpu", "disk") if device in max_memory)]
     return {device: int(max_memory[device]) for device in order}
 
@@ -105,7 +105,7 @@ def _free_memory() -> Budget:
         try:
             free[index] = int(module.mem_get_info(index)[0])
         except (RuntimeError, AttributeError) as error:
-            logger.info("%s:%d gives no memory: %s", kind, index, str(error).partition("\n")[0])
+            logger.info("%s:%d does not report its free memory: %s", kind, index, str(error).partition("\n")[0])
             continue
         properties = module.get_device_properties(index)
         shared = shared or bool(getattr(properties, "is_integrated", False))

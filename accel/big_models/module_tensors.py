@@ -67,7 +67,7 @@ def tensor_named(module: nn.Module, tensor_name: str) -> torch.Tensor | None:
 def like_parameter(old: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
     """Return a parameter with the value ``data`` and the class, attributes and ``requires_grad`` of ``old``."""
     requires_grad = old.requires_grad and is_real(data)
-    if not issubclass(type(old), nn.Parameter):  # a tensor class that only says that it is a parameter
+    if not issubclass(type(old), nn.Parameter):  # a tensor subclass that only passes isinstance()
         return nn.Parameter(data, requires_grad=requires_grad)
     new: nn.Parameter = torch.Tensor._make_subclass(type(old), data, requires_grad)
     vars(new).update(vars(old))
@@ -75,9 +75,9 @@ def like_parameter(old: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
 
 
 def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
-    """Return device, address and length in bytes of the storage of ``tensor``: equal for views of one storage.
+    """Return device, address and length in bytes of ``tensor``'s storage: equal for views of one storage.
 
-    All meta tensors of one size have the same.
+    They are also equal for all meta tensors of one size.
     """
     storage = tensor.untyped_storage()
     return tensor.device, storage.data_ptr(), storage.nbytes()
@@ -186,7 +186,7 @@ def _converted(
     old: torch.Tensor, target: torch.device, dtype: torch.dtype | None, name: str, non_blocking: bool
 ) -> torch.Tensor:
     if old.device == META and target != META:
-        raise ArgumentError(f"{name} is on the meta device and holds no numbers: give the value to put on {target}")
+        raise ArgumentError(f"{name} is on the meta device and has no values: pass the value to put on {target}")
     target_dtype = dtype if dtype is not None and is_real(old) else old.dtype
     if check_device_same(old.device, target) and target_dtype == old.dtype:
         return old
@@ -211,7 +211,7 @@ def replacement(
     """Return ``value`` on ``target`` as a replacement for ``old``; see `set_module_tensor_to_device`."""
     quantised = _quantises_on_move(old)
     if old.shape != value.shape and not quantised:
-        raise ArgumentError(f"{name} has shape {tuple(old.shape)}, the value for it {tuple(value.shape)}")
+        raise ArgumentError(f"{name} has shape {tuple(old.shape)}, but its new value has {tuple(value.shape)}")
     if dtype is None:
         value = value.to(old.dtype, non_blocking=non_blocking)
     elif is_real(value):

@@ -1,4 +1,4 @@
-"""Weights in a folder: a file of raw numbers each, and an index; read back as maps of the files, not as copies.
+"""Offloaded weights: a folder with a raw file per tensor and an index, read back memory-mapped.
 
 The layout is Accelerate's: ``NAME.dat`` and ``index.json`` (name → ``dtype`` and ``shape``). An entry of the
 index may instead refer to a safetensors file (``safetensors_file``, ``weight_name``).
@@ -19,10 +19,10 @@ import torch
 from accel.big_models.devices import CPU, Device, as_device, dtype_named
 from accel.errors import ArgumentError, CheckpointError, nearest
 
-# Tensors as maps of files: nothing is read before it is used, and a tensor that is let go of leaves no memory behind.
+# Memory-mapped tensors: nothing is read before it is used, and a dropped tensor frees its memory.
 #
 # The header of a safetensors file (https://github.com/huggingface/safetensors, "Format") is read here and not
-# by that library, which maps whole files that stay in the process's memory as long as the file is open.
+# by that library, which maps complete files that stay in memory as long as the file is open.
 
 # safetensors' name of a type → torch's; a torch that lacks one cannot load it.
 _TYPES = {
@@ -51,7 +51,7 @@ _LARGEST_HEADER = 100_000_000  # safetensors' own limit
 
 
 def map_tensor(path: str | os.PathLike[str], dtype: torch.dtype, shape: Sequence[int], offset: int = 0) -> torch.Tensor:
-    """Memory-map the tensor whose bytes start at ``offset`` of a file. Writes to it do not reach the file."""
+    """Memory-map the tensor at byte ``offset`` of a file. Writes to the tensor do not reach the file."""
     count = torch.Size(shape).numel()
     if not count:
         return torch.empty(tuple(shape), dtype=dtype)
@@ -67,7 +67,7 @@ def map_tensor(path: str | os.PathLike[str], dtype: torch.dtype, shape: Sequence
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor``, copied if it does not start at an address that torch would have chosen.
+    """Return ``tensor``, copied if it is not aligned as torch's own allocations are.
 
     Kernels depend on the alignment: the last bits of a result can differ with it.
     """
@@ -77,7 +77,7 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
 class SafetensorsFile:
     """The header of a safetensors file, and memory-mapped access to its tensors.
 
-    Raises `CheckpointError` for a file that is missing, cut short or no safetensors file.
+    Raises `CheckpointError` for a file that is missing, truncated or not a safetensors file.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -87,12 +87,12 @@ class SafetensorsFile:
                 stat = os.fstat(file.fileno())
                 length = int.from_bytes(file.read(8), "little")
                 if not 2 <= length <= min(_LARGEST_HEADER, stat.st_size - 8):
-                    raise CheckpointError(f"{self.path} is no safetensors file, or is cut short")
+                    raise CheckpointError(f"{self.path} is not a safetensors file, or is truncated")
                 header = json.loads(file.read(length))
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from error
         except ValueError as error:
-            raise CheckpointError(f"{self.path} is no safetensors file: its header is damaged") from error
+            raise CheckpointError(f"{self.path} is not a safetensors file: its header is damaged") from error
         self.stamp = _stamp(stat)
         self.metadata: dict[str, str] = header.pop("__metadata__", None) or {}
         self._start = 8 + length
@@ -100,14 +100,14 @@ class SafetensorsFile:
         end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
         if self._start + end > stat.st_size:
             missing = self._start + end - stat.st_size
-            raise CheckpointError(f"{self.path} is cut short: {missing} bytes are missing at its end")
+            raise CheckpointError(f"{self.path} is truncated: {missing} bytes are missing at its end")
 
     def names(self) -> list[str]:
         """Return the names of the tensors, in the order of the header."""
         return list(self._tensors)
 
     def get(self, name: str) -> torch.Tensor:
-        """Memory-map the tensor ``name``. Raises `CheckpointError` for one that is not here."""
+        """Memory-map the tensor ``name``. Raises `CheckpointError` for an unknown name or type."""
         entry = self._tensors.get(name)
         if entry is None:
             raise CheckpointError(f"{self.path} holds no tensor {name!r}")
@@ -116,7 +116,7 @@ class SafetensorsFile:
         if not isinstance(dtype, torch.dtype):
             raise CheckpointError(f"{self.path}: {name} is of type {entry['dtype']}, which this torch does not have")
         if torch.Size(entry["shape"]).numel() * dtype.itemsize != last - first:
-            raise CheckpointError(f"{self.path}: the header gives {name} {last - first} bytes for {entry['shape']}")
+            raise CheckpointError(f"{self.path}: {name} has {last - first} bytes, which do not match {entry['shape']}")
         return map_tensor(self.path, dtype, entry["shape"], self._start + first)
 
     def changed(self) -> bool:
@@ -152,14 +152,14 @@ def offload_weight(
 
 
 class WeightFiles:
-    """A writer of weights to a folder, which converts each through one small buffer."""
+    """Writes weights to a folder, converting each through one small buffer."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self._folder = Path(folder)
         self._buffer = torch.empty(0)
 
     def write(self, weight: torch.Tensor, name: str, dtype: torch.dtype | None = None) -> dict[str, Any]:
-        """Write ``weight``, as ``dtype`` if one is given; return its entry of the index."""
+        """Write ``weight``, as ``dtype`` unless that is None; return its index entry."""
         dtype = dtype or weight.dtype
         path = self._folder / f"{name}.dat"
         partial = path.with_name(f"{path.name}.partial")
@@ -207,8 +207,8 @@ def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapp
         raise CheckpointError(f"offloaded weight {weight_file} cannot be read: {error.strerror}") from error
     if length != count * dtype.itemsize:
         raise CheckpointError(
-            f"offloaded weight {weight_file} holds {length} bytes, and the index says {weight_info['dtype']} "
-            f"{list(shape)}, which is {count * dtype.itemsize}"
+            f"offloaded weight {weight_file} has {length} bytes, but its index entry ({weight_info['dtype']} "
+            f"{list(shape)}) needs {count * dtype.itemsize}"
         )
     return map_tensor(weight_file, dtype, shape)
 
@@ -236,14 +236,14 @@ def read_offload_index(offload_folder: str | os.PathLike[str]) -> Index:
     try:
         index: Index = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise CheckpointError(f"{offload_folder} holds no {INDEX_NAME}: no weights were offloaded there") from None
+        raise CheckpointError(f"{offload_folder} has no {INDEX_NAME}: no weights were offloaded there") from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     return index
 
 
 def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str, torch.Tensor]) -> None:
-    """Write every tensor of ``state_dict``, then the index, to ``save_dir``; names of one tensor share its bytes."""
+    """Write every tensor of ``state_dict``, then the index, to ``save_dir``; names of one tensor share a file."""
     os.makedirs(save_dir, exist_ok=True)
     index: Index = {}
     first_names: dict[Any, str] = {}
@@ -337,7 +337,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         file = entry.get("safetensors_file")
         if file is None:
             if self.save_folder is None:
-                raise CheckpointError(f"{key} is in a file of its own, and no save_folder says where")
+                raise CheckpointError(f"{key} is in its own file: pass save_folder")
             return load_offloaded_weight(os.path.join(self.save_folder, f"{key}.dat"), entry)
         tensor = self._in_safetensors(file, entry.get("weight_name", key))
         device = CPU if self.device is None else as_device(self.device)

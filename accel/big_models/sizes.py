@@ -1,4 +1,4 @@
-"""Count the bytes of a model by tensor, module and layer; estimate the memory it takes, loaded and trained."""
+"""Sizes of a model by tensor, module and layer, and estimates of its memory for inference and training."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def convert_file_size_to_int(size: int | str) -> int:
     unit = match[2].upper() if match else ""
     if match is None or unit not in _UNITS:
         hint = nearest(unit, _UNITS) if unit else ""
-        raise ArgumentError(f"size {size!r} is no number with one of the units {', '.join(_UNITS)}{hint}")
+        raise ArgumentError(f"size {size!r} must be a number with one of the units {', '.join(_UNITS)}{hint}")
     in_bytes = int(float(match[1]) * _UNITS[unit])
     return in_bytes // 8 if match[2].endswith("b") and not unit.endswith("IB") else in_bytes
 
@@ -65,7 +65,7 @@ def dtype_byte_size(dtype: Dtype) -> int | float:
         return int(narrow[1]) / 8
     torch_dtype = dtype_named(dtype)
     if torch_dtype is None:
-        raise ArgumentError(f"dtype {dtype!r} is no type: use, say, 'float16', torch.bfloat16 or 'int4'")
+        raise ArgumentError(f"dtype {dtype!r} is unknown: use, for example, 'float16', torch.bfloat16 or 'int4'")
     return torch_dtype.itemsize
 
 
@@ -95,12 +95,12 @@ def compute_module_sizes(
         elif size_as is not None and is_real(tensor):
             element_bytes = min(size_as, element_bytes)
         size = tensor.numel() * element_bytes
-        for module in _and_its_parents(name):
+        for module in _with_parents(name):
             sizes[module] += size
     return sizes
 
 
-def _and_its_parents(name: str) -> Iterator[str]:
+def _with_parents(name: str) -> Iterator[str]:
     yield ""
     parts = name.split(".")
     for end in range(1, len(parts) + 1):
@@ -171,7 +171,7 @@ def class_names(names: str | Collection[str] | None) -> list[str]:
     return [names] if isinstance(names, str) else list(names)
 
 
-# The memory that a model takes, by type: arithmetic, for models on the meta device too.
+# Estimates by type, computed from sizes alone: for models on the meta device too.
 
 _FULL = ("float32", "no")
 _HALF = ("float16", "bfloat16", "fp16", "bf16", "fp8")
@@ -219,8 +219,8 @@ def estimate_training_usage(bytes: int, mixed_precision: str, msamp_config: str 
         raise ArgumentError(f"bytes={bytes} is negative")
     if msamp_config is not None:
         raise ArgumentError(
-            f"msamp_config={msamp_config!r}: MS-AMP is not supported; leave it out, and mixed_precision "
-            f"{mixed_precision!r} is estimated without it"
+            f"msamp_config={msamp_config!r}: MS-AMP is not supported. Remove it to estimate mixed_precision "
+            f"{mixed_precision!r} without it"
         )
     one_of(mixed_precision, _FULL + _HALF, source="mixed_precision")
     if mixed_precision in _FULL:

@@ -142,7 +142,7 @@ class GradientAccumulationPlugin(KwargsHandler):
         if self.num_steps is None:
             self.num_steps = 1
         if not isinstance(self.num_steps, int) or self.num_steps < 1:
-            raise ArgumentError(f"gradient accumulation steps must be a whole number from 1 on, got {self.num_steps!r}")
+            raise ArgumentError(f"gradient accumulation steps must be a positive integer, got {self.num_steps!r}")
 
 
 @dataclass

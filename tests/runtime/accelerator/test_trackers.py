@@ -138,7 +138,7 @@ def test_misuse_is_said_in_one_line(tmp_path: Path) -> None:
     assert said[0] == "init_kwargs: no tracker is called 'tensorbord'; did you mean 'tensorboard'?"
     assert said[1].startswith("init_kwargs of tracker 'jsonl': ")
     assert "unexpected keyword argument 'run'" in said[1]
-    assert said[3] == "log() takes a dict from names to values, got list"
+    assert said[3] == "log() takes a dict of values by name, got list"
     assert said[4] == "log_kwargs: no tracker is called 'json'; did you mean 'jsonl'?"
     assert said[5] == "get_tracker('json'): log_with has jsonl, listing; did you mean 'jsonl'?"
 

@@ -147,14 +147,14 @@ def test_a_map_that_leaves_something_out_names_it_and_the_key_that_is_wrong() ->
         check_device_map(model, {"embed": 0, "layer": 0, "norm": 0, "gain": 0})
     said = str(caught.value)
     assert "\n" not in said
-    assert "gives no device to layers.0.scale" in said
+    assert "has no device for layers.0.scale" in said
     assert "'layer'; did you mean 'layers" in said
     assert "head.weight" not in said
     assert "and 11 more" in said
 
 
 def test_a_key_too_many_is_a_warning() -> None:
-    with pytest.warns(UserWarning, match=r"no module of Tower: 'haed'; did you mean 'head'\?"):
+    with pytest.warns(UserWarning, match=r"unknown device_map keys for Tower: 'haed'; did you mean 'head'\?"):
         check_device_map(Tower(), {"": "cpu", "haed": 0})
 
 

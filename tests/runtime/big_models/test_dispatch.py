@@ -181,7 +181,7 @@ def test_nothing_to_offload(tmp_path: Path) -> None:
 
 def test_a_spread_model_is_not_moved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = dispatch_model(tower(), SPREAD, offload_dir=tmp_path)
-    with pytest.raises(StateError, match="take its hooks off first"):
+    with pytest.raises(StateError, match="remove its hooks first"):
         model.to("cpu")
     assert "should not be moved" in caplog.text
     remove_hook_from_module(model, recurse=True)
@@ -208,9 +208,9 @@ def test_a_copy_of_a_spread_model_stands_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "more", "said"),
     [
-        ({"layers.0": None}, {}, "gives no device to layers.0.scale"),
-        ({}, {"offload_dir": None}, "gain, layers.0, layers.2.up, norm on 'disk': say in offload_dir"),
-        ({"embed": "dsik", "head": "dsik"}, {}, "device 'dsik' is none that torch knows"),
+        ({"layers.0": None}, {}, "has no device for layers.0.scale"),
+        ({}, {"offload_dir": None}, "gain, layers.0, layers.2.up, norm on 'disk': pass offload_dir"),
+        ({"embed": "dsik", "head": "dsik"}, {}, "device 'dsik' is unknown to torch"),
     ],
 )
 def test_maps_that_cannot_be_followed(tmp_path: Path, change: Any, more: Any, said: str) -> None:

@@ -195,7 +195,7 @@ def test_missing_and_unexpected_names(tmp_path: Path, caplog: pytest.LogCaptureF
     with pytest.raises(CheckpointError) as caught:
         load_checkpoint_in_model(model, tmp_path, strict=True)
     said = str(caught.value)
-    assert said.endswith("lacks norm.bias; it holds norm.bais that Tower has not; did you mean 'norm.bias'?")
+    assert said.endswith("lacks norm.bias; it holds norm.bais, which Tower lacks; did you mean 'norm.bias'?")
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     with caplog.at_level(logging.WARNING):
         load_checkpoint_in_model(model, tmp_path)
@@ -213,10 +213,10 @@ def damaged(folder: Path, how: str) -> tuple[Path, str]:
         return checkpoint, "names model-00002-of-00002.safetensors, which"
     if how == "short shard":
         second.write_bytes(second.read_bytes()[:-7])
-        return checkpoint, "is cut short: 7 bytes are missing at its end"
+        return checkpoint, "is truncated: 7 bytes are missing at its end"
     if how == "no shard":
         second.write_bytes(b"not what it seems")
-        return checkpoint, "is no safetensors file, or is cut short"
+        return checkpoint, "is not a safetensors file, or is truncated"
     if how == "damaged header":
         data = bytearray(second.read_bytes())
         data[8] = 0xFF
@@ -224,16 +224,16 @@ def damaged(folder: Path, how: str) -> tuple[Path, str]:
         return checkpoint, "its header is damaged"
     if how == "lacking shard":
         save_file({"norm.bias": torch.ones(6)}, second)
-        return checkpoint, "which the index says it holds"
+        return checkpoint, "which the index lists for it"
     if how == "no index":
         index.write_text("[1, 2]")
-        return checkpoint, "is no index of a checkpoint"
+        return checkpoint, "is not a checkpoint index"
     if how in ("upward", "absolute", "a number"):
         outside = folder.with_name(f"{folder.name}-outside.safetensors")
         save_file({"gain": torch.ones(6)}, outside)  # there, and good
         name = {"upward": f"../{outside.name}", "absolute": str(outside), "a number": 5}[how]
         index.write_text(json.dumps({"weight_map": {"gain": name}}))
-        return checkpoint, "is no index of a checkpoint" if how == "a number" else f"names {name!r}, which is not in"
+        return checkpoint, "is not a checkpoint index" if how == "a number" else f"names {name!r}, which is not in"
     if how == "nothing":
         return folder / "nowhere", "does not exist"
     if how == "empty folder":
@@ -242,7 +242,7 @@ def damaged(folder: Path, how: str) -> tuple[Path, str]:
     if how == "two indexes":
         index.rename(folder / "a.index.json")
         (folder / "b.index.json").write_text("{}")
-        return checkpoint, "holds several indexes: give one of a.index.json, b.index.json"
+        return checkpoint, "holds several indexes: pass one of a.index.json, b.index.json"
     if how == "other names":
         save_file({"model.gain": torch.ones(6)}, folder / "model.safetensors")
         return checkpoint, "shares no name with Tower: it holds model.gain; the model has gain"
@@ -282,12 +282,12 @@ def test_what_is_wrong_with_a_checkpoint_is_one_line(tmp_path: Path, how: str) -
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"device_map": {"": "disk"}}, "say in offload_folder where"),
-        ({"device_map": {"layers": "cpu"}}, "gives no device to"),
-        ({"dtype": "flot16"}, "'flot16' is no type of torch"),
+        ({"device_map": {"": "disk"}}, "pass offload_folder for"),
+        ({"device_map": {"layers": "cpu"}}, "has no device for"),
+        ({"dtype": "flot16"}, "'flot16' is unknown to torch"),
         ({"offload_8bit_bnb": True}, "accel does not quantise"),
         ({"broadcast_from_rank0": True}, "in no group"),
-        ({"broadcast_from_rank0": True, "device_map": {"": "cpu"}}, "does not go with broadcast_from_rank0"),
+        ({"broadcast_from_rank0": True, "device_map": {"": "cpu"}}, "cannot be combined with broadcast_from_rank0"),
     ],
 )
 def test_arguments_that_cannot_be_followed(tmp_path: Path, arguments: dict[str, Any], said: str) -> None:

@@ -61,7 +61,7 @@ def test_to_the_meta_device_and_back() -> None:
     layer = nn.Linear(2, 2)
     set_module_tensor_to_device(layer, "weight", "meta", dtype=torch.float16)
     assert (layer.weight.device, layer.weight.dtype) == (META, torch.float16)
-    with pytest.raises(ArgumentError, match="weight is on the meta device and holds no numbers"):
+    with pytest.raises(ArgumentError, match="weight is on the meta device and has no values"):
         set_module_tensor_to_device(layer, "weight", "cpu")
     set_module_tensor_to_device(layer, "weight", torch.device("cpu"), value=torch.ones(2, 2))
     assert layer.weight.dtype == torch.float16
@@ -135,7 +135,7 @@ def test_tied_weights_are_on_a_device_once() -> None:
         ("1.weight", "cpu", None, "no parameter or buffer '1.weight'"),
         ("0.bias", "cpu", None, "0.bias of Sequential is registered as None"),
         ("0.weight", "cpu", torch.ones(3), "0.weight has shape (2, 2), the value for it (3,)"),
-        ("0.weight", "dsik", None, "device 'dsik' is none that torch knows"),
+        ("0.weight", "dsik", None, "device 'dsik' is unknown to torch"),
         ("0.weight", 0, None, "device 0: this machine has no accelerator"),
     ],
 )

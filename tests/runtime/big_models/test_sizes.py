@@ -46,7 +46,7 @@ def test_bytes_of_one_element(dtype: str | torch.dtype, size: float) -> None:
 
 
 def test_a_word_that_is_no_type() -> None:
-    with pytest.raises(ArgumentError, match=r"'flot16' is no type of torch"):
+    with pytest.raises(ArgumentError, match=r"'flot16' is unknown to torch"):
         dtype_byte_size("flot16")
 
 
@@ -141,7 +141,7 @@ def test_estimates() -> None:
     assert (rows["int8"].training, rows["int8"].training_peak) == (None, None)
     with pytest.raises(ArgumentError, match="'fp61'"):
         estimate_training_usage(1, "fp61")
-    with pytest.raises(ArgumentError, match=r"msamp_config='O2': MS-AMP .* leave it out, and mixed_precision 'fp8'"):
+    with pytest.raises(ArgumentError, match=r"msamp_config='O2': MS-AMP .* to estimate mixed_precision 'fp8'"):
         estimate_training_usage(1, "fp8", msamp_config="O2")
 
 

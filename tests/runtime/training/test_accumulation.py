@@ -282,8 +282,8 @@ def test_arguments_that_cannot_be_used_are_named() -> None:
         "Accelerator(fsdp_plugin=…) must be a FullyShardedDataParallelPlugin, not object",
         "kwargs_handlers: GradScalerKwargs is given twice",
         f"kwargs_handlers: str is none of {handlers}",
-        "gradient accumulation steps must be a whole number from 1 on, got 0",
-        "give gradient_accumulation_steps or gradient_accumulation_plugin, not both",
+        "gradient accumulation steps must be a positive integer, got 0",
+        "pass gradient_accumulation_steps or gradient_accumulation_plugin, not both",
     ]
 
 
