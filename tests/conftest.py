@@ -16,6 +16,10 @@ if find_spec("hypothesis") is not None:
     from . import examples  # noqa: F401  # chooses how many
 
 
+_END = (signal.SIGTERM, signal.SIGHUP)
+_ended_early = False
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     if find_spec("pytest_timeout") is None:
         parser.addini("timeout", "Seconds after which a test has failed (pytest-timeout, which is not installed)")
@@ -35,6 +39,29 @@ def pytest_configure(config: pytest.Config) -> None:
     for signum in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
         if signal.getsignal(signum) is signal.SIG_IGN:
             signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
+    if not hasattr(config, "workerinput"):
+        for signum in _END:
+            signal.signal(signum, _end_run)
+
+
+def _end_run(signum: int, _: object) -> None:
+    """End the run as Ctrl-C does, which stops its clusters. Further signals do not interrupt that."""
+    for other in (signal.SIGINT, *_END):
+        signal.signal(other, signal.SIG_IGN)
+    pytest.exit(f"ended by {signal.Signals(signum).name}", 128 + signum)
+
+
+def pytest_keyboard_interrupt() -> None:
+    global _ended_early
+    _ended_early = True
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Stop the clusters of workers that were ended: pytest-xdist kills them after 10 seconds, or the signal did."""
+    if _ended_early and not hasattr(config, "workerinput"):
+        from .clusters.leftovers import stop_abandoned
+
+        stop_abandoned()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

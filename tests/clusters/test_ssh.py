@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.clusters.netns import lacking
+from tests.clusters.netns import Slot, lacking
 from tests.clusters.ssh import PROGRAMS, SshHosts, claim, main
+from tests.marks import long
 from tests.needs import missing
+from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
 
@@ -102,3 +105,27 @@ def test_the_command_says_how_it_is_used(capsys: pytest.CaptureFixture[str]) -> 
     assert main(["link", "node1", "sideways"]) != 0
     assert main(["nothing"]) == 2
     assert "python -m tests.clusters.ssh up 4" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("workers", [1, *long(0)])
+def test_a_run_that_is_ended_by_a_signal_stops_its_clusters(tmp_path: Path, workers: int) -> None:
+    absent = lacking(**PROGRAMS)
+    if absent:
+        missing(*absent)
+    test = tmp_path / "test_it.py"
+    test.write_text(
+        "import pytest, signal\nfrom tests.clusters.fixtures import hosts\n"
+        "cluster = pytest.fixture(lambda: (yield from hosts(1)))\n"
+        "def test_it(cluster):\n"
+        f"    open({str(tmp_path / 'up')!r}, 'w').write(str(cluster.network.slot.number))\n"
+        "    signal.pause()\n"
+    )
+    argv = [sys.executable, "-m", "pytest", "-q", "-p", "tests.conftest", "-p", "no:cacheprovider", "-n", str(workers)]
+    up = tmp_path / "up"
+    with subprocess.Popen([*argv, f"--rootdir={tmp_path}", "-c/dev/null", str(test)], cwd=ROOT) as run:
+        until(lambda: run.poll() is not None or (up.exists() and up.read_text()), "the hosts are up")
+        run.send_signal(signal.SIGTERM)
+        assert run.wait(60) == 128 + signal.SIGTERM
+    slot = Slot("as", int(up.read_text()))
+    assert not slot.box.exists()
+    assert list(Path("/run/netns").glob(f"{slot.tag}-*")) == []
