@@ -155,7 +155,7 @@ class Supervisor:
         while True:
             self._check_cancelled()
             try:
-                slot_names, reason = self._slots.attempt(requests)
+                slot_names, reason = self._slots.try_acquire(requests)
             except NotEnoughSlots as error:
                 raise _LaunchFailed(Status(state=State.FAILED, reason=Reason.NO_CAPACITY, message=str(error))) from None
             if not reason:

@@ -1,4 +1,4 @@
-"""JSON files that are whole whenever they are read, and are written on a full disk too: their space is taken before."""
+"""JSON files that readers always see complete, and whose space is reserved, so that a full disk takes them, too."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ _LIBC = ctypes.CDLL(None)
 
 
 class AtomicJsonFile:
-    """A JSON file that is replaced in one step: a reader sees the old or the new, or that there is none yet.
+    """A JSON file that is replaced atomically: a reader sees the old content, the new one or, at first, no file.
 
-    What is written next has its place beside it (`.next`). Raises OSError where nothing can be written.
+    The next content is prepared in PATH.next. Raises OSError if it cannot be written.
     """
 
     def __init__(self, path: str, size: int) -> None:
-        """`size` is for how many bytes there is to be room on the disk, whatever fills it later."""
+        """Reserve `size` bytes on the disk for the content."""
         self.path = path
         self._next = f"{path}.next"
         self._size = size
         self._preallocate()
 
     def write(self, document: dict[str, Any]) -> None:
-        """Blanks at the end make up for what is shorter than before: blocks that are given up are not had again."""
+        """Replace the content, padded with blanks to the reserved size: freed blocks may not be available again."""
         self._put(document, padded=True)
         if not _exchange(self._next, self.path):
             os.replace(self._next, self.path)
             self._preallocate()
 
     def write_once(self, document: dict[str, Any]) -> None:
-        """For how a job ended: what is there stays; what is written is on the disk when this returns."""
+        """Write a job's final result, unless there is one. It is on the disk when this returns."""
         if not os.path.exists(self.path):
             self._put(document, padded=False)
             os.replace(self._next, self.path)
@@ -59,12 +59,12 @@ class AtomicJsonFile:
             os.close(fd)
 
     def _preallocate(self) -> None:
-        with contextlib.suppress(OSError):  # it may be there when it is needed
+        with contextlib.suppress(OSError):  # space may be available when it is needed
             self._put({}, padded=True)
 
 
 def preallocate(path: str, size: int = RESERVED_BYTES) -> None:
-    """Lets so many bytes be appended to a file whatever fills the disk meanwhile, where its file system can do that."""
+    """Reserve space to append `size` bytes to a file, if its file system supports that."""
     with contextlib.suppress(OSError, AttributeError):
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -75,7 +75,7 @@ def preallocate(path: str, size: int = RESERVED_BYTES) -> None:
 
 
 def log(text: str) -> None:
-    """Into the supervisor's log; a full disk loses it."""
+    """Write to the supervisor's log; a full disk loses the text."""
     with contextlib.suppress(OSError):
         os.write(2, text.rstrip("\n").encode(errors="replace") + b"\n")
 
@@ -86,7 +86,7 @@ def _write_all(fd: int, data: bytes) -> None:
 
 
 def _exchange(path: str, other: str) -> bool:
-    """Swaps two files' names. False where there is no other yet, or the system cannot do that."""
+    """Swap two files' names. Return False if one is missing, or the system cannot."""
     try:
         failed = _LIBC.renameat2(_AT_FDCWD, os.fsencode(path), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE)
     except AttributeError:  # an old C library

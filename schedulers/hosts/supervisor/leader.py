@@ -1,16 +1,16 @@
-"""What the leading supervisor decides: from what every host says of itself to what all of them are to do.
+"""The decisions of the leading supervisor: from the hosts' states to one order for all of them.
 
-Pure: no clock, no socket and no process here. Hosts tell their whole state (`hear`), the leader its whole order
-(`order`), and both are sent again and again.
+Pure: no clock, socket or process. Hosts send their complete state (see `receive_state`), the leader its complete order
+(see `order`), again and again.
 
 A host's state: {"phase", "attempt", "port", "code", "report", "message", "warning", "cancel", "queue", "holds",
-"waits"}, where `phase` is one of waiting, setup, ready, failed, armed, running, done, stopped, ended. `queue`: which
-queue the host has; `holds`: the job has its slots there; `waits`: why not yet.
+"waits"}, where `phase` is one of waiting, setup, ready, failed, armed, running, done, stopped, ended.
+queue: id of the host's queue; holds: the job has its slots there; waits: the reason if not.
 An order: {"do", "attempt", "members", "address", "port", "leader", "lost", "restarts_left", "cause", "status",
-"at_once", "turn", "release", "waits"}, where `do` is one of wait, queue, setup, arm, go, stop, end; `cause` is why it
-is stop. `at_once`: what runs has no grace then, for the other hosts may go on without these. `turn`: the host that
-acquires its slots, one after another in the order of the queues' ids, which all jobs share, so that they cannot
-deadlock; `release`: later hosts, whose slots are released first where the turn's must wait; `waits`: for what it waits.
+"at_once", "turn", "release", "waits"}, where `do` is one of wait, queue, setup, arm, go, stop, end.
+cause: the reason of a stop; at_once: without grace, for other hosts may continue without these;
+turn: the host that acquires its slots now: all jobs acquire in the order of the queues' ids, to avoid deadlocks;
+release: later hosts, which release their slots while that one waits; waits: the reason why it does.
 """
 
 from __future__ import annotations
@@ -24,17 +24,19 @@ if TYPE_CHECKING:
     State = dict[str, Any]
     Order = dict[str, Any]
 
-SETTLE_S = 3.0
-BEATS = 10  # in a heartbeat's limit
-KILL_S = 1.0  # for a host to kill its ranks, once it knows that it has to
+FAILURE_WAIT_S = 3.0  # for the reports of the other members
+BEATS = 10  # messages within a heartbeat limit
+KILL_S = 1.0  # for a host to kill its ranks
 
 
 class Leader:
-    """One leader's view of its job. `status`, once there is one, is how the job ends; `fenced` with it says that
-    this side has too few hosts to speak for the job."""
+    """One leader's view of its job. `status`: the job's final status; None before its end.
+
+    fenced: this side has too few hosts to decide for the job.
+    """
 
     def __init__(self, settings: dict[str, Any], own: int, now: float, last: Order | None = None) -> None:
-        """`last` is the order of the leader before this one, which has been lost."""
+        """Start to lead. `last`: the last order of the previous leader, which was lost."""
         self._settings = settings
         self._hosts = settings["nodes"] + settings["spares"]
         self._required_hosts = len(settings["nodes"])
@@ -44,8 +46,8 @@ class Leader:
         self._states: dict[int, State] = {}
         self._last_heard: dict[int, float] = {}
         self._lost_hosts: dict[int, float] = {}  # lost hosts, and how long they had been silent
-        self._former = own  # who led the last attempt: half of the hosts are enough with it
-        self._lost_end_at = now  # from then on nothing runs any more on the hosts that were lost
+        self._former = own  # leader of the last attempt: with it, half of the hosts are a quorum
+        self._lost_end_at = now  # from then on nothing runs on the lost hosts
         self._cause: dict[str, Any] | None = None
         self._first_failure: float | None = None
         self._stages = {
@@ -57,7 +59,7 @@ class Leader:
             "stop": self._stop,
         }
         self._next_in_queue: int | None = None
-        self._release: list[int] = []  # told to, and not yet known to have done so
+        self._release: list[int] = []  # hosts that have not yet reported it
         self._waiting_for = ""
         self.do = "wait"
         self.attempt = int(settings.get("attempt", 0))
@@ -71,7 +73,7 @@ class Leader:
             self._take_over(last, now)
 
     def receive_state(self, index: int, state: State, now: float) -> None:
-        """Takes in what a host says of itself. One that has been given up stays so."""
+        """Record a host's state. A host that was given up stays given up."""
         if index not in self._lost_hosts:
             self._states[index] = state
             self._last_heard[index] = now
@@ -88,26 +90,26 @@ class Leader:
             "restarts_left": self.restarts_left,
             "cause": self._cause,
             "status": self.status,
-            "at_once": not self._quorum(),
+            "at_once": not self._has_quorum(),
             "turn": self._next_in_queue,
             "release": self._release,
             "waits": self._waiting_for,
         }
 
     def ages(self, now: float) -> dict[str, float]:
-        """How long ago each host was heard of, in seconds."""
+        """Return the seconds since the last message of each host."""
         return {str(index): round(now - heard_at, 3) for index, heard_at in sorted(self._last_heard.items())}
 
     def step(self, now: float) -> bool:
-        """Decides what follows from what has been heard. True when the job has ended on all hosts that answer."""
+        """Decide the next order from the hosts' states. Return True if the job has ended on all hosts that answer."""
         if self.do == "end":
             alive = [index for index in self._states if now - self._last_heard[index] <= self._heartbeat_s]
             return all(self._states[index]["phase"] == "ended" for index in alive if index != self._index)
         previous = None
         while previous != (self.do, self.attempt, self.status is None):
             previous = (self.do, self.attempt, self.status is None)
-            self._look_for_silence(now)
-            self._look_for_ends(now)
+            self._check_silence(now)
+            self._check_ends(now)
             if self.do != "end":
                 self._stages[self.do](now)
         return False
@@ -123,11 +125,11 @@ class Leader:
             self._enter("queue", now)
         elif timed_out:
             missing = ", ".join(self._name(index) for index in node_indices if index not in self._states)
-            self._conclude("failed", "node_failure", f"{missing} did not come within "
+            self._conclude("failed", "node_failure", f"{missing} did not connect within "
                       f"{self._settings['start_timeout_s']:g} s: the job did not start", now)  # fmt: skip
 
     def _queue(self, now: float) -> None:
-        """One host after another, in the order of their queues (see above)."""
+        """Have one host after another acquire its slots, in the order of their queues' ids."""
         order = sorted(self.members, key=lambda index: (self._states[index]["queue"], index))
         holding = [index for index in order if self._states[index]["holds"]]
         self._release = [index for index in self._release if index in holding]
@@ -158,8 +160,8 @@ class Leader:
         failed = [index for index in ended if self._states[index]["code"] != 0]
         if failed:
             failure = self._failure(failed)
-            # Launchers feel that another host is gone before its silence is long enough to be said of it.
-            wait_s = self._heartbeat_s + 1 if failure["reason"] == "node_failure" else SETTLE_S
+            # Launchers notice that a host is gone before its silence reaches the heartbeat limit.
+            wait_s = self._heartbeat_s + 1 if failure["reason"] == "node_failure" else FAILURE_WAIT_S
             if len(ended) == len(self.members) or now - self._failed_since(now) >= wait_s:
                 self._stop_for(failure, now)
         elif len(ended) == len(self.members):
@@ -169,7 +171,7 @@ class Leader:
 
     def _stop(self, now: float) -> None:
         live_members = [index for index in self.members if index not in self._lost_hosts]
-        # After a leader was lost, even spares may be on their way here.
+        # After the loss of a leader, wait also for spares that have yet to call.
         if (
             not all(self._in_phase(index, "stopped") for index in live_members)
             or self._last_heard.keys() - self._states.keys()
@@ -180,25 +182,25 @@ class Leader:
         usable = sorted(index for index, state in self._states.items() if not state["message"])
         may_restart = cause["reason"] not in ("user", "time_limit", "setup") and self.restarts_left > 0
         may_restart = may_restart and not self._nothing_started
-        if may_restart and len(usable) >= self._required_hosts and self._quorum():
+        if may_restart and len(usable) >= self._required_hosts and self._has_quorum():
             if now < self._lost_end_at:
                 return
             self.restarts_left -= 1
             self.attempt += 1
-            # Spares have the highest indices, and so the last ranks: as many as can be stay as they are.
+            # Spares have the highest indices, so most members keep their ranks.
             self.members = usable[: self._required_hosts]
             self._cause = None
             self._enter("queue", now)
             return
-        if may_restart and not self._quorum():
+        if may_restart and not self._has_quorum():
             cause["message"] += f"; only {len(usable)} of the {len(self._hosts)} hosts are left here, too few to go on"
         elif may_restart:
             cause["message"] += f"; {len(usable)} hosts are left of the {self._required_hosts} that the job needs"
         self._finish(cause, now)
 
-    # What is looked for in every stage.
+    # Checks in every stage.
 
-    def _look_for_silence(self, now: float) -> None:
+    def _check_silence(self, now: float) -> None:
         for index, heard_at in list(self._last_heard.items()):
             if now - heard_at > self._heartbeat_s and index not in self._lost_hosts and index != self._index:
                 self._lose(index, now - heard_at, now)
@@ -208,16 +210,18 @@ class Leader:
     def _lose(self, index: int, silent_s: float, now: float) -> None:
         self._states.pop(index, None)
         self._last_heard.pop(index, None)
-        if self.do != "wait":  # nothing has been begun with it: it may come back
+        if self.do != "wait":  # nothing has started: it may come back
             self._lost_hosts[index] = silent_s
             self._await_end_of_lost(now)
 
     def _await_end_of_lost(self, now: float) -> None:
-        """A host that was lost finds that out by the same limit, if it still runs, and kills its ranks; but the last
-        words that each has heard of the other may be two beats apart."""
+        """Set the time when nothing runs on lost hosts: they detect the loss by the same limit, and kill their ranks.
+
+        The last messages that two hosts have from each other may be two beats apart.
+        """
         self._lost_end_at = now + 2 * self._heartbeat_s / BEATS + KILL_S
 
-    def _look_for_ends(self, now: float) -> None:
+    def _check_ends(self, now: float) -> None:
         if any(state.get("cancel") for state in self._states.values()):
             cancelled = _status("cancelled", "user", "cancelled")
             if self.do == "wait":
@@ -232,11 +236,11 @@ class Leader:
                 message = f"{self._name(index)}: {state['message']}"
                 self._stop_for(_status("failed", "setup", message, exit_code=state["code"]), now)
 
-    # Small parts.
+    # Helpers.
 
     def _take_over(self, last: Order, now: float) -> None:
         self.attempt, self.members = last["attempt"], last["members"] or list(range(self._required_hosts))
-        self._nothing_started = last["do"] == "wait"  # the leader that was lost may still begin, with other hosts
+        self._nothing_started = last["do"] == "wait"  # the lost leader may still start the job on other hosts
         self.restarts_left = last["restarts_left"]
         self._former = last["leader"]
         for index in last["lost"]:
@@ -245,7 +249,7 @@ class Leader:
         self._await_end_of_lost(now)
         for index in range(len(self._hosts)):
             if index not in self._lost_hosts:
-                self._last_heard[index] = now  # they have as long as anybody to be heard of
+                self._last_heard[index] = now  # they have a full heartbeat limit to call
         if last["status"] is not None:
             self.status, self.fenced = last["status"], last["status"]["fenced"]
             self._enter("end", now)
@@ -286,7 +290,7 @@ class Leader:
         return _status("failed", "node_failure", message)
 
     def _failure(self, failed: list[int]) -> dict[str, Any]:
-        """The gang's first failure, by the time that its launchers tell."""
+        """Return the status of the first failure of the members, by the launchers' times."""
         states = [(index, self._states[index]) for index in failed]
         failures = [state["report"]["failure"] for _, state in states if state["report"]["failure"]]
         if failures:
@@ -300,14 +304,14 @@ class Leader:
         )
         return _status("failed", state["report"]["refused"], f"{self._name(index)}: {message}", exit_code=state["code"])
 
-    def _quorum(self) -> bool:
-        """Whether no other part of the hosts can think that it is to go on."""
+    def _has_quorum(self) -> bool:
+        """Return True if no other part of the hosts can consider itself in charge."""
         present = len(self._states)
         has_former = self._former in self._states
         return 2 * present > len(self._hosts) or (2 * present == len(self._hosts) and has_former)
 
     def _outvoted(self) -> bool:
-        """Whether the hosts that are silent here may, if they hear each other, start again without these."""
+        """Return True if the hosts silent here could restart the job without these, if they reach each other."""
         enough = len(self._lost_hosts) >= self._required_hosts and 2 * len(self._lost_hosts) > len(self._hosts)
         return enough and self.restarts_left > 0
 
@@ -315,7 +319,7 @@ class Leader:
         lost = self._lost_members()
         if self._nothing_started or self._outvoted():
             return False
-        return not lost or (len(lost) < len(self.members) and self._quorum())
+        return not lost or (len(lost) < len(self.members) and self._has_quorum())
 
     def _conclude(self, state: str, reason: str, message: str, now: float, *, exit_code: int | None = None) -> None:
         self._finish(_status(state, reason, message, exit_code=exit_code), now)
@@ -348,7 +352,7 @@ def _status(state: str, reason: str, message: str, *, exit_code: int | None = No
 
 
 def _killed(code: int) -> str:
-    """Says so of a launcher that a signal has ended: the last words in its log are then a rank's."""
+    """Return a message if a signal killed the launcher: the last line of its log is then a rank's. Else ''."""
     return f"accel launch was killed by {signal.Signals(code - 128).name}" if code in (134, 137, 139) else ""
 
 

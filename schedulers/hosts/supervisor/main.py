@@ -1,12 +1,12 @@
-"""Starts a job's supervisor on this host, detached from whoever asks for it.
+"""Start of a job's supervisor on this host, detached from the caller.
 
-settings.json  its instructions; cancel  asks for the end; state.json  what it is doing; exit.json  how the job ended,
-written once, when nothing of the job runs here; logs/  what the ranks, the launcher and the setup commands print.
+settings.json  its instructions; cancel  requests the end; state.json  its progress; exit.json  the job's result,
+written once, when nothing of the job runs here; logs/  output of the ranks, the launcher and the setup commands.
 
-A guard stays beside the supervisor, as its parent, and ends what is left when that was killed. After both were, or the
-host has restarted, whoever finds no supervisor there calls this program with the directory alone.
+A guard, the supervisor's parent, ends what is left if the supervisor is killed. If both were killed, or the host has
+restarted, the next query starts this program with the directory alone, to do the same.
 
-Values for the environment that nobody else may read come on standard input, as JSON, and are kept in memory only.
+Secrets come on standard input, as JSON, and are kept in memory only.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ KILLED = "the supervisor on {} was killed, or the host restarted, while the job 
 
 
 class Problem(Exception):
-    """Why there can be no supervisor; one line for people."""
+    """The reason why the supervisor cannot start; one line for people."""
 
 
 def read_settings(directory: str, node: int | None = None) -> Settings:
@@ -53,14 +53,14 @@ def read_settings(directory: str, node: int | None = None) -> Settings:
         raise Problem(f"settings.json is of schema {settings.get('schema')!r}, and this supervisor knows {SCHEMA}")
     if node not in (None, settings["node"]):
         raise Problem(
-            f"{directory} holds what is meant for another host (number {settings['node']}, not {node}): "
-            "the directory is shared between hosts; name one that is not (root)"
+            f"{directory} has the settings of another host (number {settings['node']}, not {node}): "
+            "hosts share the directory; set root to one that they do not share"
         )
     return settings
 
 
 def check_secrets(settings: Settings, secrets_json: bytes) -> dict[str, str]:
-    """The secrets' values: all that the settings name. A client that was cut off while it sent them starts nothing."""
+    """Return the secrets' values. Raises Problem if one is missing: the client was cut off while it sent them."""
     names = settings.get("secrets", [])
     try:
         secrets: dict[str, str] = json.loads(secrets_json or b"{}")
@@ -68,12 +68,12 @@ def check_secrets(settings: Settings, secrets_json: bytes) -> dict[str, str]:
         secrets = {}
     absent = [name for name in names if name not in secrets]
     if absent:
-        raise Problem(f"the values of secrets did not come: {', '.join(absent)}")
+        raise Problem(f"the values of secrets are missing: {', '.join(absent)}")
     return {name: secrets[name] for name in names}
 
 
 def clean_up(settings: Settings, result: AtomicJsonFile, message: str, grace_s: float) -> None:
-    """Nothing of the job stays on this host, and how it ended here is said."""
+    """End everything of the job on this host, then write the result."""
     adopt_orphans()
     ending = ProcessReaper(settings["job_id"])
     while not ending.done(grace_s):
@@ -93,9 +93,9 @@ def clean_up(settings: Settings, result: AtomicJsonFile, message: str, grace_s: 
 
 
 def main(directory: str, node: str | None = None) -> NoReturn:
-    """Leaves a supervisor behind that has left this session, and ends: with 0 once it stands.
+    """Leave a supervisor behind in a session of its own, and exit with 0 once it is ready.
 
-    Without a node, ends what is left here of a job whose supervisor is no more.
+    Without a node, clean up after a supervisor that was killed.
     """
     os.umask(0o077)
     directory = os.path.abspath(os.path.expanduser(directory))
@@ -125,10 +125,10 @@ def main(directory: str, node: str | None = None) -> NoReturn:
 
 
 def become_supervisor(directory: str, node: int, notify_fd: int, secrets_json: bytes) -> NoReturn:
-    """This process becomes the guard of the one that does."""
+    """Fork the supervisor and become its guard, unless the job has one or has ended here."""
     settings = read_settings(directory, node)
     os.makedirs(os.path.join(directory, "logs"), exist_ok=True)
-    if not try_lock(directory) or exists(directory, "exit.json"):  # it has its supervisor, or needs none
+    if not try_lock(directory) or exists(directory, "exit.json"):  # it has a supervisor, or has ended
         signal_ready(notify_fd)
         os._exit(0)
     if exists(directory, "state.json"):
@@ -141,7 +141,7 @@ def become_supervisor(directory: str, node: int, notify_fd: int, secrets_json: b
     try:
         server = wire.listen(host["control_port"]) if len(settings["nodes"] + settings["spares"]) > 1 else None
     except OSError as error:
-        raise Problem(f"port {host['control_port']} of {host['name']} cannot be had: {error.strerror}") from None
+        raise Problem(f"cannot listen on port {host['control_port']} of {host['name']}: {error.strerror}") from None
     leave_session(directory)
     result = AtomicJsonFile(os.path.join(directory, "exit.json"), RESULT_RESERVED_BYTES)
     child = os.fork()
@@ -157,7 +157,7 @@ def become_supervisor(directory: str, node: int, notify_fd: int, secrets_json: b
     signal_ready(notify_fd)
     try:
         supervisor.run()
-    except Exception as error:  # a defect of ours, or its directory was removed: nothing may go on unwatched
+    except Exception as error:  # our defect, or a removed directory: nothing may run unsupervised
         log(traceback.format_exc())
         message = f"the supervisor on {host['name']} failed: {error!r} (see supervisor.log there)"
         clean_up(settings, result, message, max_grace_s(settings))
@@ -175,7 +175,7 @@ def run_guard(supervisor: int, settings: Settings, directory: str, result: Atomi
 
 
 def tidy(directory: str) -> None:
-    """After supervisor and guard were killed, or the host has restarted; nothing at any other time."""
+    """End what is left if supervisor and guard were killed, or the host has restarted; else do nothing."""
     try:
         settings = read_settings(directory)
     except Problem:
@@ -195,7 +195,7 @@ def host_of_this_node(settings: Settings) -> dict[str, Any]:
 
 
 def max_grace_s(settings: Settings) -> float:
-    """With other hosts there is none left after a heartbeat's limit: they may go on with the job."""
+    """Return the grace period; with other hosts, at most the heartbeat limit: then they may continue the job."""
     grace_s = float(settings["grace_s"])
     return grace_s if len(settings["nodes"] + settings["spares"]) == 1 else min(grace_s, float(settings["heartbeat_s"]))
 
@@ -205,8 +205,7 @@ def exists(directory: str, name: str) -> bool:
 
 
 def try_lock(directory: str) -> bool:
-    """Whether this process now holds the lock, until it ends. Who only looks whether there is a supervisor holds it for
-    a moment."""
+    """Lock the supervisor's lock until this process ends; return True if that worked. Readers hold it for a moment."""
     try:
         return lock_soon(os.path.join(directory, "supervisor.lock")) is not None
     except OSError:
@@ -231,7 +230,7 @@ def leave_session(directory: str) -> None:
 
 
 def allow_many_files() -> None:
-    """A connection for each host: a thousand hosts are more than the usual limit. What runs here has its own back."""
+    """Raise the limit of open files, for a connection to each of many hosts. The job's processes get the old one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < limit:

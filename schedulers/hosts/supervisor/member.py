@@ -1,4 +1,4 @@
-"""A job's supervisor on one host: it follows the leading one, or leads, and does here what the leader asks for."""
+"""A job's supervisor on one host: it leads or follows the leading one, and carries out the leader's orders here."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 TICK_S = 0.25
 _ENDING_TICK_S = 0.05
 LINGER_S = 2.0
-MAX_UNVERIFIED_LINKS = 200  # that call and have yet to prove who they are
+MAX_UNVERIFIED_LINKS = 200  # links whose callers have yet to prove who they are
 STATE_S = 5.0
 STATE_RESERVED_BYTES, STATE_BYTES_PER_HOST = 1024, 32
 RETRY_S = 1.0
-WRITE_S = 60.0  # so long it is tried to write how the job ended
+WRITE_S = 60.0  # for so long, writing the result is retried
 PHASES = {"stopping": "ending", "stopped": "ending", "done": "ending", "ready": "setup", "failed": "ending"}
 
 
@@ -44,7 +44,7 @@ class Supervisor:
         server: socket.socket | None,
         result: AtomicJsonFile,
     ) -> None:
-        """`server` takes the other hosts' calls; None where there is no other."""
+        """Prepare the host's part. `server` accepts the other hosts' calls; None if there is no other host."""
         self._settings = settings
         self._directory = directory
         self._index = int(settings["node"])
@@ -60,26 +60,26 @@ class Supervisor:
             os.path.join(directory, "state.json"), STATE_RESERVED_BYTES + STATE_BYTES_PER_HOST * len(self._hosts)
         )
         self._boot = boot_id()
-        self._turned = _awake()
+        self._last_turn_at = _awake()
         self._uplink: wire.Link | None = None
         self._began = time.monotonic()
         self._leader = 0
         self._lost_leaders: set[int] = set()
-        self._leader_heard_at = self._began  # of the leader
-        self._has_met_leader = False  # the leader, since it is that
+        self._leader_heard_at = self._began
+        self._has_met_leader = False  # the current one
         self._leading: Leader | None = None
         self._order: dict[str, Any] | None = None
         self._sent: tuple[float, object] = (0.0, None)
         self._next_call = 0.0
         self._last_note: tuple[float, object] = (0.0, None)
-        self._own_result: dict[str, Any] | None = None  # how it ends when there is nobody to ask
+        self._own_result: dict[str, Any] | None = None  # the result here if this host ends without a leader
         self._woken, waker = os.pipe()
         for end in (self._woken, waker):
             os.set_blocking(end, False)
         signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.signal(signal.SIGHUP, lambda *_: None)  # what is ignored would be so in the ranks too
-        signal.signal(signal.SIGTERM, self._on_end)
+        signal.signal(signal.SIGHUP, lambda *_: None)  # a signal ignored here would be ignored in the ranks, too
+        signal.signal(signal.SIGTERM, self._on_sigterm)
         if self._index == 0:
             self._lead(self._began)
 
@@ -87,10 +87,10 @@ class Supervisor:
         previous: object = None
         while not self._is_done():
             current = (self._work.state, self._order)
-            self._poll_links(wait=current == previous)  # what has just been done here may have consequences here
+            self._poll_links(wait=current == previous)  # a change here may allow the next step here
             previous = current
-            self._look_for_standstill()
-            self._look_for_cancel()
+            self._check_standstill()
+            self._check_cancelled()
             if self._leading is None and self._own_result is None:
                 self._follow(time.monotonic())
             self._work.tick()
@@ -101,13 +101,13 @@ class Supervisor:
             self.note(time.monotonic())
         self.note(time.monotonic())
 
-    # Hearing.
+    # Receiving.
 
     def _poll_links(self, *, wait: bool) -> None:
         timeout_s = _ENDING_TICK_S if self._work.state["phase"] == "stopping" else min(TICK_S, self._beat_s / 2)
-        poller = select.poll()  # no select(): a thousand hosts have higher numbers than it takes
+        poller = select.poll()  # select() takes no descriptors above 1023: too few for a thousand hosts
         poller.register(self._woken, select.POLLIN)
-        if self._server is not None and time.monotonic() >= self._deaf_until:
+        if self._server is not None and time.monotonic() >= self._accept_paused_until:
             poller.register(self._server, select.POLLIN)
         links = {
             link.fileno(): link for link in [*self._calls.links, self._uplink] if link is not None and not link.closed
@@ -121,7 +121,7 @@ class Supervisor:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._woken, 4096)
             elif not self._calls.accept():
-                self._deaf_until = time.monotonic() + RETRY_S
+                self._accept_paused_until = time.monotonic() + RETRY_S
         self._calls.drop_dead(time.monotonic(), self._heartbeat_s)
 
     def _serve(self, link: wire.Link, events: int) -> None:
@@ -142,7 +142,7 @@ class Supervisor:
                 self._leading.receive_state(link.peer, message, now)
                 if not link.greeted:
                     link.greeted = True
-                    for old_link in self._calls.links:  # what is still on its way there is old
+                    for old_link in self._calls.links:  # its pending messages are outdated
                         if old_link is not link and old_link.peer == link.peer:
                             old_link.close()
                     link.send(self._leading.order())
@@ -159,7 +159,7 @@ class Supervisor:
         self._call(now)
         if self._order is not None:
             self._work.apply_order(self._order)
-        elif not self._lost_leaders:  # nobody has been met yet
+        elif not self._lost_leaders:  # no leader was reached yet
             self._find_leader(now)
             return
         timeout_s = self._heartbeat_s if self._has_met_leader else max(1.0, self._heartbeat_s / 2)
@@ -167,22 +167,22 @@ class Supervisor:
         if silent_s <= timeout_s or self._work.state["phase"] == "ended":
             return
         if self._has_met_leader:
-            self._lost_s = silent_s
-            # Fencing: the others may soon go on without this host.
+            self._leader_silent_s = silent_s
+            # Fencing: the others may soon continue without this host.
             assert self._order is not None
             self._work.stop(int(self._order["attempt"]), within_s=0.0)
         self._lost_leaders.add(self._leader)
         self._switch_leader(min(set(range(len(self._hosts))) - self._lost_leaders), now)
 
     def _find_leader(self, now: float) -> None:
-        """Until a leader is met: the first host leads, unless it was lost before this one came; another knows then."""
+        """Search for the leader: the first host or, if that was lost before this one came, one that others know."""
         if now - self._began > self._settings["start_timeout_s"]:
             limit = self._settings["start_timeout_s"]
-            self._end_without_leader(f"{self._name(0)} did not come within {limit:g} s: the job did not start")
+            self._end_without_leader(f"{self._name(0)} did not connect within {limit:g} s: the job did not start")
         elif now - self._leader_heard_at > max(0.5, 2 * self._beat_s):
-            self._sought += 1
+            self._searches += 1
             others = [index for index in range(1, len(self._hosts)) if index != self._index]
-            self._switch_leader(others[self._sought // 2 % len(others)] if self._sought % 2 and others else 0, now)
+            self._switch_leader(others[self._searches // 2 % len(others)] if self._searches % 2 and others else 0, now)
 
     def _switch_leader(self, leader: int, now: float) -> None:
         self._drop_uplink()
@@ -195,7 +195,7 @@ class Supervisor:
         if self._order is not None:
             last = {
                 **self._order,
-                "silent_s": self._lost_s,
+                "silent_s": self._leader_silent_s,
                 "lost": sorted({*self._order["lost"], *self._lost_leaders}),
             }
         self._leader, self._has_met_leader = self._index, True
@@ -204,7 +204,7 @@ class Supervisor:
     def _call(self, now: float) -> None:
         link = self._uplink
         if link is not None and now - link.last_byte_at > self._heartbeat_s / 2:
-            link.close()  # packets may vanish on this way only, or the way back be long to be found by TCP
+            link.close()  # packets may be lost one way only, or TCP be slow to notice
         if (link is None or link.closed) and now >= self._next_call:
             self._next_call = now + min(1.0, self._beat_s)
             host = self._hosts[self._leader]
@@ -222,31 +222,33 @@ class Supervisor:
     def _lead_tick(self, leader: Leader, now: float) -> None:
         leader.receive_state(self._index, self._work.state, now)
         if leader.step(now) or (leader.do == "end" and now - leader.since > self._heartbeat_s):
-            self._all_know = True
+            self._all_have_result = True
         self._order = leader.order()
         self._work.apply_order(self._order)
 
     # Ending.
 
-    _deaf_until = 0.0
+    _accept_paused_until = 0.0
     _end_requested = False
-    _all_know = False
-    _sought = 0
+    _all_have_result = False
+    _searches = 0
     _write_next = 0.0
     _write_until: float | None = None
     _written_at: float | None = None
-    _lost_s = 0.0
+    _leader_silent_s = 0.0
 
-    def _on_end(self, *_: object) -> None:
+    def _on_sigterm(self, *_: object) -> None:
         self._end_requested = True
 
-    def _look_for_standstill(self) -> None:
-        """After more than a heartbeat without a turn the others have given this host up, whatever it still hears of
-        what they said before: it must not lead them, nor run its ranks beside theirs."""
-        stood_s, self._turned = _awake() - self._turned, _awake()
+    def _check_standstill(self) -> None:
+        """Step down after SIGTERM, or after more than a heartbeat without a turn: the others have given this host up.
+
+        It must then neither lead them nor run ranks beside theirs, whatever older messages still arrive.
+        """
+        stood_s, self._last_turn_at = _awake() - self._last_turn_at, _awake()
         if self._end_requested:
             alone = len(self._hosts) == 1
-            message = f"{self._name(self._index)}: the supervisor was told to end (SIGTERM)"
+            message = f"{self._name(self._index)}: the supervisor received SIGTERM"
             self._step_down(message, within_s=math.inf if alone else self._heartbeat_s)
         elif stood_s > self._heartbeat_s and len(self._hosts) > 1 and (self._order or {}).get("do", "wait") != "wait":
             self._step_down(f"{self._name(self._index)}: the supervisor stood still for {stood_s:.1f} s")
@@ -257,7 +259,7 @@ class Supervisor:
             self._drop_uplink()
             self._end_without_leader(message, within_s=within_s)
 
-    def _look_for_cancel(self) -> None:
+    def _check_cancelled(self) -> None:
         if self._work.state["cancel"] or not os.path.exists(os.path.join(self._directory, "cancel")):
             return
         self._work.state = {**self._work.state, "cancel": True}
@@ -283,7 +285,7 @@ class Supervisor:
         self._write_until = self._write_until or now + WRITE_S
         try:
             self._result.write_once(status)
-        except OSError as error:  # the other hosts have it, and may wait for this one's beat
+        except OSError as error:  # the other hosts have the result, and may wait for this one's beat
             log(f"{self._result.path}: {error.strerror}")
             if now < self._write_until:
                 self._write_next = now + RETRY_S
@@ -296,11 +298,11 @@ class Supervisor:
         if self._written_at is None:
             return False
         if self._leading is not None:
-            return self._all_know
+            return self._all_have_result
         unsent = self._uplink is not None and not self._uplink.closed
         return not unsent or time.monotonic() - self._written_at > LINGER_S
 
-    # Telling.
+    # Sending and recording.
 
     def _send_update(self, now: float) -> None:
         message: Any = self._order if self._leading is not None else self._work.state
@@ -314,7 +316,7 @@ class Supervisor:
             self._uplink.send(message)
 
     def note(self, now: float) -> None:
-        """Writes state.json, when there is something new to say or the last one has become old."""
+        """Write state.json if something has changed or the last one is old."""
         phase, order = self._work.state["phase"], self._order or {}
         attempt = order.get("attempt", 0)
         message = self._message(phase)
@@ -362,5 +364,5 @@ class Supervisor:
 
 
 def _awake() -> float:
-    """A clock that goes on while the machine sleeps, and that nobody sets."""
+    """Return the time of a clock that continues while the machine sleeps, and that nobody sets."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)

@@ -1,4 +1,4 @@
-"""Ends everything of a job on this host, whatever has become of its parents."""
+"""End of all processes of a job on this host, even of those whose parents have exited."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 
 PR_SET_CHILD_SUBREAPER = 36
 MARKER = "ACCEL_JOB_ID"  # in the environment of everything that a job starts
-_STARTTIME_FIELD = 19  # of the fields of /proc/PID/stat that come after the name
+_STARTTIME_FIELD = 19  # index among the fields of /proc/PID/stat after the name
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -19,7 +19,7 @@ def adopt_orphans() -> None:
 
 
 class ProcessReaper:
-    """Ends everything of a job on this host but the supervisor: SIGTERM, then SIGKILL until nothing is left."""
+    """Ends all processes of a job on this host but the supervisor: SIGTERM, then SIGKILL until none is left."""
 
     def __init__(self, job_id: str) -> None:
         self._mark = os.fsencode(f"{MARKER}={job_id}")
@@ -27,7 +27,7 @@ class ProcessReaper:
         self._terminated: set[tuple[int, bytes]] = set()
 
     def done(self, grace_s: float) -> bool:
-        """Goes on with it, without waiting; True once nothing is left. To be called again until then."""
+        """Take the next step, without waiting; return True if no process is left. Call it again until then."""
         processes = self._remaining()
         if not processes:
             self._started_at, self._terminated = None, set()
@@ -42,7 +42,7 @@ class ProcessReaper:
         return False
 
     def _remaining(self) -> set[tuple[int, bytes]]:
-        """Process ids, each with when it was started: numbers are used again."""
+        """Return process ids, each with its start time: ids are reused."""
         own_pid = os.getpid()
         parents: dict[int, int] = {}
         start_times: dict[int, bytes] = {}
@@ -79,7 +79,7 @@ def _stat(pid: int | str) -> list[bytes]:
 
 
 def _send(pid: int, started: bytes, signum: int) -> None:
-    """To that process and no other that has come to its number since."""
+    """Signal that process, and no later one with its id."""
     with contextlib.suppress(OSError):  # gone, or a set-user-id program that only root may end
         if not hasattr(os, "pidfd_open"):  # Python 3.8
             if _stat(pid)[_STARTTIME_FIELD] == started:

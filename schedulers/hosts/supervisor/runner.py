@@ -1,4 +1,4 @@
-"""What runs on this host for the job: setup commands, then `accel launch`; and how all of it is ended."""
+"""The processes of a job on this host: setup commands, then `accel launch`, and their end."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ PR_SET_PDEATHSIG = 1
 ALLOWANCE_S = 6.0  # for `accel launch` to end its ranks after their grace
 LEFTOVER_GRACE_S = 1.0
 NOTE_S = 1.0
-FILES_LIMIT = resource.getrlimit(resource.RLIMIT_NOFILE)  # as it was when this program began, and
+# For the job's processes: as they were when this program began.
+FILES_LIMIT = resource.getrlimit(resource.RLIMIT_NOFILE)
 UMASK = os.umask(0o077)
 os.umask(UMASK)
 _MAX_MESSAGE = 500
@@ -44,7 +45,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class NodeRunner:
-    """This host's part of the job. `state` is what the leader is told of it; `tick` lets it come true."""
+    """This host's part of a job. Orders choose the next step, `tick` takes it; the leader is sent `state`."""
 
     def __init__(self, settings: dict[str, Any], directory: str, secrets: dict[str, str]) -> None:
         self._settings = settings
@@ -55,7 +56,7 @@ class NodeRunner:
         self._process: subprocess.Popen[bytes] | None = None
         self._remaining_setup: list[list[str]] | None = None
         self._reaper = ProcessReaper(settings["job_id"])
-        self._kill_at = self._over_at = math.inf  # once it is being stopped
+        self._kill_at = self._over_at = math.inf  # set by `stop`
         self._clock = logs.Clock(self._logs)
         server = settings.get("metadata_server")
         self._announcements = Announcements(server) if server else None
@@ -74,7 +75,7 @@ class NodeRunner:
         }  # fmt: skip
 
     def apply_order(self, order: dict[str, Any]) -> None:
-        """Begins what an order asks for; the same one may come any number of times."""
+        """Start what an order requires; the same order may come any number of times."""
         stage, phase, attempt = order["do"], self.state["phase"], int(order["attempt"])
         is_member = self._index in order["members"]
         self._is_next_in_queue = stage == "queue" and order["turn"] == self._index and phase != "failed"
@@ -95,9 +96,9 @@ class NodeRunner:
             self._start(order)
 
     def stop(self, attempt: int, within_s: float = math.inf) -> None:
-        """Ends in order whatever runs: SIGTERM, the job's grace, SIGKILL, and nothing of the job is left.
+        """End what runs, with SIGTERM, the job's grace and SIGKILL, until nothing of the job is left.
 
-        After `within_s` there is no more grace for anything: others may go on with the job.
+        After `within_s` seconds there is no grace for anything: other hosts may continue the job.
         """
         if self.stopped and self.state["attempt"] >= attempt:
             return
@@ -112,7 +113,7 @@ class NodeRunner:
         self._over_at = min(self._over_at, now + within_s)
 
     def release(self) -> None:
-        """Gives up this host's slots and the job's place in its queue."""
+        """Release this host's slots and leave its queue."""
         self._dequeue()
         self._slots.release()
         if self.state["holds"]:
@@ -129,11 +130,11 @@ class NodeRunner:
         return bool(self.state["phase"] in ("stopped", "ended"))
 
     def tick(self) -> None:
-        """Looks at what runs. To be called after every change of a child, and now and then."""
-        self._collect_adopted()
+        """Take the next step. Call it after every change of a child process, and now and then."""
+        self._reap_adopted()
         self._note_sizes()
         if self._is_next_in_queue and not self.state["holds"] and time.monotonic() >= self._next_look_at:
-            self._queue()
+            self._acquire_slots()
         phase = self.state["phase"]
         if phase == "setup":
             self._continue_setup()
@@ -157,26 +158,26 @@ class NodeRunner:
                 self._set("stopped", attempt=self._attempt_stopped)
 
     def _warn(self, launcher: subprocess.Popen[bytes]) -> None:
-        """Hands on that this host will be taken away, as the warning that ranks know of."""
+        """Pass on a notice that this host will be taken away: the launcher warns the ranks on SIGUSR1."""
         announcement = self._announcements.take() if self._announcements is not None else ""
         if announcement:
             log(f"{announcement}: warning the ranks")
             launcher.send_signal(signal.SIGUSR1)
 
-    def _collect_adopted(self) -> None:
-        """Those that the job has left to themselves and that have ended since, lest they stay as zombies."""
+    def _reap_adopted(self) -> None:
+        """Reap orphans of the job that have ended, which would stay as zombies."""
         with contextlib.suppress(ChildProcessError):
             while True:
                 child = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
                 if child is None or (self._process is not None and child.si_pid == self._process.pid):
-                    return  # that one is asked after by its owner
+                    return  # that one is polled by its owner
                 os.waitpid(child.si_pid, os.WNOHANG)
 
-    def _queue(self) -> None:
-        """Looks whether the slots are free and it is this job's turn."""
+    def _acquire_slots(self) -> None:
+        """Acquire the slots if they are free and it is this job's turn."""
         job = self._settings["queue"]
         try:
-            slots, reason = self._slots.attempt(required_slots(job, job["devices"]))
+            slots, reason = self._slots.try_acquire(required_slots(job, job["devices"]))
         except (NotEnoughSlots, OSError) as error:
             self._fail(1, str(error))
             return
@@ -187,7 +188,7 @@ class NodeRunner:
     # Setup.
 
     def _begin_setup(self, **facts: Any) -> None:
-        """From its beginning, or from the command that the end of an attempt has interrupted."""
+        """Start the setup commands, or continue with the one that the end of an attempt interrupted."""
         if self._remaining_setup is None:
             self._remaining_setup = [list(argv) for argv in self._settings["setup"]]
         self._set("setup", **facts)
@@ -219,13 +220,13 @@ class NodeRunner:
     # The ranks.
 
     def _arm(self, order: dict[str, Any]) -> None:
-        """Ready to start; of node 0, with a port for the ranks to meet at."""
+        """Become ready to start; on node 0, with a port for the ranks' rendezvous."""
         attempt, port = int(order["attempt"]), 0
         if order["members"][0] == self._index:
             first, last = self._settings["ports"]
             port = wire.free_port(self._settings["master_port"] if attempt == 0 else None, first, last)
             if not port:
-                self._fail(1, f"none of its ports {first}-{last} is free for the ranks to meet at")
+                self._fail(1, f"none of its ports {first}-{last} is free for the rendezvous")
                 return
         self._set("armed", attempt=attempt, port=port)
 
@@ -255,7 +256,7 @@ class NodeRunner:
             "log_dir": self._logs,
             "max_restarts": 0,
             "shutdown_timeout": settings["grace_s"],
-            # The supervisors notice first, know more, and tell every launcher when to end: none stays for the others.
+            # Supervisors notice a lost host first and end every launcher: none has to wait for the others.
             "rdzv_conf": f"timeout={settings['start_timeout_s']:g},stay=0,"
             f"lost_after={2 * settings['heartbeat_s'] + 10:g}",
         }
@@ -278,11 +279,11 @@ class NodeRunner:
             _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
             if os.getppid() != own_pid:
                 os._exit(128 + signal.SIGTERM)
-            if warned:  # the signal must not end a launcher that has yet to take it
+            if warned:  # the signal must not end a launcher without its handler yet
                 signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
         env = {name: value for name, value in os.environ.items() if name not in _SESSION_VARIABLES}
-        env.update(_of_interpreter(self._settings["command"][0], env.get("PATH") or os.defpath))
+        env.update(_interpreter_env(self._settings["command"][0], env.get("PATH") or os.defpath))
         for name, value in self._network().items():
             env.setdefault(name, value)
         env.update(self._visible)
@@ -294,7 +295,7 @@ class NodeRunner:
         env.update(extra)
         workdir = os.path.join(self._directory, os.path.expanduser(self._settings["workdir"]))
         if not os.path.isdir(workdir):
-            raise NotADirectoryError(0, f"there is no directory {workdir}")
+            raise NotADirectoryError(0, f"directory {workdir} does not exist")
         with open(os.path.join(self._logs, log), "ab") as output:
             return subprocess.Popen(
                 argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd=workdir, env=env,
@@ -302,8 +303,10 @@ class NodeRunner:
             )  # fmt: skip
 
     def _network(self) -> dict[str, str]:
-        """Over which interface the ranks talk to other hosts. Left to itself gloo takes the address that this host's
-        own name has, which on many systems is one of the loopback's, and NCCL any network."""
+        """Return the variables that select the interface between hosts.
+
+        Without them, gloo uses the address of the host's own name, often the loopback's, and NCCL any network.
+        """
         hosts = self._settings["nodes"] + self._settings["spares"]
         interface = hosts[self._index]["interface"]
         if interface is None or len(hosts) == 1:
@@ -325,7 +328,7 @@ class NodeRunner:
         }
 
     def _events(self) -> Iterator[dict[str, Any]]:
-        """What this attempt's launcher has written."""
+        """Yield the events that this attempt's launcher has written."""
         try:
             with open(os.path.join(self._logs, "launch.jsonl"), "rb") as file:
                 file.seek(self._events_from)
@@ -349,7 +352,7 @@ class NodeRunner:
         self.state = {**self.state, "phase": phase, **facts}
 
     def _note_sizes(self, now: bool = False) -> None:
-        """Notes how long the logs are, so that lines which carry no time can be asked for by it."""
+        """Record the sizes of the logs, from which lines, which carry no time, are found by it."""
         if not now and time.monotonic() < self._noted_at + NOTE_S:
             return
         self._noted_at = time.monotonic()
@@ -358,7 +361,7 @@ class NodeRunner:
             self._report_full_disk()
 
     def _report_full_disk(self) -> None:
-        """Once, where the job's log lines are read, for those of the ranks may be lost; and in how the job ends."""
+        """Report once, in the job's log and its result, that lines of the ranks may be lost."""
         if self._process is None or self.state["phase"] == "setup" or self.state["warning"]:
             return
         self.state = {**self.state, "warning": logs.FULL}
@@ -367,8 +370,8 @@ class NodeRunner:
             file.write(f"accel: the disk that holds {self._logs} is full: lines of the ranks may be lost\n".encode())
 
 
-def _of_interpreter(python: str, path: str) -> dict[str, str]:
-    """What makes its `python`, its `pip` and the programs of its packages the first that are found."""
+def _interpreter_env(python: str, path: str) -> dict[str, str]:
+    """Return the variables that make the interpreter's `python`, `pip` and other programs the first on PATH."""
     folder = os.path.dirname(python)
     env = {}
     if folder and shutil.which(os.path.basename(python), path=path) != python:

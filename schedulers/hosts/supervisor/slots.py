@@ -1,10 +1,10 @@
 """The queue of one machine: first come, first served, over lock files that the kernel releases when a holder dies.
 
-    queue/<job id>    locked by a job that waits; the next in line waits for it
+    queue/<job id>    locked by a waiting job, which is behind those with smaller ids
     slots/<name>      locked by the job that has that GPU, processor or place
 
-Locks are per machine (a home directory may be shared by several), so nothing is to be cleaned up after a crash.
-The local target uses this module in its supervisor, the ssh target on its hosts.
+Machines that share a home directory have lock files of their own. Nothing needs cleanup after a crash. The supervisors
+of local jobs and of jobs on hosts use this module.
 """
 
 from __future__ import annotations
@@ -22,50 +22,50 @@ if TYPE_CHECKING:
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 _LOCK_TRIES, _LOCK_S = 20, 0.05
-# The variable that shows a process some of the machine's devices only, by the kind of these.
+# Kind of device -> the variable that limits the devices visible to a process.
 VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
 
 
 class NotEnoughSlots(Exception):
-    """More slots than this machine has; one line for people."""
+    """A request for more slots than this machine has. The message is one line for people."""
 
 
 class SlotRequest:
-    """So many of these slots, whichever are free."""
+    """A request for any `count` of `slots`. `what` is their kind in messages."""
 
-    def __init__(self, *, what: str, count: int, of: Sequence[str]) -> None:
-        self.what, self.count, self.slots = what, count, of
+    def __init__(self, *, what: str, count: int, slots: Sequence[str]) -> None:
+        self.what, self.count, self.slots = what, count, slots
 
 
 def required_slots(job: Mapping[str, Any], devices: Mapping[str, Any]) -> list[SlotRequest]:
-    """The slots that a job takes: its GPUs, or a processor for each process; and a place, where places are counted.
+    """Return the slots that a job takes: GPUs, or a processor per process; and a place, if `concurrency` is set.
 
-    On a machine with GPUs a job that names no number of them, nor of processes, takes all, as `accel launch` would.
+    On a machine with GPUs, a job that names no number of GPUs or processes takes all, as `accel launch` would.
     """
     requests = []
     on_gpus = devices["kind"] in VISIBLE and not job["cpu_only"]
     if on_gpus or job["gpus"]:
         gpu_slots = [f"gpu-{name}" for name in devices["ids"]] if on_gpus else []
         requests.append(
-            SlotRequest(what="GPUs", count=job["gpus"] or job["procs_per_node"] or len(gpu_slots), of=gpu_slots)
+            SlotRequest(what="GPUs", count=job["gpus"] or job["procs_per_node"] or len(gpu_slots), slots=gpu_slots)
         )
     processors = [f"cpu-{number}" for number in range(devices["cpus"])]
     if job["cpus"] is not None:
-        requests.append(SlotRequest(what="processors", count=job["cpus"], of=processors))
+        requests.append(SlotRequest(what="processors", count=job["cpus"], slots=processors))
     elif not requests and job["concurrency"] is None:
-        # More processes than processors is slow and not wrong: such a job takes the whole machine.
+        # More processes than processors is slow but valid: such a job takes the whole machine.
         requests.append(
-            SlotRequest(what="processors", count=min(job["procs_per_node"] or 1, len(processors)), of=processors)
+            SlotRequest(what="processors", count=min(job["procs_per_node"] or 1, len(processors)), slots=processors)
         )
     if job["concurrency"] is not None:
         requests.append(
-            SlotRequest(what="places", count=1, of=[f"place-{number}" for number in range(job["concurrency"])])
+            SlotRequest(what="places", count=1, slots=[f"place-{number}" for number in range(job["concurrency"])])
         )
     return requests
 
 
 def visible(slots: Sequence[str], devices: Mapping[str, Any]) -> dict[str, str]:
-    """The environment that shows a job the GPUs among its slots and no other; empty where it has none."""
+    """Return the environment that limits a job to the GPUs among its slots; empty if it has none."""
     gpus = [name[len("gpu-") :] for name in slots if name.startswith("gpu-")]
     return {VISIBLE[devices["kind"]]: ",".join(gpus)} if gpus else {}
 
@@ -74,7 +74,7 @@ class Slots:
     """The slots of this machine that one job waits for and then holds, until `release` or the end of its process."""
 
     def __init__(self, home: str | os.PathLike[str], job_id: str, host: str = "") -> None:
-        """`host` names this machine in messages to people elsewhere."""
+        """Create the lock directories. `host`: this machine's name in messages that are read elsewhere."""
         root = os.path.join(os.fspath(home), "local", platform.node() or "this-machine")
         self._queue, self._slots = (os.path.join(root, name) for name in ("queue", "slots"))
         for directory in (self._queue, self._slots):
@@ -83,39 +83,39 @@ class Slots:
         self._host = host
         self._lock_fds: list[int] = []
         self._ticket: int | None = None
-        self.ahead = 0  # so many jobs were before this one when it last looked
+        self.ahead = 0  # number of jobs ahead in the queue at the last look
 
     @property
     def pause_s(self) -> float:
-        """The seconds until it should look again: the first in line looks oftener than the others."""
+        """Seconds until the next try; the first in line tries more often than the others."""
         return min(_FIRST_PAUSE_S * (1 + self.ahead), _LONGEST_PAUSE_S)
 
     @property
     def id(self) -> str:
-        """The same for all who share this queue, while the machine is up, and for no other queue."""
+        """An id of this queue, unique while the machine is up; the same for all that share the queue."""
         queue = os.stat(self._queue)
         return f"{boot_id()} {queue.st_dev} {queue.st_ino}"
 
     def enqueue(self) -> None:
-        """Takes the job's place in the queue, unless it has it. Raises OSError."""
+        """Enter the queue, unless the job is in it. Raises OSError."""
         path = os.path.join(self._queue, self._job_id)
         while self._ticket is None:
             fd = _lock(path, wait=True)
-            assert fd is not None  # it has waited
+            assert fd is not None  # with `wait`, it is locked
             self._ticket = fd
-            if not _is_same_file(fd, path):  # taken for a dead job's, and removed, before it was locked
+            if not _is_same_file(fd, path):  # another job removed it as stale before it was locked
                 self._ticket = None
                 os.close(fd)
 
-    def attempt(self, requests: Sequence[SlotRequest]) -> tuple[list[str], str]:
-        """The names of the slots, when it is this job's turn and they are free; else none, and why not.
+    def try_acquire(self, requests: Sequence[SlotRequest]) -> tuple[list[str], str]:
+        """Return the acquired slots if it is this job's turn and they are free; else none, and the reason.
 
-        Never waits for another job; the job's place in the queue is kept meanwhile. Raises TooMany, OSError.
+        Never waits for another job; the job keeps its place in the queue. Raises NotEnoughSlots, OSError.
         """
         _check(requests)
         self.enqueue()
-        while predecessor := self._position():
-            if not self._is_stale(predecessor):
+        while predecessor := self._predecessor():
+            if not self._remove_if_stale(predecessor):
                 return [], f"waits for its turn{f' on {self._host}' if self._host else ''} behind job {predecessor}"
         names, reason = self._acquire(requests)
         if not reason:
@@ -123,7 +123,7 @@ class Slots:
         return names, reason
 
     def dequeue(self) -> None:
-        """Gives up the job's place in the queue, where it has one."""
+        """Leave the queue if the job is in it."""
         if self._ticket is not None:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(os.path.join(self._queue, self._job_id))
@@ -135,14 +135,14 @@ class Slots:
             os.close(fd)
         self._lock_fds.clear()
 
-    def _position(self) -> str | None:
-        """The ticket just before ours. Job ids sort by time."""
+    def _predecessor(self) -> str | None:
+        """Return the ticket just before ours. Job ids sort by time."""
         earlier = [name for name in os.listdir(self._queue) if name < self._job_id]
         self.ahead = len(earlier)
         return max(earlier) if earlier else None
 
-    def _is_stale(self, ticket: str) -> bool:
-        """Removes the ticket of a job that has gone on or died. False while it waits."""
+    def _remove_if_stale(self, ticket: str) -> bool:
+        """Remove the ticket of a job that has left the queue or died. Return False if it still waits."""
         path = os.path.join(self._queue, ticket)
         fd = _lock(path, wait=False)
         if fd is None:
@@ -154,7 +154,7 @@ class Slots:
         return True
 
     def _acquire(self, requests: Sequence[SlotRequest]) -> tuple[list[str], str]:
-        """All or none."""
+        """Acquire all slots or none."""
         names: list[str] = []
         for request in requests:
             slot_names = self._acquire_one(request)
@@ -178,7 +178,7 @@ class Slots:
 
 
 def boot_id() -> str:
-    """The kernel's id of this boot; empty where the system has none."""
+    """Return the kernel's id of this boot; empty if the system has none."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return file.read().strip()
@@ -189,11 +189,11 @@ def boot_id() -> str:
 def _check(requests: Sequence[SlotRequest]) -> None:
     for request in requests:
         if request.count > len(request.slots):
-            raise NotEnoughSlots(f"{request.count} {request.what} asked for, and this machine has {len(request.slots)}")
+            raise NotEnoughSlots(f"{request.count} {request.what} requested, but this machine has {len(request.slots)}")
 
 
 def _is_same_file(fd: int, path: str) -> bool:
-    """Whether the open file is the one of this name."""
+    """Return True if the open file is still the one with this name."""
     try:
         return os.fstat(fd).st_ino == os.stat(path).st_ino
     except FileNotFoundError:
@@ -201,7 +201,7 @@ def _is_same_file(fd: int, path: str) -> bool:
 
 
 def _lock(path: str, *, wait: bool) -> int | None:
-    """An exclusive lock on the file, as its descriptor; None when it is held and `wait` is false."""
+    """Lock the file exclusively; return its descriptor, or None if it is locked and `wait` is False."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -212,7 +212,7 @@ def _lock(path: str, *, wait: bool) -> int | None:
 
 
 def lock_soon(path: str) -> int | None:
-    """Take the file's lock, which a reader may hold for a moment: its descriptor, or None when a process keeps it."""
+    """Lock the file, which a reader may hold for a moment; return its descriptor, None if it stays locked."""
     for _ in range(_LOCK_TRIES):
         fd = _lock(path, wait=False)
         if fd is not None:

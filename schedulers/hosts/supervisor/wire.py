@@ -4,7 +4,7 @@ Each proof names the job, both ends and both random numbers, so that a proof rel
 message has a MAC over its content and its number, with a key for this connection and this direction: one that was
 changed, repeated, reordered or left out ends the connection.
 
-Every message tells a whole state, and is sent again with every beat: one that is lost with its connection is no harm.
+Every message is a complete state, sent again with every beat: one lost with its connection does no harm.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ _MAPPED = bytes(10) + b"\xff\xff"  # the first bytes of an IPv4 address in IPv6'
 class Party:
     """This end of every link: the host's index in the job, the job's id and its token."""
 
-    def __init__(self, job: str, token: bytes, own: int) -> None:
-        self.job, self.token, self.index = job, token, own
+    def __init__(self, job: str, token: bytes, index: int) -> None:
+        self.job, self.token, self.index = job, token, index
 
     def derived(self, purpose: str, caller: int, callee: int, nonces: tuple[str, str]) -> bytes:
-        """A value that only those who know the token can compute, and that no other link shares."""
+        """Return a value that only holders of the token can compute, different for every link."""
         bound = json.dumps([purpose, self.job, caller, callee, *nonces])
         return hmac.new(self.token, bound.encode(), hashlib.sha256).digest()
 
 
 class Link:
-    """One connection. `peer` is the index of the host at its other end once it has proved that.
+    """One connection. `peer`: the index of the host at its other end, None until it has proved that.
 
-    last_byte_at:  when the last byte came, by the monotonic clock.
-    origin: what strangers are counted by (see `origin`).
+    last_byte_at: time (`time.monotonic`) of the last byte from a proven peer; at first, of the opening.
+    origin: the value of `origin` for the caller's address.
     """
 
     def __init__(self, sock: socket.socket, party: Party, expected: int | None = None, origin: bytes = b"") -> None:
-        """`expected` is the host that this end called; None: this end was called."""
+        """Start the handshake. `expected`: the host that this end called; None if this end was called."""
         self.socket = sock
         self.peer: int | None = None
         self.closed = False
-        self.greeted = False  # for its owner: whether the other end has been told anything
+        self.greeted = False  # set by its owner, once it has sent something
         self.last_byte_at = self.opened = time.monotonic()
         self.origin = origin
         self._party = party
@@ -66,8 +66,8 @@ class Link:
         self._read = b""
         self._unsent = b""
         self._held_messages: list[Message] = []  # until the proof
-        self._proof_due = ""  # what the called end has to answer
-        self._keys = (b"", b"")  # for what is sent, and for what comes
+        self._proof_due = ""  # the proof that the called end must send
+        self._keys = (b"", b"")  # for sending, and for receiving
         self._counts = [0, 0]
         sock.setblocking(False)
         if expected is None:
@@ -81,7 +81,7 @@ class Link:
         return self._connecting or bool(self._unsent)
 
     def send(self, message: Message) -> None:
-        """Sends as soon as the other end has proved itself."""
+        """Send a message, as soon as the other end has proved itself."""
         if self.peer is None:
             self._held_messages.append(message)
             return
@@ -104,7 +104,7 @@ class Link:
         return None
 
     def receive(self) -> list[Message]:
-        """The messages that have come. A link that has ended, or that carries a wrong proof or MAC, is closed."""
+        """Return the messages that have come. Closes a link that has ended, or carries a wrong proof or MAC."""
         try:
             data = self.socket.recv(_CHUNK)
         except BlockingIOError:
@@ -137,8 +137,7 @@ class Link:
         self.socket.close()
 
     def _prove(self, message: Message) -> None:
-        """Goes on with the handshake: the called end sends a number, the caller one and its proof, then the called end
-        its own."""
+        """Continue the handshake: the called end's nonce, the caller's nonce and proof, the called end's proof."""
         if self._expected is None:
             caller = int(message["from"])
             proof, reply_proof = self._derive(caller, self._party.index, (str(message["nonce"]), self._nonce))
@@ -154,7 +153,7 @@ class Link:
             self._admit(self._expected)
 
     def _derive(self, caller: int, callee: int, nonces: tuple[str, str]) -> tuple[str, str]:
-        """The proofs of the caller and of the called end; keeps the keys that belong to them."""
+        """Return the proofs of the caller and of the called end; store the keys that belong to them."""
         keys = [self._party.derived(f"{role} key", caller, callee, nonces) for role in ("caller", "called")]
         self._keys = (keys[0], keys[1]) if self._expected is not None else (keys[1], keys[0])
         proofs = [self._party.derived(f"{role} proof", caller, callee, nonces).hex() for role in ("caller", "called")]
@@ -167,7 +166,7 @@ class Link:
             self.send(message)
 
     def _mac(self, direction: int, data: bytes) -> bytes:
-        """Of the next message that is sent (0) or that comes (1)."""
+        """Return the MAC of the next message that is sent (direction 0) or received (1)."""
         count, self._counts[direction] = self._counts[direction], self._counts[direction] + 1
         return hmac.new(self._keys[direction], count.to_bytes(8, "big") + data, hashlib.sha256).hexdigest().encode()
 
@@ -188,23 +187,23 @@ class Link:
 
 
 class Calls:
-    """The links of those that call, and how many strangers among them there may be.
+    """The links of callers, with a limit on unverified ones: callers that have yet to prove who they are.
 
-    A stranger has yet to prove who it is. Where there are more than `max_strangers`, the oldest of the address with
-    the most strangers goes: silent connections crowd out each other, and a host that calls has the time of a handshake.
+    Above `max_unverified`, the oldest of the origin with the most is closed: silent connections displace each other,
+    and a host that calls has the time of a handshake.
     """
 
-    def __init__(self, server: socket.socket | None, party: Party, max_strangers: int) -> None:
+    def __init__(self, server: socket.socket | None, party: Party, max_unverified: int) -> None:
         self._server = server
         self._party = party
-        self._max_strangers = max_strangers
+        self._max_unverified = max_unverified
         self.links: list[Link] = []
 
     def accept(self) -> bool:
-        """All who call: when a job starts, its hosts do so at once. False when there is no room for more files."""
-        assert self._server is not None  # somebody called
+        """Accept all waiting calls: as a job starts, its hosts call at once. Return False if no descriptor is free."""
+        assert self._server is not None  # else nobody calls
         has_room = True
-        for _ in range(self._max_strangers):
+        for _ in range(self._max_unverified):
             try:
                 sock, address = self._server.accept()
             except OSError as error:
@@ -215,7 +214,7 @@ class Calls:
         for link in self.links:
             if link.peer is None and not link.closed:
                 unverified_links.setdefault(link.origin, []).append(link)
-        for _ in range(sum(map(len, unverified_links.values())) - self._max_strangers):
+        for _ in range(sum(map(len, unverified_links.values())) - self._max_unverified):
             max(unverified_links.values(), key=len).pop(0).close()
         return has_room
 
@@ -227,7 +226,7 @@ class Calls:
 
 
 def origin(address: str) -> bytes:
-    """What one machine cannot have many of: an IPv4 address, or a network of 64 bits of IPv6."""
+    """Return what one machine has few of: its IPv4 address, or its IPv6 network of 64 bits."""
     try:
         packed = socket.inet_pton(socket.AF_INET6, address.partition("%")[0])
     except OSError:
@@ -241,7 +240,7 @@ def _compare(proof: object, expected: str) -> None:
 
 
 def call(address: str, port: int, party: Party, peer: int) -> Link | None:
-    """A link that is being made to the supervisor of host `peer`; None when that cannot even begin."""
+    """Start to connect to the supervisor of host `peer`; return the link, None if that fails at once."""
     try:
         family, kind, protocol, _, sockaddr = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
         caller = socket.socket(family, kind, protocol)
@@ -255,7 +254,7 @@ def call(address: str, port: int, party: Party, peer: int) -> Link | None:
 
 
 def listen(port: int) -> socket.socket:
-    """Takes calls on all addresses of this host, of IPv6 too where there is such a thing."""
+    """Listen on all addresses of this host, also for IPv6 if it has that."""
     dual_stack = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual_stack else socket.AF_INET
     server = socket.create_server(("", port), family=family, backlog=4096, dualstack_ipv6=dual_stack)

@@ -67,7 +67,7 @@ def test_a_supervisor_that_is_told_to_end_ends_its_ranks(make: Make, node: str) 
     job.hosts[node].run("kill", "-TERM", str(job.state(node)["pid"]))
     (own,) = job.exits(node)
     assert (own["state"], own["fenced"]) == ("failed", True)
-    assert own["message"] == f"{node}: the supervisor was told to end (SIGTERM)"
+    assert own["message"] == f"{node}: the supervisor received SIGTERM"
     for result in job.exits(*[name for name in job.names if name != node]):
         assert result["message"].startswith(f"{node} was silent")
 

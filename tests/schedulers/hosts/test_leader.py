@@ -124,7 +124,7 @@ def test_nothing_runs_before_all_are_there() -> None:
     del play.hosts[2]
     order = play.go()
     assert _ended(order) == ("failed", "node_failure", 0)
-    assert order["status"]["message"] == "h2 did not come within 60 s: the job did not start"
+    assert order["status"]["message"] == "h2 did not connect within 60 s: the job did not start"
     assert play.started == []
 
 

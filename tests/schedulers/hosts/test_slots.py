@@ -15,62 +15,61 @@ from schedulers.hosts.remote_files import host_program, program_loader
 from schedulers.hosts.supervisor.slots import NotEnoughSlots, SlotRequest, Slots, visible
 from schedulers.node import probe
 
-TWO = [SlotRequest(what="processors", count=2, of=["cpu-0", "cpu-1", "cpu-2"])]
+TWO = [SlotRequest(what="processors", count=2, slots=["cpu-0", "cpu-1", "cpu-2"])]
 
 
 def test_a_look_takes_all_slots_or_none_and_says_why(tmp_path: Path) -> None:
     first, second = Slots(tmp_path, "a"), Slots(tmp_path, "b", "gpu01")
-    assert first.attempt(TWO) == (["cpu-0", "cpu-1"], "")
-    assert second.attempt(TWO) == ([], "waits for 2 of gpu01's 3 processors")
-    one = [SlotRequest(what="processors", count=1, of=TWO[0].slots)]
+    assert first.try_acquire(TWO) == (["cpu-0", "cpu-1"], "")
+    assert second.try_acquire(TWO) == ([], "waits for 2 of gpu01's 3 processors")
+    one = [SlotRequest(what="processors", count=1, slots=TWO[0].slots)]
     third = Slots(tmp_path, "c", "gpu01")
-    assert third.attempt(one) == ([], "waits for its turn on gpu01 behind job b")
+    assert third.try_acquire(one) == ([], "waits for its turn on gpu01 behind job b")
     assert third.ahead == 1
     first.release()
-    assert second.attempt(TWO) == (["cpu-0", "cpu-1"], "")
-    assert third.attempt(one) == (["cpu-2"], "")
+    assert second.try_acquire(TWO) == (["cpu-0", "cpu-1"], "")
+    assert third.try_acquire(one) == (["cpu-2"], "")
     assert third.ahead == 0
 
 
 def test_who_steps_out_lets_the_next_go_on(tmp_path: Path) -> None:
     slots = [Slots(tmp_path, name) for name in "abc"]
-    assert slots[0].attempt(TWO)[0]
-    assert slots[1].attempt(TWO)[1] == "waits for 2 of this machine's 3 processors"
-    assert slots[2].attempt(TWO)[1] == "waits for its turn behind job b"
+    assert slots[0].try_acquire(TWO)[0]
+    assert slots[1].try_acquire(TWO)[1] == "waits for 2 of this machine's 3 processors"
+    assert slots[2].try_acquire(TWO)[1] == "waits for its turn behind job b"
     slots[1].dequeue()
     slots[1].dequeue()
-    assert slots[2].attempt(TWO)[1] == "waits for 2 of this machine's 3 processors"
+    assert slots[2].try_acquire(TWO)[1] == "waits for 2 of this machine's 3 processors"
     slots[0].release()
-    assert slots[2].attempt(TWO) == (["cpu-0", "cpu-1"], "")
+    assert slots[2].try_acquire(TWO) == (["cpu-0", "cpu-1"], "")
 
 
 def test_an_earlier_job_that_comes_later_is_first(tmp_path: Path) -> None:
     holder, late, early = (Slots(tmp_path, name) for name in ("a", "c", "b"))
-    holder.attempt(TWO)
-    late.attempt(TWO)
-    early.attempt(TWO)
+    holder.try_acquire(TWO)
+    late.try_acquire(TWO)
+    early.try_acquire(TWO)
     holder.release()
-    assert late.attempt(TWO) == ([], "waits for its turn behind job b")
-    assert early.attempt(TWO) == (["cpu-0", "cpu-1"], "")
+    assert late.try_acquire(TWO) == ([], "waits for its turn behind job b")
+    assert early.try_acquire(TWO) == (["cpu-0", "cpu-1"], "")
 
 
 def test_a_dead_job_s_ticket_and_slots_are_nobody_s(tmp_path: Path) -> None:
     code = "import sys; sys.path.insert(0, sys.argv[1]); from supervisor.slots import Slots, SlotRequest\n"
-    code += (
-        "w = [SlotRequest(what='p', count=1, of=['cpu-0'])]; a, b = Slots(sys.argv[2], 'a'), Slots(sys.argv[2], 'b')\n"
-    )
-    code += "assert a.attempt(w)[0] and not b.attempt(w)[0]"
+    code += "w = [SlotRequest(what='p', count=1, slots=['cpu-0'])]\n"
+    code += "a, b = Slots(sys.argv[2], 'a'), Slots(sys.argv[2], 'b')\n"
+    code += "assert a.try_acquire(w)[0] and not b.try_acquire(w)[0]"
     hostside = Path(__file__).parents[3] / "schedulers/hosts"
     subprocess.run([sys.executable, "-c", code, str(hostside), str(tmp_path)], check=True)
     assert len(list(tmp_path.rglob("queue/*"))) == 1
-    assert Slots(tmp_path, "c").attempt(TWO) == (["cpu-0", "cpu-1"], "")
+    assert Slots(tmp_path, "c").try_acquire(TWO) == (["cpu-0", "cpu-1"], "")
     assert not list(tmp_path.rglob("queue/*"))
 
 
 def test_more_than_there_are_is_refused_at_once(tmp_path: Path) -> None:
     slots = Slots(tmp_path, "a")
-    with pytest.raises(NotEnoughSlots, match="4 processors asked for, and this machine has 3"):
-        slots.attempt([SlotRequest(what="processors", count=4, of=TWO[0].slots)])
+    with pytest.raises(NotEnoughSlots, match="4 processors requested, but this machine has 3"):
+        slots.try_acquire([SlotRequest(what="processors", count=4, slots=TWO[0].slots)])
     assert not list(tmp_path.rglob("queue/*"))
 
 
@@ -99,8 +98,8 @@ def test_the_examination_of_a_host_sees_its_queue(tmp_path: Path) -> None:
 
     assert seen()["queue"] == {"held": [], "waiting": 0}
     holder, waiter = Slots(tmp_path, "a"), Slots(tmp_path, "b")
-    holder.attempt(TWO)
-    waiter.attempt(TWO)
+    holder.try_acquire(TWO)
+    waiter.try_acquire(TWO)
     facts = seen()
     assert (sorted(facts["queue"]["held"]), facts["queue"]["waiting"]) == (["cpu-0", "cpu-1"], 1)
     assert facts["devices"]["cpus"] == len(os.sched_getaffinity(0))

@@ -141,7 +141,7 @@ def test_none_runs_when_one_host_never_comes(make: Make, absent: str) -> None:
     there = [name for name in job.names if name != absent]
     for result in job.start(*there).exits(*there):
         assert (result["state"], result["reason"]) == ("failed", "node_failure")
-        assert result["message"] == f"{absent} did not come within 10 s: the job did not start"
+        assert result["message"] == f"{absent} did not connect within 10 s: the job did not start"
     assert not any(list((job.directory(name) / "logs").glob("node-*.log")) for name in there)
 
 
@@ -342,7 +342,7 @@ def test_what_hinders_a_supervisor_is_said_in_one_line(make: Make, pool: Pool) -
     other = make(FOREVER)
     for host in other.settings["nodes"]:
         host["control_port"] = job.settings["nodes"][0]["control_port"]
-    with pytest.raises(RemoteError, match=r"port \d+ of node1 cannot be had: Address already in use"):
+    with pytest.raises(RemoteError, match=r"cannot listen on port \d+ of node1: Address already in use"):
         other.start("node1")
     with pytest.raises(RemoteError, match="directory is shared between hosts"):
         pool.remote("node1").run(start_command("python3", f"~/.accel/jobs/{job.id}", 1))

@@ -63,18 +63,18 @@ def test_what_is_written_while_the_status_is_read_is_newer(tmp_path: Path, monke
 
 
 def test_who_came_first_is_first_however_late_it_looks(tmp_path: Path) -> None:
-    want = [SlotRequest(what="places", count=1, of=["place-0"])]
+    want = [SlotRequest(what="places", count=1, slots=["place-0"])]
     first, second = Slots(tmp_path, "a"), Slots(tmp_path, "b")
     first.enqueue()
-    assert second.attempt(want) == ([], "waits for its turn behind job a")
-    assert first.attempt(want) == (["place-0"], "")
+    assert second.try_acquire(want) == ([], "waits for its turn behind job a")
+    assert first.try_acquire(want) == (["place-0"], "")
 
 
 def test_those_at_the_end_of_a_long_line_look_rarely(tmp_path: Path) -> None:
-    want = [SlotRequest(what="places", count=1, of=["place-0"])]
+    want = [SlotRequest(what="places", count=1, slots=["place-0"])]
     jobs = [Slots(tmp_path, f"{number:03}") for number in range(200)]
     for job in jobs:
-        job.attempt(want)
+        job.try_acquire(want)
     assert [job.pause_s < 0.3 for job in jobs[1:3]] == [True, True]  # the next two: the first of all has its slots
     assert {job.pause_s for job in jobs[20:]} == {1.0}
 

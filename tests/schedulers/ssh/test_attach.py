@@ -135,8 +135,8 @@ def test_what_is_not_there(
     with pytest.raises(UnknownJob, match="is being submitted to target ssh this moment, or was never started there"):
         find(job.id, target="ssh", options={**options, "hosts": "node3"})
     for words, said in [
-        (("status", job.id[:5], "--target", "lab"), "a job needs its whole id"),
-        (("status", job.id, "--target", "local"), "target local (local) cannot be asked for a job that this machine"),
+        (("status", job.id[:5], "--target", "lab"), "give its full id"),
+        (("status", job.id, "--target", "local"), "target local (local) cannot find jobs of other machines"),
         (("logs", job.id, "--hosts", "node3"), "go with --target NAME"),
         (("status", job.id, "--target", "lba"), "did you mean 'lab'?"),
     ]:

@@ -52,9 +52,9 @@ def test_the_room_that_a_host_has(size: dict[str, Any], of: Facts, expected: tup
 @pytest.mark.parametrize(
     ("size", "of", "said"),
     [
-        (job(cpus=5), facts(CPUS), "h: has 4 processors, 5 are asked for; ask for fewer, or leave it out"),
-        (job(gpus=1), facts(CPUS), "h: has 0 GPUs, 1 are asked for; ask for fewer, or leave it out"),
-        (job(gpus=5), facts(GPUS), "h: has 4 GPUs, 5 are asked for; ask for fewer, or leave it out"),
+        (job(cpus=5), facts(CPUS), "h: has 4 processors, not the 5 requested; request fewer, or leave it out"),
+        (job(gpus=1), facts(CPUS), "h: has 0 GPUs, not the 1 requested; request fewer, or leave it out"),
+        (job(gpus=5), facts(GPUS), "h: has 4 GPUs, not the 5 requested; request fewer, or leave it out"),
     ],
 )
 def test_what_a_host_cannot_have_room_for(size: dict[str, Any], of: Facts, said: str) -> None:

@@ -30,7 +30,7 @@ FACTS = Facts(
     disk="/", disk_free=1, disk_writable=True, shm_free=1, processes=-1, files=-1, gpus=Gpus(count=0, how=""),
     addresses=(), time=0.0,
 )  # fmt: skip
-LOST, REFUSED = HostUnreachable("b", "connection lost"), RemoteError("b", "port 2 cannot be had")
+LOST, REFUSED = HostUnreachable("b", "connection lost"), RemoteError("b", "cannot listen on port 2")
 
 
 class Answers:

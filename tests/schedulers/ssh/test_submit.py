@@ -140,7 +140,7 @@ def test_a_supervisor_starts_only_with_all_its_secrets(pool: Pool, ssh_hosts: Ss
     settings = {"schema": 1, "job_id": "t-1", "node": 0, "nodes": [me], "spares": [], "secrets": ["TOKEN"]}
     files = {"settings.json": json.dumps(settings).encode(), PROGRAM: program()}
     Files(pool.remote("node1")).put({f"jobs/t-1/{name}": data for name, data in files.items()})
-    with pytest.raises(RemoteError, match=r"node1: .*the values of secrets did not come: TOKEN$"):
+    with pytest.raises(RemoteError, match=r"node1: .*the values of secrets are missing: TOKEN$"):
         pool.remote("node1").run(
             ["sh", "-c", "exec python3 -I ~/.accel/jobs/t-1/supervisor.pyz ~/.accel/jobs/t-1 0"], stdin=said
         )
