@@ -131,7 +131,7 @@ class CheckpointControl(Part):
         if save_model_func_kwargs:
             logger.warning(f"save_state: {', '.join(sorted(save_model_func_kwargs))} ignored: no effect in this run")
         self._checkpoints.wait()
-        path = self._checkpoints.next_place() if output_dir is None else Path(output_dir)
+        path = self._checkpoints.next_path() if output_dir is None else Path(output_dir)
         self._checkpoints.save(
             path, lambda folder: self._collect(folder, safe_serialization), background=async_save, prune=automatic
         )

@@ -29,7 +29,7 @@ def run_on_all_ranks(operation: str, action: Callable[[], Result], group: Any = 
     except Exception as error:
         cause = error
         result = None, str(error) if isinstance(error, AccelError) else f"{type(error).__name__}: {error}"
-    gathered = _all(result, group)
+    gathered = _all_gather(result, group)
     failed = [(rank, message) for rank, (_, message) in enumerate(gathered) if message is not None]
     if failed:
         rank, message = failed[0]
@@ -38,7 +38,7 @@ def run_on_all_ranks(operation: str, action: Callable[[], Result], group: Any = 
     return [value for value, _ in gathered]
 
 
-def _all(value: Any, group: Any) -> list[Any]:
+def _all_gather(value: Any, group: Any) -> list[Any]:
     state = PartialState()
     if not state.use_distributed:
         return [value]
@@ -48,7 +48,7 @@ def _all(value: Any, group: Any) -> list[Any]:
 
 
 def check_all_ranks_present(operation: str, group: Any) -> None:
-    """Raise `CollectiveError` unless all processes call this within five minutes; the main process names the others.
+    """Raise `CollectiveError` unless all processes call this within five minutes; rank 0 names the missing ones.
 
     ``group``: a `new_gloo_group` with no other operation in progress; with None (a world of one) nothing happens.
     """
@@ -60,7 +60,7 @@ def check_all_ranks_present(operation: str, group: Any) -> None:
         match = re.search(r"Ranks ([\d, ]+) failed", str(error))
         subject = f"process {match[1]} did not" if match else "some process did not"
         raise CollectiveError(
-            f"{operation} is for all processes to call, and {subject}: is it in a part for one?"
+            f"{operation} must be called by all processes, but {subject}: is the call in code for one process only?"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""Save in a background thread while training goes on, from a copy of the run's state in host memory."""
+"""A background thread that saves during training, and the copy of the run's state in host memory that it saves."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Staging:
         self._size = 0
 
     def copy(self, value: Any) -> Any:
-        """Copy ``value``, nested containers, with all tensors and other mutable objects in it.
+        """Copy ``value``, a nested container, with all tensors and other mutable objects in it.
 
         Tensors that share memory still do. The previous copy is overwritten.
         """
@@ -50,7 +50,7 @@ class Staging:
                 end += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
         self._reserve(end)
         copies = {
-            key: self._at(offsets[key], tensor) if key in offsets else tensor.detach().clone().cpu()
+            key: self._view(offsets[key], tensor) if key in offsets else tensor.detach().clone().cpu()
             for key, tensor in tensors.items()
         }
         _fill([(copies[key], tensors[key]) for key in offsets])
@@ -72,8 +72,8 @@ class Staging:
                 self._memory.madvise(mmap.MADV_HUGEPAGE)
         self._size = size
 
-    def _at(self, offset: int, tensor: torch.Tensor) -> torch.Tensor:
-        # Each with a storage of its own: `torch.save` writes storages whole.
+    def _view(self, offset: int, tensor: torch.Tensor) -> torch.Tensor:
+        # Each tensor has its own storage: `torch.save` writes complete storages.
         flat = torch.frombuffer(self._memory, dtype=tensor.dtype, count=tensor.numel(), offset=offset)
         return flat.view(tensor.shape)
 
@@ -135,7 +135,7 @@ def _move(moves: list[tuple[int, int, int]]) -> None:
         return
     copiers = max(1, min(_COPIERS, os.cpu_count() or 1))
     with ThreadPoolExecutor(copiers, "accel-copy") as pool:
-        # memmove writes past the processor's caches, unlike a tensor's copy_; threads share the page faults.
+        # memmove bypasses the processor's caches, unlike a tensor's copy_; threads share the page faults.
         list(pool.map(lambda move: ctypes.memmove(*move), moves))
 
 
@@ -145,7 +145,7 @@ def _move(moves: list[tuple[int, int, int]]) -> None:
 class Background:
     """A runner of one task at a time. An exception is logged at once and raised by `wait`.
 
-    The thread is no daemon, so the interpreter does not exit before the task is done.
+    The thread is not a daemon, so the interpreter does not exit before the task is done.
     """
 
     def __init__(self) -> None:
@@ -171,7 +171,7 @@ class Background:
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait until no task is running. Raises, once, what the task raised."""
+        """Wait until no task is running. Raises the task's error, once."""
         thread, self._thread = self._thread, None
         if thread is None:
             return

@@ -1,4 +1,4 @@
-"""Store sharded tensors, models and optimizers in chunks that any other number of processes can read back.
+"""Sharded tensors, models and optimizers, stored in chunks that any number of processes can read back.
 
 A process writes one safetensors file, ``chunks/node_<node>/rank_<rank>.safetensors``. The entry
 ``accel_chunks`` of its metadata maps each chunk to its full tensor and its offset there.
@@ -21,10 +21,10 @@ from accel.parallel.shares import is_sharded
 
 _TABLE = "accel_chunks"
 
-Place: TypeAlias = tuple[int, ...]
+Dims: TypeAlias = tuple[int, ...]  # a shape, or an offset
 
 
-def local_offset(tensor: Any) -> tuple[Place, torch.Tensor]:
+def local_offset(tensor: Any) -> tuple[Dims, torch.Tensor]:
     """Return the offset of this process's part of ``tensor``, and the part, which shares its memory."""
     if not is_sharded(tensor):
         return (0,) * tensor.ndim, tensor
@@ -59,20 +59,17 @@ def _is_first_copy(tensor: Any) -> bool:
     )
 
 
-class Saved:
-    """Saved tensors by name, each in as many chunks as it was written in.
-
-    ``folder``: the name of their place in error messages.
-    """
+class Chunks:
+    """Saved tensors by name, each in the chunks it was written in. ``folder``: the checkpoint, for error messages."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
-        self.mapped = False  # whether they are pages of files, which need not stay in memory
-        self.shapes: dict[str, Place] = {}
-        self._chunks: dict[str, dict[tuple[Place, Place], Any]] = {}
+        self.mapped = False  # True if chunks are memory-mapped: their pages need not stay in memory
+        self.shapes: dict[str, Dims] = {}
+        self._chunks: dict[str, dict[tuple[Dims, Dims], Any]] = {}
 
     @classmethod
-    def single_chunk(cls, tensors: Mapping[str, torch.Tensor], folder: str) -> Saved:
+    def single_chunk(cls, tensors: Mapping[str, torch.Tensor], folder: str) -> Chunks:
         """Create from full tensors, with one chunk each."""
         saved = cls(folder)
         for name, tensor in tensors.items():
@@ -80,7 +77,7 @@ class Saved:
         return saved
 
     @classmethod
-    def in_folder(cls, folder: Path) -> Saved:
+    def in_folder(cls, folder: Path) -> Chunks:
         """Read all chunks of a checkpoint, memory-mapped. Raises `CheckpointError` for a damaged file."""
         saved = cls(str(folder))
         saved.mapped = True
@@ -93,10 +90,10 @@ class Saved:
                 raise CheckpointError(f"{path} cannot be loaded: its table of chunks is damaged") from error
         return saved
 
-    def add(self, name: str, shape: Place, offset: Place, data: Any) -> None:
+    def add(self, name: str, shape: Dims, offset: Dims, data: Any) -> None:
         """Add a chunk of the tensor ``name``: a tensor, or an object with its shape and dtype that slices to one."""
         if self.shapes.setdefault(name, shape) != shape:
-            raise CheckpointError(f"{self.folder}: {name} is {self.shapes[name]} in one file and {shape} in another")
+            raise CheckpointError(f"{self.folder}: {name} is {self.shapes[name]} in one file, but {shape} in another")
         self._chunks.setdefault(name, {})[offset, tuple(data.shape)] = data
 
     def __contains__(self, name: str) -> bool:
@@ -106,9 +103,9 @@ class Saved:
         """Return the names that begin with ``prefix``, without it."""
         return [name.removeprefix(prefix) for name in self.shapes if name.startswith(prefix)]
 
-    def renamed(self, names: Mapping[str, str]) -> Saved:
-        """Return a subset under new names; ``names`` maps new names to present ones."""
-        saved = Saved(self.folder)
+    def renamed(self, names: Mapping[str, str]) -> Chunks:
+        """Return a subset under new names; ``names`` maps new names to existing ones."""
+        saved = Chunks(self.folder)
         saved.mapped = self.mapped
         saved.shapes = {name: self.shapes[old] for name, old in names.items()}
         saved._chunks = {name: self._chunks[old] for name, old in names.items()}
@@ -139,7 +136,7 @@ class Saved:
         """
         if self.shapes[name] != tuple(tensor.shape):
             raise CheckpointError(
-                f"{self.folder}: {name} is {self.shapes[name]} there, and {tuple(tensor.shape)} in this run"
+                f"{self.folder}: {name} has shape {self.shapes[name]}, but {tuple(tensor.shape)} in this run"
             )
         offset, part = local_offset(tensor)
         missing = part.numel()
@@ -156,7 +153,7 @@ class Saved:
                 missing -= target.numel()
         if missing:
             raise CheckpointError(
-                f"{self.folder}: {missing} elements of {name} are not there{self._missing_ranks_hint()}"
+                f"{self.folder}: {missing} elements of {name} are missing{self._missing_ranks_hint()}"
             )
 
     def _missing_ranks_hint(self) -> str:
@@ -166,47 +163,47 @@ class Saved:
         if not files:
             return ""
         return (
-            f": it has the chunks of rank {', '.join(ranks)} on node {', '.join(nodes)} alone. Load it with "
-            "the processes that it was saved by, or save to a file system that all nodes share"
+            f": it has only the chunks of rank {', '.join(ranks)} on node {', '.join(nodes)}. Load it with "
+            "the processes that saved it, or save to a file system that all nodes share"
         )
 
 
-def _slices(common: Sequence[tuple[int, int]], start: Place) -> tuple[slice, ...]:
+def _slices(common: Sequence[tuple[int, int]], start: Dims) -> tuple[slice, ...]:
     return tuple(slice(first - offset, stop - offset) for (first, stop), offset in zip(common, start, strict=True))
 
 
-# Models and optimizers: the chunks that a process writes, and their way back on any other world.
+# Models and optimizers: splitting them into chunks, and filling them from chunks in any world.
 #
 # Optimizer state is keyed by parameter names, so that the order of parameters may differ.
 
-Names: TypeAlias = Callable[[torch.Tensor], str]
+NameOf: TypeAlias = Callable[[torch.Tensor], str]
 
 
-def split_optimizer(optimizer: Any, names: Names) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+def split_optimizer(optimizer: Any, name_of: NameOf) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Split the state of ``optimizer`` into an outline and, under ``name:key``, the tensors for chunks.
 
     The outline is the state dict with names in place of numbers; its ``chunked`` lists the keys of the removed
     tensors.
     """
     state = optimizer.state_dict()
-    return optimizer_skeleton(state, _by_number(optimizer, state, names))
+    return split_optimizer_state(state, _names_by_number(optimizer, state, name_of))
 
 
-def _by_number(optimizer: Any, state: Mapping[str, Any], name: Callable[[torch.Tensor], str]) -> dict[int, str]:
-    """Map each parameter number in ``state`` to ``name`` of its parameter."""
+def _names_by_number(optimizer: Any, state: Mapping[str, Any], name_of: NameOf) -> dict[int, str]:
+    """Map each parameter number in ``state`` to the name of its parameter."""
     saved_sizes, sizes = (
         [len(group["params"]) for group in groups] for groups in (state["param_groups"], optimizer.param_groups)
     )
     if saved_sizes != sizes:
-        raise ValueError(f"its groups have {saved_sizes} parameters, and {sizes} in this run")
+        raise ValueError(f"its groups have {saved_sizes} parameters, but {sizes} in this run")
     return {
-        number: name(parameter)
+        number: name_of(parameter)
         for saved, present in zip(state["param_groups"], optimizer.param_groups, strict=True)
         for number, parameter in zip(saved["params"], present["params"], strict=True)
     }
 
 
-def optimizer_skeleton(
+def split_optimizer_state(
     state: Mapping[str, Any], names: Mapping[Any, str]
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Split a state dict as `split_optimizer` does; ``names`` maps its parameter keys to names."""
@@ -224,8 +221,10 @@ def optimizer_skeleton(
     return outline, tensors
 
 
-def fill_optimizer(optimizer: Any, names: Names, outline: Mapping[str, Any], saved: Saved, prefix: str = "") -> None:
-    """Load the result of `split_optimizer` to this process's parts. Raises `CheckpointError` for a mismatch.
+def fill_optimizer(
+    optimizer: Any, name_of: NameOf, outline: Mapping[str, Any], saved: Chunks, prefix: str = ""
+) -> None:
+    """Load the result of `split_optimizer` into this process's parts. Raises `CheckpointError` for a mismatch.
 
     ``prefix``: the prefix of the names in ``saved``.
     """
@@ -233,14 +232,14 @@ def fill_optimizer(optimizer: Any, names: Names, outline: Mapping[str, Any], sav
     number = 0
     if len(outline["param_groups"]) != len(optimizer.param_groups):
         raise CheckpointError(
-            f"{saved.folder}: {len(outline['param_groups'])} parameter group(s) there, and "
+            f"{saved.folder}: {len(outline['param_groups'])} parameter group(s), but "
             f"{len(optimizer.param_groups)} in this run"
         )
     for saved_group, group in zip(outline["param_groups"], optimizer.param_groups, strict=True):
-        parameters = {names(parameter): parameter for parameter in group["params"]}
+        parameters = {name_of(parameter): parameter for parameter in group["params"]}
         extra = sorted(set(saved_group["params"]) ^ set(parameters))
         if extra:
-            raise CheckpointError(f"{saved.folder}: {extra[0]} is in a parameter group only there or only in this run")
+            raise CheckpointError(f"{saved.folder}: {extra[0]} is in a different parameter group in this run")
         for name, parameter in parameters.items():
             entry = dict(outline["state"].get(name, {}))
             current = optimizer.state.get(parameter, {})
@@ -253,9 +252,9 @@ def fill_optimizer(optimizer: Any, names: Names, outline: Mapping[str, Any], sav
     load_optimizer(optimizer, {"state": state, "param_groups": groups}, mapped=False)
 
 
-def _filled(saved: Saved, name: str, parameter: torch.Tensor, current: Any) -> torch.Tensor:
+def _filled(saved: Chunks, name: str, parameter: torch.Tensor, current: Any) -> torch.Tensor:
     if name not in saved:
-        raise CheckpointError(f"{saved.folder}: {name} is not there")
+        raise CheckpointError(f"{saved.folder}: {name} is missing")
     shape, dtype = saved.shapes[name], saved.dtype(name)
     if isinstance(current, torch.Tensor) and tuple(current.shape) == shape and current.dtype == dtype:
         tensor = current
@@ -277,17 +276,17 @@ def _on_device_of(value: torch.Tensor, parameter: Any) -> torch.Tensor:
     return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
-def fill_whole_optimizer(optimizer: Any, state: Mapping[str, Any], folder: Path) -> None:
-    """Load the state dict of an unsharded optimizer to this process's parts, by the order of parameters."""
-    identities = _by_number(optimizer, state, lambda parameter: str(id(parameter)))
-    outline, tensors = optimizer_skeleton(state, identities)
-    fill_optimizer(optimizer, lambda parameter: str(id(parameter)), outline, Saved.single_chunk(tensors, str(folder)))
+def fill_optimizer_from_full_state(optimizer: Any, state: Mapping[str, Any], folder: Path) -> None:
+    """Load the state dict of an unsharded optimizer into this process's parts, by the order of parameters."""
+    identities = _names_by_number(optimizer, state, lambda parameter: str(id(parameter)))
+    outline, tensors = split_optimizer_state(state, identities)
+    fill_optimizer(optimizer, lambda parameter: str(id(parameter)), outline, Chunks.single_chunk(tensors, str(folder)))
 
 
 def fill_module(
-    module: nn.Module, saved: Saved, prefix: str = "", extra: Mapping[str, Any] | None = None, strict: bool = True
+    module: nn.Module, saved: Chunks, prefix: str = "", extra: Mapping[str, Any] | None = None, strict: bool = True
 ) -> None:
-    """Load weights and buffers of ``saved`` to this process's parts of ``module``, and ``extra`` as it is.
+    """Load weights and buffers of ``saved`` into this process's parts of ``module``, and ``extra`` as it is.
 
     Raises `CheckpointError` for a shape that differs and, if ``strict``, for names that only one side has.
     """
@@ -306,7 +305,7 @@ def fill_module(
     unexpected = [name for name in saved.under(prefix) if name not in expected]
     if strict and (missing or unexpected):
         raise CheckpointError(
-            f"{saved.folder}: it lacks {missing[0]}" if missing else f"{saved.folder}: this run has no {unexpected[0]}"
+            f"{saved.folder} lacks {missing[0]}" if missing else f"{saved.folder}: this run has no {unexpected[0]}"
         )
     if extra:
         module.load_state_dict(dict(extra), strict=False)

@@ -1,4 +1,4 @@
-"""The contents of a checkpoint: a run's objects, their file names (Accelerate's), and restoring them."""
+"""The contents of a checkpoint: a run's objects, their files (named as Accelerate's), and how they are loaded."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any, Literal
 import torch
 
 from accel.checkpoint.chunks import (
-    Saved,
+    Chunks,
     chunks_to_write,
     fill_module,
     fill_optimizer,
-    fill_whole_optimizer,
+    fill_optimizer_from_full_state,
     split_optimizer,
 )
 from accel.checkpoint.durable import Digest
@@ -70,10 +70,7 @@ class Piece:
 
 @dataclass(kw_only=True)
 class CheckpointContents:
-    """The objects of a run that a checkpoint holds, in the order in which they were prepared.
-
-    ``options``: the options of `torch.load` for files of objects.
-    """
+    """The objects of a run that a checkpoint holds, in the order of `prepare`. ``options``: options of `torch.load`."""
 
     device: torch.device
     process_index: int
@@ -124,7 +121,7 @@ class CheckpointContents:
     def sharded_state(
         self, weights: Sequence[dict[str, Any]] | None, window_open: bool, *, is_writer: bool, every_copy: bool
     ) -> Iterator[Piece]:
-        """Yield this process's chunks of sharded tensors and, on a writer, the files that all have in common.
+        """Yield this process's chunks of sharded tensors and, on a writer, the files common to all processes.
 
         ``weights``: the sharded state dicts of the models; without them only the gradients of an open window are
             yielded.
@@ -163,8 +160,8 @@ class CheckpointContents:
     def _names(self, parameter: torch.Tensor) -> str:
         if id(parameter) not in self._names_by_id:
             raise CheckpointError(
-                f"an optimizer has a parameter of shape {tuple(parameter.shape)} that is of no prepared model, and so "
-                "has no name in a sharded checkpoint: prepare its model too"
+                f"an optimizer has a parameter of shape {tuple(parameter.shape)} that belongs to no prepared model, "
+                "and a sharded checkpoint needs its name: prepare its model too"
             )
         return self._names_by_id[id(parameter)]
 
@@ -198,13 +195,13 @@ class CheckpointContents:
                 yield f"{index}.{name}", parameter
 
     def read(self, folder: Path, **load_model_kwargs: Any) -> int | None:
-        """Restore everything; return the step of the accumulation window, ``None`` if this process has none on file.
+        """Restore everything; return the step of the accumulation window, ``None`` if none was saved for this process.
 
         Raises `CheckpointError` naming the file that is missing or does not fit.
         """
         self.precision.finish_pending()
         self.strategy.finish_pending()
-        saved = Saved.in_folder(folder)
+        saved = Chunks.in_folder(folder)
         for index, model in enumerate(self.models):
             self._read_weights(folder, saved, index, model, load_model_kwargs)
         for index, optimizer in enumerate(self.optimizers):
@@ -234,7 +231,7 @@ class CheckpointContents:
         return read_object(path, **kwargs, **(self.options or {}))
 
     def _read_weights(
-        self, folder: Path, saved: Saved, index: int, model: torch.nn.Module, kwargs: dict[str, Any]
+        self, folder: Path, saved: Chunks, index: int, model: torch.nn.Module, kwargs: dict[str, Any]
     ) -> None:
         target = self.strategy.unwrap(model)
         path = folder / numbered_name(EXTRA, index)
@@ -245,7 +242,7 @@ class CheckpointContents:
             return
         state = read_weights(folder, index)
         if any(is_sharded(parameter) for parameter in target.parameters()):
-            fill_module(target, Saved.single_chunk(state, str(folder)), "", extra, strict)
+            fill_module(target, Chunks.single_chunk(state, str(folder)), "", extra, strict)
             return
         state.update(extra)
         expected = target.state_dict()
@@ -258,7 +255,7 @@ class CheckpointContents:
             detail = " ".join(str(error).split())
             raise CheckpointError(f"{folder}: model {index} does not fit: {detail}") from error
 
-    def _read_optimizer(self, folder: Path, saved: Saved, index: int, optimizer: Any) -> None:
+    def _read_optimizer(self, folder: Path, saved: Chunks, index: int, optimizer: Any) -> None:
         outline = folder / numbered_name(OUTLINE, index)
         path = outline if outline.exists() else folder / numbered_name(OPTIMIZER, index)
         state = self._object(path, mapped=True)
@@ -266,7 +263,7 @@ class CheckpointContents:
             if path == outline:
                 fill_optimizer(optimizer, self._names, state, saved, f"optimizer.{index}.")
             elif any(is_sharded(parameter) for group in optimizer.param_groups for parameter in group["params"]):
-                fill_whole_optimizer(optimizer, state, path)
+                fill_optimizer_from_full_state(optimizer, state, path)
             else:
                 load_optimizer(optimizer, state, mapped=True)
         except (ValueError, KeyError, RuntimeError, TypeError) as error:
@@ -274,17 +271,17 @@ class CheckpointContents:
 
     def _read_sampler(self, path: Path, loader: Any) -> None:
         if not path.exists():
-            logger.warning(f"{path.parent} has no {path.name}: this loader begins anew")
+            logger.warning(f"{path.parent} has no {path.name}: this loader starts from the beginning")
             return
         try:
             state = self._object(path)
         except CheckpointError as error:
             # Accelerate pickles the sampler itself, which cannot be read safely.
-            logger.warning(f"{error}: this loader begins anew")
+            logger.warning(f"{error}: this loader starts from the beginning")
             return
         _load(loader, path.name, state)
 
-    def _read_gradients(self, folder: Path, saved: Saved) -> None:
+    def _read_gradients(self, folder: Path, saved: Chunks) -> None:
         path = folder / gradients_name(self.process_index)
         gradients = read_tensors(path) if path.exists() else {}
         for name, parameter in self._parameters():
@@ -313,7 +310,7 @@ def _load(item: Any, name: str, state: Any) -> None:
 
 
 def _retie(state: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Add to ``state`` the tied names that it holds under another name, as files by Accelerate do."""
+    """Add to ``state`` the tied names that it holds only under another name, as files by Accelerate do."""
     owners: dict[tuple[int, Any], str] = {}
     for name in expected:
         if name in state and isinstance(expected[name], torch.Tensor) and expected[name].numel():

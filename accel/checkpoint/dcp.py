@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from accel.checkpoint.all_ranks import run_on_all_ranks
-from accel.checkpoint.chunks import Saved
+from accel.checkpoint.chunks import Chunks
 from accel.checkpoint.tensors import TYPES
 from accel.checkpoint.weights import load
 from accel.errors import CheckpointError
@@ -46,7 +46,7 @@ class DcpFolder:
     def _index(self, metadata: Any) -> None:
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-        self.tensors = Saved(str(self.folder))
+        self.tensors = Chunks(str(self.folder))
         self.paths: dict[str, tuple[Any, ...]] = {}
         self._object_items: dict[str, Any] = {}
         paths = metadata.planner_data or {}
@@ -61,7 +61,7 @@ class DcpFolder:
                 self.tensors.add(name, tuple(item_metadata.size), tuple(chunk.offsets), stored)
 
     def nested(self, key: str, skip: Collection[str]) -> dict[str, Any]:
-        """Read the items saved under ``key`` as nested dicts and lists, without those named in ``skip``."""
+        """Read the items saved under ``key`` as nested dicts and lists, without the names in ``skip``."""
         names = [name for name, path in self.paths.items() if path[0] == key and len(path) > 1 and name not in skip]
         tensors = self.tensors.renamed({name: name for name in names if name in self.tensors}).gathered("")
         tree: dict[Any, Any] = {}
@@ -76,7 +76,7 @@ class DcpFolder:
 
 
 def write_dcp(folder: Path, state: dict[str, Any]) -> None:
-    """Write ``state`` to ``folder``, each process its part; all processes must call it. Raises `CheckpointError`."""
+    """Write this process's part of ``state`` to ``folder``; all processes must call it. Raises `CheckpointError`."""
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
@@ -141,7 +141,7 @@ def _last_line(error: BaseException) -> str:
     return (f"{error}".strip().splitlines() or [type(error).__name__])[-1].strip()[:300]
 
 
-# What a checkpoint's table of contents is made of; it is a pickle, and another name in it could run anything.
+# The names that `.metadata`, a pickle, may refer to; any other could run code.
 _ALLOWED: Mapping[str, set[str] | None] = {
     "torch.distributed.checkpoint.metadata": None,
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
@@ -157,15 +157,15 @@ class _Unpickler(pickle.Unpickler):
         names = _ALLOWED.get(module, set())
         attribute = super().find_class(module, name) if names is None or name in names else None
         if attribute is None or (names is None and not isinstance(attribute, type)) or "." in name:
-            raise pickle.UnpicklingError(f"its {METADATA} names {module}.{name}, which belongs in no checkpoint")
+            raise pickle.UnpicklingError(f"its {METADATA} names {module}.{name}, which is not allowed in checkpoints")
         return attribute
 
 
 def _read_metadata(folder: Path) -> Any:
     if not folder.is_dir():
-        raise CheckpointError(f"{folder}: there is no such directory")
+        raise CheckpointError(f"{folder}: no such directory")
     if not (folder / METADATA).is_file():
-        raise CheckpointError(f"{folder} is no sharded checkpoint, it has no {METADATA}")
+        raise CheckpointError(f"{folder} is not a sharded checkpoint: it has no {METADATA}")
     try:
         with (folder / METADATA).open("rb") as file:
             return _Unpickler(file).load()

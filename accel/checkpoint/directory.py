@@ -1,4 +1,4 @@
-"""Directories that are whole or not there, and the manifest that proves it: each file with its length and digest.
+"""Atomically replaced checkpoint directories, and the manifest that verifies them: each file's length and digest.
 
 A checkpoint is written under a draft name next to its final path and renamed when it is complete. A
 predecessor in that path is renamed first and deleted last, so that one complete checkpoint exists at every
@@ -27,9 +27,8 @@ from accel.checkpoint.file_names import MANIFEST, rank_of_chunks
 from accel.checkpoint.torch_files import write_bytes
 from accel.errors import CheckpointError
 
-# The manifest. Where it holds true, the directory is whole.
+# The manifest: a directory whose files match it is complete.
 
-NAME = MANIFEST
 SCHEMA = 2
 _READERS = 4
 
@@ -52,7 +51,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         "files": {name: {"bytes": d.length, "crc32": d.crc32} for name, d in sorted(manifest.files.items())},
     }
     document["manifest_crc32"] = _manifest_checksum(document)
-    write_bytes(folder / NAME, json.dumps(document, indent=1).encode())
+    write_bytes(folder / MANIFEST, json.dumps(document, indent=1).encode())
 
 
 def _manifest_checksum(document: dict[str, Any]) -> str:
@@ -63,15 +62,15 @@ def _manifest_checksum(document: dict[str, Any]) -> str:
 def read_manifest(folder: Path) -> Manifest | None:
     """Read the manifest in ``folder``; None if there is none. Raises `CheckpointError` if it is damaged."""
     try:
-        document = json.loads((folder / NAME).read_bytes())
+        document = json.loads((folder / MANIFEST).read_bytes())
         if document["schema"] > SCHEMA:
             raise CheckpointError(
-                f"{folder / NAME} was written by a newer accel (schema {document['schema']}): update accel"
+                f"{folder / MANIFEST} was written by a newer accel (schema {document['schema']}): update accel"
             )
         if document["schema"] < SCHEMA:
             raise CheckpointError(
-                f"{folder / NAME} was written by an older accel (schema {document['schema']}), which this one cannot "
-                "verify: delete that file to load the rest unverified"
+                f"{folder / MANIFEST} was written by an older accel (schema {document['schema']}) and cannot be "
+                "verified: delete that file to load the rest unverified"
             )
         if document["manifest_crc32"] != _manifest_checksum(document):
             raise ValueError("its checksum differs")
@@ -80,7 +79,7 @@ def read_manifest(folder: Path) -> Manifest | None:
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{folder / NAME} is damaged: {error}") from error
+        raise CheckpointError(f"{folder / MANIFEST} is damaged: {error}") from error
 
 
 def find_damage(folder: Path) -> str | None:
@@ -89,13 +88,13 @@ def find_damage(folder: Path) -> str | None:
 
 
 def find_size_mismatch(folder: Path) -> str | None:
-    """Like `find_damage`, but compare only the lengths of the files."""
+    """Do as `find_damage`, but compare only the lengths of the files."""
     try:
         manifest = read_manifest(folder)
     except CheckpointError as error:
         return str(error)
     if manifest is None:
-        return f"{folder} has no {NAME}"
+        return f"{folder} has no {MANIFEST}"
     problems = (_measure(folder / name, digest) for name, digest in manifest.files.items())
     return next(filter(None, problems), None)
 
@@ -107,11 +106,11 @@ def _measure(path: Path, digest: Digest) -> str | None:
         return f"{path} is missing"
     except OSError as error:
         return f"{path} cannot be read: {error.strerror}"
-    return None if length == digest.length else f"{path} has {length} bytes where {digest.length} were written"
+    return None if length == digest.length else f"{path} has {length} bytes, but {digest.length} were written"
 
 
 def find_changed_file(folder: Path, part: int = 0, parts: int = 1) -> str | None:
-    """Return one line about the first file with a changed block, or None. Blocks are read in parallel.
+    """Return the first changed file in one line, or None. Blocks are read in parallel.
 
     If ``parts`` processes call this, each reads its own blocks; files of chunks are divided by the rank in their
     names.
@@ -126,7 +125,7 @@ def find_changed_file(folder: Path, part: int = 0, parts: int = 1) -> str | None
     with ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1)) as pool:
         futures = [pool.submit(_compare, *block) for block in blocks]
         problem = next(filter(None, (future.result() for future in futures)), None)
-        pool.shutdown(cancel_futures=True)  # one is enough to know: the rest is not read
+        pool.shutdown(cancel_futures=True)  # one problem is enough: the other blocks are not read
     return problem
 
 
@@ -135,7 +134,7 @@ def _compare(path: Path, number: int, expected: str) -> str | None:
         checksum = block_checksum(path, number)
     except OSError as error:
         return f"{path} cannot be read: {error.strerror}"
-    return None if checksum == expected else f"{path} is not as it was written (its checksum differs)"
+    return None if checksum == expected else f"{path} has changed since it was written (its checksum differs)"
 
 
 # The directory.
@@ -192,7 +191,7 @@ def _retire(predecessor: Path, final: Path) -> None:
         manifest = read_manifest(predecessor)
     except CheckpointError:
         manifest = None
-    own_names = {NAME, *(manifest.files if manifest else ())}
+    own_names = {MANIFEST, *(manifest.files if manifest else ())}
     top_names = {name.split("/")[0] for name in own_names}
     for entry in predecessor.iterdir():
         if entry.name not in top_names and not os.path.lexists(final / entry.name):
@@ -219,7 +218,7 @@ def recover(final: Path) -> str | None:
             if find_damage(candidate) is None:
                 os.rename(candidate, final)
                 fsync_directory(final.parent)
-                return f"{final} was being replaced when its writer was killed: went on with {candidate.name}"
+                return f"{final} was being replaced when its writer was killed: restored {candidate.name}"
     return None
 
 
@@ -232,7 +231,7 @@ def interrupted(parent: Path) -> set[str]:
 
 
 def numbered(parent: Path, prefix: str) -> list[tuple[int, Path]]:
-    """Return the directories ``prefix<number>`` in ``parent`` by rising number, after recovering interrupted ones."""
+    """Return the directories ``prefix<number>`` in ``parent``, sorted, after recovering interrupted ones."""
     for name in interrupted(parent):
         recover(parent / name)
     pattern = re.compile(re.escape(prefix) + r"(\d+)")
@@ -243,7 +242,7 @@ def numbered(parent: Path, prefix: str) -> list[tuple[int, Path]]:
 
 
 def delete_abandoned(final: Path, prefix: str) -> None:
-    """Delete drafts and predecessors of checkpoints with lower numbers: nobody writes those again."""
+    """Delete drafts and predecessors of checkpoints with lower numbers, which are never written again."""
     for entry in final.parent.iterdir():
         match = _ASIDE.fullmatch(entry.name)
         number = match[1].removeprefix(prefix) if match else ""

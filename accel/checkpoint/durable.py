@@ -1,4 +1,4 @@
-"""Write files that are on the disk when they are closed, with their checksums, and report a full disk as such.
+"""Files that are on the disk when they are closed, with checksums, and the report of a full disk.
 
 Data goes through two buffers of half a MiB and bypasses the page cache (``O_DIRECT``, where the file system
 has it): a checkpoint neither evicts the data set from memory nor waits for one large flush at the end, and
@@ -172,7 +172,7 @@ class DurableFile:
         if self._disk is not None and len(self._buffers) == _BUFFERS:
             self._buffer = self._disk.free_buffer()
         else:
-            self._buffers.append(mmap(-1, _BUFFER))  # pages of its own, as O_DIRECT wants
+            self._buffers.append(mmap(-1, _BUFFER))  # aligned to pages, as O_DIRECT requires
             self._buffer = memoryview(self._buffers[-1])
         return self._buffer
 
@@ -190,7 +190,7 @@ class DurableFile:
         if self._disk is not None:
             self._disk.check()
         if self._buffer is not None:
-            _set_direct(self._file, False)  # it takes whole sectors only
+            _set_direct(self._file, False)  # O_DIRECT writes complete sectors only
             rest = self._buffer[: self._filled]
             self._checksum.feed(rest)
             _write_at(self._file, rest, self._offset)
@@ -207,7 +207,7 @@ def _set_direct(file: int, direct: bool) -> None:
     try:
         fcntl.fcntl(file, fcntl.F_SETFL, flags | _DIRECT if direct else flags & ~_DIRECT)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # this file system goes through the page cache
+        if error.errno != errno.EINVAL:  # this file system has no O_DIRECT
             raise
 
 
@@ -218,7 +218,7 @@ def _write_at(file: int, data: memoryview, offset: int) -> None:
         except OSError as error:
             if error.errno != errno.EINVAL or not _DIRECT:
                 raise
-            _set_direct(file, False)  # larger sectors than our buffers are aligned to
+            _set_direct(file, False)  # the sectors are larger than the buffers' alignment
             written = os.pwrite(file, data, offset)
         data, offset = data[written:], offset + written
 
@@ -265,7 +265,7 @@ def block_checksum(path: Path, number: int) -> str:
 
 
 def fsync_and_digest(path: Path) -> Digest:
-    """Flush a file that another writer wrote to the disk, and return its digest."""
+    """Flush an existing file to the disk, and return its digest."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -283,7 +283,7 @@ def fsync_directory(path: Path) -> None:
         os.close(handle)
 
 
-# Report a full disk as such, whichever writer met it: torch drops the system's error number, safetensors the type.
+# The report of a full disk for every writer: torch drops the system's error number, safetensors the error's type.
 
 _FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up"}
 _LITTLE = 1 << 20

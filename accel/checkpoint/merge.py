@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from accel.checkpoint.chunks import Saved
+from accel.checkpoint.chunks import Chunks
 from accel.checkpoint.dcp import METADATA, DcpFolder
 from accel.checkpoint.directory import find_damage
 from accel.checkpoint.durable import fsync_directory, reporting_full_disk
@@ -28,9 +28,9 @@ def merge_fsdp_weights(
     """Merge ``checkpoint_dir`` into ``output_path``/model.safetensors or pytorch_model.bin, and return that path.
 
     Only tensors are read: no code in the checkpoint runs. The file is written atomically, and the checkpoint is
-    removed only afterwards. The weights are held in memory once. Of a checkpoint by `Accelerator.save_state` only
-    the first model is read, and it is not removed, as it holds more. Raises `CheckpointError` in one line;
-    nothing is then written.
+    removed only afterwards. The weights are held in memory once. A checkpoint by `Accelerator.save_state` is never
+    removed, as it holds more than weights, and only its first model is read. Raises `CheckpointError`, with
+    nothing written.
     """
     source, folder = Path(checkpoint_dir), Path(output_path)
     _check(source, folder, remove=remove_checkpoint_dir)
@@ -40,7 +40,7 @@ def merge_fsdp_weights(
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except FileExistsError:
-        raise CheckpointError(f"{folder} is a file: name a directory for the merged weights") from None
+        raise CheckpointError(f"{folder} is a file: pass a directory for the merged weights") from None
     path = folder / (SAFE_WEIGHTS_NAME if safe_serialization else WEIGHTS_NAME)
     with reporting_full_disk(folder), replacing(path) as draft:
         if safe_serialization:
@@ -61,7 +61,7 @@ def _read_chunks(folder: Path) -> dict[str, torch.Tensor]:
     problem = find_damage(folder) if (folder / MANIFEST).exists() else None
     if problem is not None:
         raise CheckpointError(problem)
-    state = Saved.in_folder(folder).gathered("model.0.")
+    state = Chunks.in_folder(folder).gathered("model.0.")
     if not state:
         raise CheckpointError(f"{folder} holds no weights in chunks")
     return state
@@ -80,7 +80,7 @@ def read_sharded(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _unwrapped(state: Mapping[str, torch.Tensor], paths: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Remove the common first key, as in ``{"model": {…}}``, from all names: no loader expects it."""
+    """Remove a first key common to all names, as in ``{"model": {…}}``: no loader expects it."""
     key_paths = [paths[name] for name in state]
     if len({key_path[0] for key_path in key_paths}) > 1 or any(len(key_path) < 2 for key_path in key_paths):
         return dict(state)
@@ -92,17 +92,17 @@ def _unwrapped(state: Mapping[str, torch.Tensor], paths: Mapping[str, Any]) -> d
 
 def _check(source: Path, folder: Path, *, remove: bool) -> None:
     if not source.is_dir():
-        raise CheckpointError(f"{source}: there is no such directory")
+        raise CheckpointError(f"{source}: no such directory")
     if _has_chunks(source):
         if remove:
-            raise CheckpointError(f"--remove_checkpoint_dir: {source} holds more than weights, and is not removed")
+            raise CheckpointError(f"--remove_checkpoint_dir: {source} holds more than weights and is not removed")
         return
     if not (source / METADATA).is_file():
         parts = sorted(path.parent.name for path in source.glob(f"*/{METADATA}"))
-        hint = f": name one of those in it: {', '.join(parts)}" if parts else ""
-        raise CheckpointError(f"{source} is no sharded checkpoint, it has no {METADATA}{hint}")
+        hint = f". Pass one of its subdirectories: {', '.join(parts)}" if parts else ""
+        raise CheckpointError(f"{source} is not a sharded checkpoint: it has no {METADATA}{hint}")
     if remove and folder.resolve().is_relative_to(source.resolve()):
-        raise CheckpointError(f"--remove_checkpoint_dir would remove {folder} too, which is in {source}")
+        raise CheckpointError(f"--remove_checkpoint_dir would also remove {folder}: write outside {source}")
 
 
 def _check_types(source: Path, state: Mapping[str, torch.Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Tensors in files: the safetensors format (https://github.com/huggingface/safetensors, "Format"), and loading.
+"""Files of tensors in the safetensors format (https://github.com/huggingface/safetensors, "Format"), and their loading.
 
 Tensors are written directly from their memory and read as memory-mapped pages that can be evicted, so that
 neither direction needs a second copy.
@@ -41,7 +41,7 @@ TYPES = {
     torch.complex64: "C64",
 }
 _BY_NAME = {name: kind for kind, name in TYPES.items()}
-_MAX_HEADER = 100_000_000  # as the format's own reader has it
+_MAX_HEADER = 100_000_000  # the limit of safetensors' own reader
 _ALIGNMENT = 64  # as torch aligns memory: the data can be used where they are mapped
 _POPULATE_READ = 22  # MADV_POPULATE_READ, from Linux 5.14 on
 
@@ -54,8 +54,8 @@ def write_tensors(
 ) -> Digest:
     """Write ``tensors`` as a safetensors file, one at a time, without a second copy of them all.
 
-    Of names that share memory (tied weights) the first is written and the header lists the others. ``fetch`` is
-    called with each tensor in order, and its result is written instead.
+    Memory that several names share (tied weights) is written under the first; the header lists the others.
+    ``fetch`` is called with each tensor in order, and its result is written instead.
     """
     unique, aliases = untie(tensors)
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {}), **aliases}}
@@ -87,7 +87,7 @@ def _write_elements(file: DurableFile, tensor: torch.Tensor) -> None:
 
 def _type_name(path: Path, name: str, tensor: torch.Tensor) -> str:
     if tensor.dtype not in TYPES:
-        raise CheckpointError(f"{path.name}: {name} is {tensor.dtype}, which safetensors has no name for")
+        raise CheckpointError(f"{path.name}: {name} is {tensor.dtype}, which safetensors cannot hold")
     return TYPES[tensor.dtype]
 
 
@@ -108,7 +108,7 @@ def untie(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor],
 
 def identity(tensor: torch.Tensor) -> Any:
     """Return a key that is equal for tensors that are the same view of the same memory."""
-    if is_sharded(tensor):  # this process may have no memory of it
+    if is_sharded(tensor):  # this process's part may be empty
         return id(tensor)
     return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
@@ -123,7 +123,7 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def read_tensors_and_metadata(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Like `read_tensors`, and return the file's metadata too."""
+    """Do as `read_tensors`, and return the file's metadata too."""
     try:
         header, start = _read_header(path)
         metadata = header.pop("__metadata__", {})
@@ -159,15 +159,15 @@ def _map_tensors(path: Path, header: Mapping[str, Any], start: int) -> dict[str,
         kind, shape = _BY_NAME[entry["dtype"]], torch.Size(entry["shape"])
         first, stop = (start + offset for offset in entry["data_offsets"])
         if first != end or stop > size or stop - first != shape.numel() * kind.itemsize:
-            raise ValueError(f"{name} has not the place in the file that its header says")
+            raise ValueError(f"the offsets of {name} in its header do not match the file")
         tensors[name], end = _view(storage, first, stop, kind, shape), stop
     if end != size:
-        raise ValueError(f"it has {size} bytes where its header tells of {end}")
+        raise ValueError(f"it has {size} bytes, but its header describes {end}")
     return {name: tensors[name] for name in header}
 
 
 def _view(storage: Any, first: int, stop: int, kind: torch.dtype, shape: torch.Size) -> torch.Tensor:
-    if first % kind.itemsize:  # other writers need not align what they write
+    if first % kind.itemsize:  # other writers need not align tensors
         piece = torch.empty(0, dtype=torch.uint8).set_(storage, first, (stop - first,), (1,))
         return piece.clone().view(kind).reshape(shape)
     strides = torch.empty(shape, device="meta").stride()
@@ -202,7 +202,7 @@ def evict(mapped: torch.Tensor) -> None:
         _advise(mapped, mmap.MADV_DONTNEED)
 
 
-# Load a file's tensors into a run's objects piece by piece, so that no second copy of the state is ever held.
+# Loading a file's tensors into a run's objects piece by piece, without a second copy of the state.
 
 
 def load_module(module: torch.nn.Module, state: dict[str, Any], **kwargs: Any) -> Any:
@@ -212,7 +212,7 @@ def load_module(module: torch.nn.Module, state: dict[str, Any], **kwargs: Any) -
     the size of the largest submodule.
     """
     if kwargs.get("assign"):
-        state = {name: _cloned(value) for name, value in state.items()}  # else the file would be the parameters
+        state = {name: _cloned(value) for name, value in state.items()}  # parameters must not be memory-mapped
         return module.load_state_dict(state, **kwargs)
     pages = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
     handles = []
@@ -220,8 +220,8 @@ def load_module(module: torch.nn.Module, state: dict[str, Any], **kwargs: Any) -
         names = [f"{prefix}.{name}" if prefix else name for name in (*part._parameters, *part._buffers)]
         module_pages = [pages[name] for name in names if name in pages]
         if module_pages:
-            handles.append(part.register_load_state_dict_pre_hook(_compose(prefetch, module_pages)))
-            handles.append(part.register_load_state_dict_post_hook(_compose(evict, module_pages)))
+            handles.append(part.register_load_state_dict_pre_hook(_hook_for(prefetch, module_pages)))
+            handles.append(part.register_load_state_dict_post_hook(_hook_for(evict, module_pages)))
     try:
         return module.load_state_dict(state, **kwargs)
     finally:
@@ -229,7 +229,7 @@ def load_module(module: torch.nn.Module, state: dict[str, Any], **kwargs: Any) -
             handle.remove()
 
 
-def _compose(action: Callable[[torch.Tensor], None], pages: list[torch.Tensor]) -> Callable[..., None]:
+def _hook_for(action: Callable[[torch.Tensor], None], pages: list[torch.Tensor]) -> Callable[..., None]:
     def hook(*_: Any) -> None:
         for tensor in pages:
             action(tensor)
@@ -242,32 +242,31 @@ def _cloned(value: Any) -> Any:
 
 
 def copied_to_memory(state: Any, mapped: bool) -> Any:
-    """Return ``state`` with every memory-mapped tensor copied to memory of its own."""
+    """Return ``state`` with every tensor copied to memory and evicted, if it is ``mapped``."""
     if not mapped:
         return state
 
-    def take(leaf: Any) -> Any:
+    def copy(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         copied = leaf.clone()
         evict(leaf)
         return copied
 
-    return map_nested(take, state)
+    return map_nested(copy, state)
 
 
 def load_optimizer(optimizer: Any, state: dict[str, Any], mapped: bool) -> None:
-    """Call ``optimizer.load_state_dict(state)``, reusing the memory of the optimizer's present state where it fits.
+    """Call ``optimizer.load_state_dict(state)``, reusing the memory of the optimizer's existing state where it fits.
 
-    ``mapped``: the tensors of ``state`` are memory-mapped. Raises the optimizer's error for a state that does not
-    fit.
+    ``mapped``: the tensors of ``state`` are memory-mapped. Raises the optimizer's own error for a mismatch.
     """
     parameters = _parameters(optimizer, state)
     if parameters is None:
         optimizer.load_state_dict(copied_to_memory(state, mapped))
         return
     owned_state = {
-        number: _place(entry, optimizer.state.get(parameters.get(number), {}), parameters.get(number), mapped)
+        number: _owned(entry, optimizer.state.get(parameters.get(number), {}), parameters.get(number), mapped)
         for number, entry in state["state"].items()
     }
     optimizer.load_state_dict({**state, "state": owned_state})
@@ -289,7 +288,7 @@ def _parameters(optimizer: Any, state: Any) -> dict[Any, torch.Tensor] | None:
         return None
 
 
-def _place(entry: Any, present: Any, parameter: torch.Tensor | None, mapped: bool) -> Any:
+def _owned(entry: Any, present: Any, parameter: torch.Tensor | None, mapped: bool) -> Any:
     if not isinstance(entry, dict):
         return copied_to_memory(entry, mapped)
     owned_state = {}
@@ -303,7 +302,7 @@ def _place(entry: Any, present: Any, parameter: torch.Tensor | None, mapped: boo
         if _is_compatible(current, value):
             owned_state[name] = current.copy_(value)  # type: ignore[union-attr]
         else:
-            # Steps are counted where the optimizer wants them; the rest lies beside its parameter.
+            # Scalars (step counts) stay on their device; other state goes to its parameter's device.
             target = parameter.device if parameter is not None and value.ndim else value.device
             owned_state[name] = value.to(target, copy=mapped)
         if mapped:

@@ -32,7 +32,7 @@ def write_object(path: Path, value: Any) -> Digest:
 def write_safe_object(path: Path, value: Any) -> Digest:
     """Write ``value`` so that `read_object` can read it.
 
-    Raises `CheckpointError` for a type that `read_object` would refuse, while the script can still change it.
+    Raises `CheckpointError` for a type that `read_object` would refuse.
     """
     digest = write_object(path, value)
     unsafe_globals = torch.serialization.get_unsafe_globals_in_checkpoint(path)
@@ -47,7 +47,7 @@ def write_safe_object(path: Path, value: Any) -> Digest:
 def read_object(path: Path, *, mapped: bool = False, allowed: Iterable[Any] = (), **options: Any) -> Any:
     """Read a file by `torch.save`, its tensors on the CPU.
 
-    ``mapped``: memory-map the tensors of a file in torch's present format; see `accel.checkpoint.tensors.evict`.
+    ``mapped``: memory-map the tensors, if the file's format allows it; see `accel.checkpoint.tensors.evict`.
     ``allowed``: types that may be in the file besides torch's defaults.
     ``options``: further options of `torch.load`.
 
@@ -109,7 +109,7 @@ def random_states(step: int, device: torch.device) -> dict[str, Any]:
 
 
 def set_random_states(path: Path, device: torch.device) -> dict[str, Any]:
-    """Restore what `random_states` returned; return the file's content, always with ``step``.
+    """Restore the states in the file ``path``; return its content, always with ``step``.
 
     Reads Accelerate's file too, which holds NumPy arrays. Raises `CheckpointError` for a damaged file.
     """

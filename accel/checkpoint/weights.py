@@ -1,4 +1,4 @@
-"""Weights of a model alone: in one file or in shards with an index, as safetensors or as `torch.save` writes them."""
+"""Files of a model's weights: one file or shards with an index, as safetensors or by `torch.save`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def size_in_bytes(size: int | str) -> int:
         return size
     match = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
     if match is None:
-        raise ArgumentError(f"max_shard_size={size!r}: give a number of bytes, or digits and a unit such as '5GB'")
+        raise ArgumentError(f"max_shard_size={size!r}: use a number of bytes, or digits and a unit such as '5GB'")
     base = 1024 if match[3] else 1000
     return int(float(match[1]) * base ** _POWERS[match[2].upper()])
 
@@ -86,7 +86,7 @@ def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, An
     _, aliases = untie(tensors)
     if aliases:
         names = ", ".join(sorted(aliases))
-        logging.getLogger(__name__).warning("saved once, under another name of the same memory: %s", names)
+        logging.getLogger(__name__).warning("tied weights are saved under their first name only, without: %s", names)
     return {
         name: value.contiguous() if isinstance(value, torch.Tensor) else value
         for name, value in state_dict.items()
@@ -104,7 +104,7 @@ def save_weights(
     """Write ``state`` into ``folder``, in files of at most ``max_shard_size``; return the names of the files.
 
     Each file is replaced atomically, the index after all files in it, and files of an earlier save are deleted
-    last. ``fetch`` is that of `write_tensors`. Raises `ArgumentError` for what safetensors cannot hold.
+    last. ``fetch``: see `write_tensors`. Raises `ArgumentError` for values that safetensors cannot hold.
     """
     max_bytes = size_in_bytes(max_shard_size)
     aliases: dict[str, str] = {}
@@ -128,13 +128,13 @@ def save_weights(
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         with replacing(folder / index_name) as draft:
             write_bytes(draft, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
-    _clear(folder, keep={*names, *([index_name] if len(parts) > 1 else [])}, pattern=pattern, index_name=index_name)
+    _prune(folder, keep={*names, *([index_name] if len(parts) > 1 else [])}, pattern=pattern, index_name=index_name)
     fsync_directory(folder)
     return names
 
 
 def save_sharded_weights(state: Mapping[str, Any], folder: Path, max_shard_size: int | str, writes: bool) -> None:
-    """Write sharded tensors as safetensors like `save_weights`, gathering one tensor at a time.
+    """Do as `save_weights` for sharded tensors, as safetensors, gathering one tensor at a time.
 
     All processes must call it; those that do not write take part in gathering even if the writer fails.
     """
@@ -154,7 +154,7 @@ def save_sharded_weights(state: Mapping[str, Any], folder: Path, max_shard_size:
 def refuse_unsavable(state: Mapping[str, Any], folder: Path, max_shard_size: int | str, safe: bool) -> None:
     """Raise `ArgumentError` if `save_weights` could not write ``state`` or use ``folder``."""
     if folder.is_file():
-        raise ArgumentError(f"save_model: {folder} is a file, and must be a directory")
+        raise ArgumentError(f"save_model: {folder} must be a directory, but is a file")
     size_in_bytes(max_shard_size)
     if safe:
         _refuse_objects(state)
@@ -169,7 +169,7 @@ def _refuse_objects(state: Mapping[str, Any]) -> None:
             )
 
 
-def _clear(folder: Path, *, keep: set[str], pattern: str, index_name: str) -> None:
+def _prune(folder: Path, *, keep: set[str], pattern: str, index_name: str) -> None:
     stem, suffix = pattern.split("{suffix}")
     for entry in folder.iterdir():
         shard = _SHARD.fullmatch(entry.name)
@@ -216,7 +216,7 @@ def _read_shards(index: Path, read: Callable[[Path], dict[str, Any]]) -> dict[st
     return state
 
 
-# Single objects in files, apart from checkpoints.
+# Files of single objects, outside checkpoints.
 
 
 def is_writer(state: PartialState, save_on_each_node: bool) -> bool:
@@ -228,14 +228,14 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
     """Write ``obj`` to the file ``f`` on the main process, or with ``save_on_each_node`` on one per node.
 
     An existing file is replaced atomically. With ``safe_serialization`` ``obj`` must be a dict of tensors and is
-    written as a safetensors file; of names that share memory only the first is kept, with a warning. Otherwise
-    `torch.save` writes it, and ``f`` may be an open file.
+    written as a safetensors file; names that share memory with an earlier one are dropped, with a warning.
+    Otherwise `torch.save` writes it, and ``f`` may be an open file.
     """
     if not is_writer(PartialState(), save_on_each_node):
         return
     if hasattr(f, "write"):
         if safe_serialization:
-            raise ArgumentError("save(safe_serialization=True) needs the name of a file, not an open one")
+            raise ArgumentError("save(safe_serialization=True) needs a path, not an open file")
         torch.save(obj, f)
         return
     path = Path(f)

@@ -1,4 +1,4 @@
-"""Save and load on all processes together, with one copy for all or one on each node; all agree that it went well."""
+"""Saving and loading on all processes together, with one copy for all or one per node; a failure is raised on all."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from accel.world import environment
 
 logger = get_logger(__name__)
 
-# The fence: an attempt that has a successor must not write any more.
+# The fence: a start of the job that has a successor must not write any more.
 #
 # A scheduler that loses a node starts the job again elsewhere while its first processes may still run there.
 # Such a process must not replace a checkpoint that the new start has written.
@@ -47,10 +47,10 @@ FENCE, ATTEMPT = "ACCEL_FENCE", "ACCEL_ATTEMPT"
 
 
 def check_fence() -> None:
-    """Raise `CheckpointError` if a later start of this job has begun. Without a scheduler's fence nothing happens.
+    """Raise `CheckpointError` if a later start of this job has begun; do nothing without a scheduler's fence.
 
-    ``ACCEL_FENCE`` names a file with the number of the newest start, ``ACCEL_ATTEMPT`` is that of this one. A
-    missing file blocks nobody; an unreadable one raises `OSError`.
+    ``ACCEL_FENCE`` names a file with the number of the newest start, ``ACCEL_ATTEMPT`` is this start's number. A
+    missing file blocks nothing; an unreadable one raises `OSError`.
     """
     name = os.environ.get(FENCE)
     if not name:
@@ -62,12 +62,12 @@ def check_fence() -> None:
     attempt = os.environ.get(ATTEMPT, "0")
     if newest.isdigit() and attempt.isdigit() and int(newest) > int(attempt):
         raise CheckpointError(
-            f"start {newest} of this job has begun ({name}), and this process belongs to start {attempt}: "
-            "it leaves the checkpoints alone"
+            f"start {newest} of this job has begun ({name}), but this process belongs to start {attempt}: "
+            "it no longer writes checkpoints"
         )
 
 
-# Nodes without a common file system: each keeps a whole copy.
+# Nodes without a shared file system: each keeps a complete copy.
 #
 # Any file of a copy may be missing or from an earlier save, because the program that copies it to the next
 # start of the nodes works file by file (see `accel.world.environment`) and may be interrupted.
@@ -85,12 +85,12 @@ class Copy:
 def copy_in(path: Path, num_processes: int) -> Copy:
     """Return this node's copy of the checkpoint in ``path``, checked only by file lengths.
 
-    If another number of processes wrote the checkpoint, a new node has no copy: it uses that of node 0.
+    A node without a copy uses node 0's if another number of processes wrote that.
     """
     folder = environment.own_copy(path)
     if not folder.is_dir() and folder != path and _written_by(path) not in (None, num_processes):
         folder = path
-    problem = find_size_mismatch(folder) if folder.is_dir() else f"{folder} is not there"
+    problem = find_size_mismatch(folder) if folder.is_dir() else f"{folder} does not exist"
     manifest = None if problem else read_manifest(folder)
     return Copy(folder=str(folder), save=manifest.save if manifest else None, problem=problem)
 
@@ -119,11 +119,11 @@ class Checkpoints:
         self._group: Any = None
         self._roll_call = new_gloo_group() if state.debug else None
         self._last: Path | None = None  # the last checkpoint that this run has saved or loaded
-        self._passed_over: set[Path] = set()
+        self._skipped: set[Path] = set()
 
     @property
     def on_each_node(self) -> bool:
-        """True if every node keeps a checkpoint of its own."""
+        """True if every node keeps its own copy of a checkpoint."""
         return self.config.save_on_each_node or environment.project_root() is not None
 
     @property
@@ -131,11 +131,11 @@ class Checkpoints:
         """True if this process writes shared data: one process in the world, or one per node."""
         return is_writer(self.state, self.on_each_node)
 
-    def next_place(self) -> Path:
+    def next_path(self) -> Path:
         """Return the path of the next automatically named checkpoint. Raises `CheckpointError` if it exists."""
         path = self.config.checkpoints / f"{CHECKPOINT_PREFIX}{self.config.iteration}"
-        if environment.own_copy(path).exists() and path not in self._passed_over:
-            raise CheckpointError(f"{path} exists: load_state() first to go on from it, or set save_iteration")
+        if environment.own_copy(path).exists() and path not in self._skipped:
+            raise CheckpointError(f"{path} exists: call load_state() first to resume from it, or set save_iteration")
         return path
 
     def wait(self) -> None:
@@ -170,13 +170,13 @@ class Checkpoints:
 
     def _saving(self, final: Path, action: Callable[[], Result], group: Any = None) -> list[Result]:
         """Run one step of saving a checkpoint in ``final`` with `run_on_all_ranks`."""
-        last = f"; the last whole checkpoint is {self._last}" if self._last is not None else ""
+        last = f"; the last complete checkpoint is {self._last}" if self._last is not None else ""
         return run_on_all_ranks(f"saving {final}", reporting_full_disk(final, last)(action), group)
 
     def _start(self, final: Path) -> str | None:
         if not self.is_writer:
             return None
-        check_fence()  # before it deletes what looks like drafts that were given up
+        check_fence()  # before start_draft deletes drafts that look abandoned
         return str(start_draft(final))
 
     def _save_in_background(
@@ -209,7 +209,7 @@ class Checkpoints:
             digests: dict[str, Digest] = {}
             digests_by_rank = self._saving(final, lambda: _write_pieces(draft, pieces), group)
             for rank_digests in (*digests_by_rank, digests_by_rank[self.state.process_index]):
-                digests.update(rank_digests)  # its own last: a node without the others' disks has files of its own
+                digests.update(rank_digests)  # this rank's last: without a shared disk its node has its own files
             self._saving(final, lambda: publish(digests), group)
             self._last = final
         except BaseException:
@@ -287,8 +287,8 @@ class Checkpoints:
         folder = Path(copy.folder)
         if not folder.is_dir():
             unfinished = leftovers(path, "draft") + leftovers(path, "old")
-            hint = f" (only {unfinished[0].name}, which is not whole)" if unfinished else ""
-            raise CheckpointError(f"{requested if folder == requested.resolve() else folder} is not there{hint}")
+            hint = f" (only {unfinished[0].name}, which is incomplete)" if unfinished else ""
+            raise CheckpointError(f"{requested if folder == requested.resolve() else folder} does not exist{hint}")
         if copy.problem is not None and (folder / MANIFEST).exists():
             raise CheckpointError(copy.problem)
         if copy.problem is not None:
@@ -308,29 +308,29 @@ class Checkpoints:
             problem = _disagreement(copies)
             if problem is None:
                 for reason in problems:
-                    logger.warning(f"passed over: {reason}")
+                    logger.warning(f"skipped: {reason}")
                 return Path(self._writer_result(copies).folder)
             problems.append(problem)
-            self._passed_over.add(path)
+            self._skipped.add(path)
         detail = f": {'; '.join(problems)}" if problems else ""
-        raise CheckpointError(f"loading a checkpoint: {self.config.checkpoints} holds no whole checkpoint{detail}")
+        raise CheckpointError(f"loading a checkpoint: {self.config.checkpoints} holds no complete checkpoint{detail}")
 
     def load(self, folder: Path, contents: CheckpointContents, **load_model_kwargs: Any) -> int:
         """Restore ``contents`` from ``folder``; return the step of the accumulation window.
 
-        If another number of processes saved it, new processes keep their generators' state, the step is that of
-        process 0, and a warning is logged.
+        If another number of processes saved it, additional processes keep their generators' states and use the step
+        of process 0, and a warning is logged.
         """
         steps = run_on_all_ranks(f"loading {folder}", lambda: contents.read(folder, **load_model_kwargs))
         self._last = folder
         manifest = read_manifest(folder)
-        writer_count = manifest.num_processes if manifest is not None else _writers(folder)
+        writer_count = manifest.num_processes if manifest is not None else _count_writers(folder)
         if steps[0] is None or (None in steps and writer_count == self.state.num_processes):
             raise CheckpointError(f"{folder} has no {random_states_name(steps.index(None))}")
         if writer_count != self.state.num_processes:
             logger.warning(
                 f"{folder} was saved by {writer_count} process(es), this run has {self.state.num_processes}: "
-                "random numbers, and what each process sees of an interrupted epoch, are not those of the saved run"
+                "random numbers, and each process's rest of an interrupted epoch, differ from the saved run"
             )
         return steps[self.state.process_index] or steps[0]
 
@@ -341,20 +341,20 @@ def _disagreement(copies: Sequence[Copy | None]) -> str | None:
     problem = next((copy.problem for copy in node_copies if copy.problem is not None), None)
     other_folder = next((copy.folder for copy in node_copies if copy.save != node_copies[0].save), None)
     if problem is None and other_folder is not None:
-        problem = f"{other_folder} and {node_copies[0].folder} are of different saves"
+        problem = f"{other_folder} and {node_copies[0].folder} are from different saves"
     return problem
 
 
 def _write_pieces(draft: Path, pieces: Callable[[], Sequence[Piece]]) -> dict[str, Digest]:
     if not draft.is_dir():
         raise CheckpointError(
-            f"{draft.parent} is not, on this node, the directory that it is for process 0: with "
-            "ProjectConfiguration(save_on_each_node=True) each node keeps a whole copy"
+            f"{draft.parent} is not shared with process 0's node: use a shared file system, or "
+            "ProjectConfiguration(save_on_each_node=True) for a copy on each node"
         )
     return {piece.name: piece.write(draft) for piece in pieces()}
 
 
-def _writers(folder: Path) -> int:
+def _count_writers(folder: Path) -> int:
     """Count the processes that left random states in a checkpoint without a manifest."""
     stem, suffix = random_states_name(0).split("0")
     ranks = [path.name.removeprefix(stem).removesuffix(suffix) for path in folder.glob(f"{stem}*{suffix}")]

@@ -24,7 +24,7 @@ def main(argv: list[str]) -> None:
     if program[0].startswith("-") and not os.path.exists(program[0]):
         _refuse(f"unknown option {program[0]}\n{USAGE}")
     if not module and not os.path.exists(program[0]):
-        _refuse(f"there is no script {program[0]!r} in {os.getcwd()}")
+        _refuse(f"script {program[0]!r} not found in {os.getcwd()}")
     run_main(Program(argv=program, entry="module" if module else "script"))
 
 

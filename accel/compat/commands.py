@@ -51,14 +51,14 @@ def load_config_from_file(config_file: str | os.PathLike[str] | None) -> Configu
         raise ArgumentError(f"configuration file {path}: {error.strerror}") from None
     values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     if not isinstance(values, dict):
-        raise ArgumentError(f"configuration file {path} holds no names and values")
+        raise ArgumentError(f"configuration file {path} is not a mapping of names to values")
     return Configuration(values)
 
 
 def write_basic_config(
     mixed_precision: str = "no", save_location: str | os.PathLike[str] = default_config_file
 ) -> Path | Literal[False]:
-    """Write the file of ``accel config default``. Return its path, or False if it exists, which is then kept."""
+    """Write the file of ``accel config default``; return its path, or False if there is a file, which is kept."""
     path = Path(save_location)
     if path.exists():
         return False
@@ -79,18 +79,18 @@ def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
         parser = subparsers.add_parser("launch", description=description, allow_abbrev=False)
     add_arguments(parser)
     parser.add_argument("training_script", help="the script, module (-m) or command (--no_python)")
-    parser.add_argument("training_script_args", nargs=argparse.REMAINDER, help="its arguments")
+    parser.add_argument("training_script_args", nargs=argparse.REMAINDER, help="the script's arguments")
     parser.set_defaults(func=launch_command)
     return parser
 
 
 def launch_command(args: argparse.Namespace) -> None:
-    """Run the arguments of `launch_command_parser` in a child process, where `accelerate` is accel's, to its end.
+    """Launch the script of ``args`` in a child process, where `accelerate` is accel's, and wait for its end.
 
     Raises `ValueError` for contradictory settings, and `subprocess.CalledProcessError` with the exit code of a
     failed program; with ``quiet`` that is a `SystemExit`. A termination signal ends the launch first.
     """
-    explicit = _given(args)
+    explicit = _explicit(args)
     try:
         resolve_settings(explicit)
     except UsageError as error:
@@ -104,8 +104,8 @@ def launch_command(args: argparse.Namespace) -> None:
         raise subprocess.CalledProcessError(code, command)
 
 
-def _given(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings that differ from their defaults."""
+def _explicit(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings in ``args`` that differ from their defaults."""
     arguments = vars(args)
     explicit = {
         name: arguments[name] for name, default in defaults().items() if arguments.get(name, default) != default
@@ -132,7 +132,7 @@ def main() -> None:
     program_argv = [args.training_script, *args.training_script_args]
     program = Program.parse(program_argv, module=args.module, command=args.no_python)
     try:
-        code = start(launch_options(resolve_settings(_given(args))), program)
+        code = start(launch_options(resolve_settings(_explicit(args))), program)
     except (LaunchError, UsageError) as error:
         raise SystemExit(f"accelerate launch: {error}") from None
     raise SystemExit(code)

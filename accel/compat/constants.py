@@ -1,4 +1,4 @@
-"""Constants of Accelerate's that accel does not use: words and versions for libraries to compare with."""
+"""Accelerate's constants that accel itself does not use: choices, and versions for libraries to compare with."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FSDP_STATE_DICT_TYPE = ["FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DI
 FSDP2_STATE_DICT_TYPE = ["SHARDED_STATE_DICT", "FULL_STATE_DICT"]
 TORCH_DYNAMO_MODES = ["default", "reduce-overhead", "max-autotune"]
 
-# The first version of each library that Accelerate 1.15 holds to have the thing named.
+# The first version of a library with the named feature, according to Accelerate 1.15.
 BETA_CP_AVAILABLE_PYTORCH_VERSION = "2.6.0"
 BETA_SP_AVAILABLE_DEEPSPEED_VERSION = "0.18.2"
 BETA_TP_AVAILABLE_PYTORCH_VERSION = "2.3.0"

@@ -1,6 +1,6 @@
 """The import hook that replaces Accelerate by accel, here and in child processes.
 
-It is light on purpose: every Python process of a run may load it, most of them without need.
+It imports little: every Python process of a run may load it, and most of them never import `accelerate`.
 """
 
 from __future__ import annotations
@@ -76,6 +76,6 @@ def install() -> None:
         raise StateError(f"accelerate is already imported, from {origin}: import accel.compat before it")
     if not any(type(finder).__name__ == "Finder" and type(finder).__module__ == __name__ for finder in sys.meta_path):
         sys.meta_path.insert(0, Finder())
-    # What a script says of the logger "accelerate", its level and handlers, holds for accel's.
+    # accel's loggers inherit the level and handlers that a script sets on the logger "accelerate".
     logging.getLogger("accel").parent = logging.getLogger(NAME)
     os.environ.update(variables(os.environ))

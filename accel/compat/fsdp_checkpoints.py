@@ -1,8 +1,7 @@
 """Checkpoints of sharded models in Accelerate's layout, for exchange with other programs.
 
 SHARDED_STATE_DICT is a folder of `torch.distributed.checkpoint` (DCP) for each model and optimizer,
-FULL_STATE_DICT one file of whole tensors. `Accelerator.save_state` does more: its checkpoints are verified
-when read.
+FULL_STATE_DICT a file of full tensors. Unlike these, checkpoints of `Accelerator.save_state` are verified when read.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from torch.nn.modules.module import _IncompatibleKeys
 from accel.checkpoint import save
 from accel.checkpoint.all_ranks import run_on_all_ranks
 from accel.checkpoint.chunks import (
-    Names,
-    Saved,
+    Chunks,
+    NameOf,
     fill_module,
     fill_optimizer,
-    fill_whole_optimizer,
-    optimizer_skeleton,
+    fill_optimizer_from_full_state,
     split_optimizer,
+    split_optimizer_state,
 )
 from accel.checkpoint.dcp import DcpFolder, write_dcp
 from accel.checkpoint.file_names import OPTIMIZER_NAME, numbered_name
@@ -42,14 +41,13 @@ def save_fsdp_model(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Write the weights of ``model``: ``pytorch_model_fsdp_<index>/``, or whole ones to ``pytorch_model_fsdp.bin``.
+    """Write the weights of ``model`` to ``pytorch_model_fsdp_<index>/``, or full ones to ``pytorch_model_fsdp.bin``.
 
     The ``state_dict_type`` of ``fsdp_plugin`` selects the layout. ``adapter_only``: write only the adapter of a
-    `peft.PeftModel`. Call it on every process. Replaces an older checkpoint of that name. Raises
-    `CheckpointError`.
+    `peft.PeftModel`. Call it on every process. Replaces an older checkpoint. Raises `CheckpointError`.
     """
-    full = _is_whole(fsdp_plugin, use_dcp)
-    path = _place(output_dir, FSDP_MODEL_NAME, model_index, full)
+    full = _is_full(fsdp_plugin, use_dcp)
+    path = _path_of(output_dir, FSDP_MODEL_NAME, model_index, full)
     state = _weights(accelerator, model, adapter_only, full)
     if full:
         _write_file(path, full_state(state, accelerator.is_main_process))
@@ -71,8 +69,8 @@ def load_fsdp_model(
     Returns what `torch.nn.Module.load_state_dict` returns. Raises `CheckpointError`, on all processes, for a
     missing or damaged checkpoint, and for different names or shapes.
     """
-    full = _is_whole(fsdp_plugin, use_dcp)
-    path = _place(input_dir, FSDP_MODEL_NAME, model_index, full)
+    full = _is_full(fsdp_plugin, use_dcp)
+    path = _path_of(input_dir, FSDP_MODEL_NAME, model_index, full)
     accelerator.strategy.finish_pending()
     unwrapped = accelerator.strategy.unwrap(model)
     adapter = _weights(accelerator, model, adapter_only, full) if _is_adapter(unwrapped, adapter_only) else None
@@ -83,7 +81,7 @@ def load_fsdp_model(
             fill_module(unwrapped, saved, extra=extra)
         for name, value in (adapter or {}).items():
             if name not in saved:
-                raise CheckpointError(f"{saved.folder}: it lacks {name}")
+                raise CheckpointError(f"{saved.folder} lacks {name}")
             saved.fill(name, value)
 
     run_on_all_ranks("load_fsdp_model", fill)
@@ -103,13 +101,13 @@ def save_fsdp_optimizer(
     optimizer_index: int = 0,
     use_dcp: bool = True,
 ) -> None:
-    """Write the state of ``optimizer`` by the names of ``model``'s parameters: ``optimizer_<index>/``.
+    """Write the state of ``optimizer``, keyed by ``model``'s parameter names, to ``optimizer_<index>/``.
 
-    Whole state goes to ``optimizer.bin``. See `save_fsdp_model` for the rest.
+    Full state goes to ``optimizer.bin``. See `save_fsdp_model` for the rest.
     """
-    full = _is_whole(fsdp_plugin, use_dcp)
-    path = _place(output_dir, OPTIMIZER_NAME, optimizer_index, full)
-    outline, tensors = split_optimizer(optimizer, _names(accelerator, model))
+    full = _is_full(fsdp_plugin, use_dcp)
+    path = _path_of(output_dir, OPTIMIZER_NAME, optimizer_index, full)
+    outline, tensors = split_optimizer(optimizer, _name_of(accelerator, model))
     entries = {
         name: {**entry, **{key: tensors[f"{name}:{key}"] for key in outline["chunked"][name]}}
         for name, entry in outline["state"].items()
@@ -138,25 +136,25 @@ def load_fsdp_optimizer(
     ``adapter_only`` has no effect: a checkpoint has the state of the optimizer's parameters. Raises
     `CheckpointError`, on all processes, if it is missing, damaged or does not fit.
     """
-    full = _is_whole(fsdp_plugin, use_dcp)
-    path = _place(input_dir, OPTIMIZER_NAME, optimizer_index, full)
-    names = _names(accelerator, model)
+    full = _is_full(fsdp_plugin, use_dcp)
+    path = _path_of(input_dir, OPTIMIZER_NAME, optimizer_index, full)
+    name_of = _name_of(accelerator, model)
     fill = _fill_from_file if full else _fill_from_folder
-    run_on_all_ranks("load_fsdp_optimizer", lambda: fill(optimizer, names, path))
+    run_on_all_ranks("load_fsdp_optimizer", lambda: fill(optimizer, name_of, path))
 
 
-def _is_whole(plugin: Any, use_dcp: bool) -> bool:
+def _is_full(plugin: Any, use_dcp: bool) -> bool:
     if plugin is None:
         raise ArgumentError("fsdp_plugin is None: the run is not sharded. Use accelerator.save_state and load_state")
     full: bool = plugin.state_dict_type.name == "FULL_STATE_DICT"
     if not full and not use_dcp:
         raise ArgumentError(
-            "use_dcp=False is not supported: its files fit only as many processes as wrote them. Leave it out"
+            "use_dcp=False is not supported: its files fit only as many processes as wrote them. Remove it"
         )
     return full
 
 
-def _place(folder: Any, name: str, index: int, full: bool) -> Path:
+def _path_of(folder: Any, name: str, index: int, full: bool) -> Path:
     """Return the file or folder of a model or an optimizer in ``folder``, or ``folder`` if it is that folder."""
     if full:
         return Path(folder) / numbered_name(f"{name}.bin", index)
@@ -187,7 +185,7 @@ def _weights(accelerator: Any, model: Any, adapter_only: bool, full: bool) -> di
     return {name: value for name, value in state.items() if name not in frozen}
 
 
-def _names(accelerator: Any, model: Any) -> Names:
+def _name_of(accelerator: Any, model: Any) -> NameOf:
     accelerator.strategy.finish_pending()
     by_id: dict[int, str] = {id(value): name for name, value in accelerator.strategy.unwrap(model).named_parameters()}
 
@@ -195,7 +193,7 @@ def _names(accelerator: Any, model: Any) -> Names:
         if id(parameter) not in by_id:
             raise CheckpointError(
                 f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not in the model: "
-                "prepare both, and give the model that the optimizer was made for"
+                "prepare both, and pass the model that the optimizer was created for"
             )
         return by_id[id(parameter)]
 
@@ -210,32 +208,32 @@ def _write_file(path: Path, state: Any) -> None:
     run_on_all_ranks(f"saving {path}", write)
 
 
-def _read_weights(path: Path, full: bool) -> tuple[Saved, dict[str, Any]]:
-    """Return the tensors of a model, and the rest of its state dict."""
+def _read_weights(path: Path, full: bool) -> tuple[Chunks, dict[str, Any]]:
+    """Return the saved tensors of a model, and the rest of its state dict."""
     if full:
         state = read_object(path, mapped=True)
         tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
         extra = {name: value for name, value in state.items() if name not in tensors}
-        return Saved.single_chunk(tensors, str(path)), extra
-    folder = _opened(path, "model")
+        return Chunks.single_chunk(tensors, str(path)), extra
+    folder = _open_folder(path, "model")
     key_paths = {item: folder.paths[item] for item in folder.tensors.shapes}
     items = {key_path[1]: item for item, key_path in key_paths.items() if key_path[0] == "model" and len(key_path) == 2}
     return folder.tensors.renamed(items), folder.nested("model", set(items.values()))
 
 
-def _fill_from_file(optimizer: Any, names: Names, path: Path) -> None:
+def _fill_from_file(optimizer: Any, name_of: NameOf, path: Path) -> None:
     state = read_object(path, mapped=True)
     if all(isinstance(number, int) for group in state["param_groups"] for number in group["params"]):
-        fill_whole_optimizer(optimizer, state, path)  # by `save_state`, which numbers parameters
+        fill_optimizer_from_full_state(optimizer, state, path)  # by `save_state`, which numbers parameters
         return
-    outline, tensors = optimizer_skeleton(
+    outline, tensors = split_optimizer_state(
         state, {name: name for group in state["param_groups"] for name in group["params"]}
     )
-    fill_optimizer(optimizer, names, outline, Saved.single_chunk(tensors, str(path)))
+    fill_optimizer(optimizer, name_of, outline, Chunks.single_chunk(tensors, str(path)))
 
 
-def _fill_from_folder(optimizer: Any, names: Names, path: Path) -> None:
-    folder = _opened(path, "optimizer")
+def _fill_from_folder(optimizer: Any, name_of: NameOf, path: Path) -> None:
+    folder = _open_folder(path, "optimizer")
     chunked: dict[str, list[str]] = {}
     items: dict[str, str] = {}
     for item, shape in folder.tensors.shapes.items():
@@ -244,11 +242,11 @@ def _fill_from_folder(optimizer: Any, names: Names, path: Path) -> None:
             chunked.setdefault(key_path[2], []).append(key_path[3])
             items[f"{key_path[2]}:{key_path[3]}"] = item
     outline = {"state": {}, "param_groups": [], **folder.nested("optimizer", set(items.values())), "chunked": chunked}
-    fill_optimizer(optimizer, names, outline, folder.tensors.renamed(items))
+    fill_optimizer(optimizer, name_of, outline, folder.tensors.renamed(items))
 
 
-def _opened(path: Path, key: str) -> DcpFolder:
+def _open_folder(path: Path, key: str) -> DcpFolder:
     folder = DcpFolder(path)
     if not any(key_path[0] == key and len(key_path) > 1 for key_path in folder.paths.values()):
-        raise CheckpointError(f"{path} has no {key}: name the folder that save_fsdp_{key} wrote")
+        raise CheckpointError(f"{path} has no {key}: pass the folder that save_fsdp_{key} wrote")
     return folder

@@ -1,4 +1,4 @@
-"""Helpers that only code written for Accelerate asks for, those about precision among them."""
+"""Helpers that only code written for Accelerate imports."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def get_parameters_from_modules(
     return {parameter for submodule in modules or () for parameter in submodule.parameters()}
 
 
-# Helpers about precision.
+# Mixed precision and gradient scalers.
 
 
 def get_mixed_precision_context_manager(

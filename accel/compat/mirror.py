@@ -1,4 +1,4 @@
-"""Stand-ins for Accelerate: its modules, whose names are fetched from accel when first asked for, and its metadata."""
+"""Stand-ins for Accelerate's modules, whose names are imported from accel on first use, and for its metadata."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class AliasModule(ModuleType):
 
 def _missing(module: str, name: str, caller: FrameType) -> Exception:
     text = f"{module} has no {name!r} under accel.compat{nearest(name, names_of(module))}; {where_to_read()}"
-    # `from … import …` replaces an AttributeError, and its text, by its own; hasattr() wants one.
+    # `from … import …` replaces an AttributeError, and its text, by its own; hasattr() needs one.
     return ImportError(text, name=module) if _is_import_from(caller) else AttributeError(text)
 
 

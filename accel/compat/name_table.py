@@ -184,12 +184,12 @@ TABLE: dict[str, dict[str, str]] = {
     "accelerate.utils.versions": {"accel.world.versions": "STR_OPERATION_TO_FUNC compare_versions is_torch_version"},
 }  # fmt: skip
 
-# Names that one module gives and another one calls: a patch of the first must reach the second.
+# Names that one module defines and another calls: a patch of Accelerate's name must reach the caller.
 SEEN_FROM = {
     ("accelerate.big_modeling", "check_device_map"): Home("accel.big_models.dispatch", "check_device_map"),
 }
 
-# Modules that collect: what `accelerate` itself gives. `accelerate.utils` gives all of its submodules.
+# The names of `accelerate` itself. `accelerate.utils` has those of all its submodules.
 _TOP = (
     "Accelerator AutocastKwargs DDPCommunicationHookType DataLoaderConfiguration DeepSpeedPlugin "
     "DistributedDataParallelKwargs DistributedType FullyShardedDataParallelPlugin GradScalerKwargs "
@@ -202,7 +202,7 @@ _TOP = (
 
 def where_to_read() -> str:
     """Return the sentence that points to the list of unavailable names."""
-    return "docs/migrating.md lists what of Accelerate 1.15 is not here, and why"
+    return "docs/migrating.md lists the names of Accelerate 1.15 that are unavailable, and why"
 
 
 def is_module(name: str) -> bool:

@@ -55,7 +55,7 @@ def path_in_accelerate_package(*components: str) -> Path:
 
 
 def get_launch_command(**flags: Any) -> list[str]:
-    """Return the words of an ``accelerate launch``. ``True`` is a bare flag; ``None`` and ``False`` are left out."""
+    """Return the argv of an ``accelerate launch``. ``True`` is a bare flag; ``None`` and ``False`` are omitted."""
     argv = ["accelerate", "launch"]
     for name, value in flags.items():
         if value is True:
@@ -92,7 +92,7 @@ def _has_trackers() -> bool:
     return any(installed) and not available.is_comet_ml_available()
 
 
-# require_NAME -> when a test that needs it runs, and the reason of the skip otherwise.
+# NAME of require_NAME → the condition for running a test, and what the test requires.
 _NEEDS: dict[str, _Need] = {
     "cpu": _Need(lambda: torch_device == "cpu", "a machine without accelerators"),
     "non_cpu": _Need(lambda: torch_device != "cpu", "an accelerator"),
@@ -144,7 +144,7 @@ skip = unittest.skip("Test was skipped")
 
 
 def slow(test: Any) -> Any:
-    """Skip a test unless ``RUN_SLOW`` is set to yes."""
+    """Skip a test unless the environment variable ``RUN_SLOW`` is true."""
     return unittest.skipUnless(parse_flag_from_env("RUN_SLOW", False), "test is slow")(test)
 
 

@@ -36,24 +36,24 @@ def _refuse(feature: str) -> NoReturn:
     raise ArgumentError(f"{feature} is not in this version of accel: see docs/migrating.md")
 
 
-class _DeepSpeeds:
+class _DeepSpeedStub:
     """A placeholder for a part of DeepSpeed: it can be imported and tested for, but not instantiated."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         _refuse("DeepSpeed")
 
 
-class HfDeepSpeedConfig(_DeepSpeeds):
+class HfDeepSpeedConfig(_DeepSpeedStub):
     """DeepSpeed's configuration. Raises `ArgumentError` when instantiated."""
 
 
-class DummyOptim(_DeepSpeeds):
+class DummyOptim(_DeepSpeedStub):
     """A placeholder for the optimizer of a DeepSpeed configuration. Raises `ArgumentError` when instantiated."""
 
 
-class DummyScheduler(_DeepSpeeds):
+class DummyScheduler(_DeepSpeedStub):
     """A placeholder for the scheduler of a DeepSpeed configuration. Raises `ArgumentError` when instantiated."""
 
 
-class DeepSpeedSchedulerWrapper(_DeepSpeeds):
+class DeepSpeedSchedulerWrapper(_DeepSpeedStub):
     """A scheduler that a DeepSpeed engine steps. Raises `ArgumentError` when instantiated."""

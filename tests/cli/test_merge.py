@@ -123,13 +123,13 @@ def fails(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 
 def test_what_cannot_be_merged_is_one_line(sharded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = str(tmp_path / "out")
-    assert "there is no such directory" in fails(capsys, str(tmp_path / "nowhere"), out)
-    assert "name one of those in it: sharded" in fails(capsys, str(sharded), out)
+    assert ": no such directory" in fails(capsys, str(tmp_path / "nowhere"), out)
+    assert "Pass one of its subdirectories: sharded" in fails(capsys, str(sharded), out)
     copy = copied(sharded, tmp_path)
     inside = str(copy / "out")
-    assert "would remove" in fails(capsys, str(copy), inside, "--remove_checkpoint_dir")
+    assert "would also remove" in fails(capsys, str(copy), inside, "--remove_checkpoint_dir")
     (tmp_path / "file").touch()
-    assert "is a file: name a directory" in fails(capsys, str(copy), str(tmp_path / "file"))
+    assert "is a file: pass a directory" in fails(capsys, str(copy), str(tmp_path / "file"))
     shard = sorted(copy.glob("*.distcp"))[0]
     whole = shard.read_bytes()
     shard.write_bytes(whole[: len(whole) // 2])
@@ -152,7 +152,7 @@ def test_code_in_a_checkpoint_does_not_run(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Runs()))
-    assert "posix.mkdir, which belongs in no checkpoint" in fails(capsys, str(tmp_path), "out")
+    assert "posix.mkdir, which is not allowed in checkpoints" in fails(capsys, str(tmp_path), "out")
     assert not (tmp_path / "ran").exists()
 
 

@@ -36,7 +36,7 @@ def test_a_module_runs_as_main(script: Path) -> None:
     ("words", "text"),
     [
         ((), "nothing to run"),
-        (("gone.py",), "there is no script 'gone.py'"),
+        (("gone.py",), "script 'gone.py' not found in "),
         (("--quick", "x"), "unknown option --quick"),
     ],
 )

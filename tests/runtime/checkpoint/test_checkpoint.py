@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from accel import ProjectConfiguration
-from accel.checkpoint.directory import NAME, find_damage
+from accel.checkpoint.directory import find_damage
+from accel.checkpoint.file_names import MANIFEST
 from accel.errors import CheckpointError
 from tests.marks import long
 
@@ -31,7 +32,7 @@ def test_saving_again_replaces_the_whole_and_keeps_the_scripts_files(tmp_path: P
     assert find_damage(place) is None
     assert (place / "notes.txt").read_text() == "the script's own"
     assert [entry.name for entry in tmp_path.iterdir()] == ["here"]
-    expected = {"model.safetensors", "optimizer.bin", "custom_checkpoint_0.pkl", NAME, "notes.txt"}
+    expected = {"model.safetensors", "optimizer.bin", "custom_checkpoint_0.pkl", MANIFEST, "notes.txt"}
     assert {entry.name for entry in place.iterdir()} == expected | {f"random_states_{r}.pkl" for r in range(processes)}
     assert run(_what, str(place), processes=processes) == [(2.0, 2.0)] * processes
 
@@ -58,7 +59,9 @@ def _full_disk(*_: Any) -> None:
 
 def test_what_fails_on_one_process_is_told_on_all(tmp_path: Path) -> None:
     place = tmp_path / "here"
-    told = rf"saving {place}: process 1: the disk is full \(\d+ MB left on /.*\); the last whole checkpoint is {place}"
+    told = (
+        rf"saving {place}: process 1: the disk is full \(\d+ MB left on /.*\); the last complete checkpoint is {place}"
+    )
     for message, value in run(_no_space, str(place)):
         assert re.fullmatch(told, message)
         assert value == 1.0
@@ -114,17 +117,18 @@ def test_the_newest_whole_one_loads_and_the_damaged_is_named(tmp_path: Path) -> 
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
-    said = f"{weights} is not as it was written (its checksum differs)"
-    assert run_one(_newest, str(tmp_path)) == (1, 2, [f"passed over: {said}"])
+    said = f"{weights} has changed since it was written (its checksum differs)"
+    assert run_one(_newest, str(tmp_path)) == (1, 2, [f"skipped: {said}"])
     (folder / "checkpoint_1" / "optimizer.bin").unlink()
     ended = run_one(_newest, str(tmp_path))
     assert (
-        f"{folder} holds no whole checkpoint: {said}; {folder / 'checkpoint_1' / 'optimizer.bin'} is missing" in ended
+        f"{folder} holds no complete checkpoint: {said}; {folder / 'checkpoint_1' / 'optimizer.bin'} is missing"
+        in ended
     )
 
 
 @pytest.mark.parametrize(
-    "name", ["model.safetensors", "optimizer.bin", "random_states_0.pkl", "custom_checkpoint_0.pkl", NAME]
+    "name", ["model.safetensors", "optimizer.bin", "random_states_0.pkl", "custom_checkpoint_0.pkl", MANIFEST]
 )
 @pytest.mark.parametrize("harm", ["flipped", *long("cut", "missing")])
 def test_a_damaged_file_is_named(tmp_path: Path, name: str, harm: str) -> None:
@@ -138,8 +142,8 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str, harm: str) -> None:
         path.write_bytes(content[: len(content) // 2])
     else:
         path.write_bytes(content[:40] + bytes([content[40] ^ 255]) + content[41:])
-    if (name, harm) == (NAME, "missing"):
-        assert find_damage(place) == f"{place} has no {NAME}"
+    if (name, harm) == (MANIFEST, "missing"):
+        assert find_damage(place) == f"{place} has no {MANIFEST}"
         return
     ended = outcomes(_what, str(place), processes=1)[0]
     assert ended.error == "CheckpointError"
@@ -149,7 +153,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str, harm: str) -> None:
 
 def test_a_place_without_a_checkpoint_is_named(tmp_path: Path) -> None:
     ended = outcomes(_what, str(tmp_path / "nowhere"), processes=1)[0]
-    assert ended.message == f"loading a checkpoint: {tmp_path / 'nowhere'} is not there"
+    assert ended.message == f"loading a checkpoint: {tmp_path / 'nowhere'} does not exist"
     ended = outcomes(_what, "", processes=1)[0]
     assert ended.message == "load_state() without a directory needs Accelerator(project_dir=…)"
 
@@ -170,7 +174,7 @@ def test_another_number_of_processes_loads_and_lost_generators_do_not(tmp_path: 
     for outcome in outcomes(_other_world, str(place)):
         assert outcome.error == "CheckpointError"
         assert f"{place / 'random_states_1.pkl'} is missing" in outcome.message
-    (place / NAME).unlink()
+    (place / MANIFEST).unlink()
     (place / "random_states_0.pkl").rename(place / "random_states_1.pkl")
     for outcome in outcomes(_other_world, str(place)):
         assert outcome.message == f"{place} has no random_states_0.pkl"

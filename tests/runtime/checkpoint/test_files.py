@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from accel import Accelerator
-from accel.checkpoint.directory import NAME, Manifest, read_manifest, write_manifest
+from accel.checkpoint.directory import Manifest, read_manifest, write_manifest
 from accel.checkpoint.durable import Digest
+from accel.checkpoint.file_names import MANIFEST
 from accel.checkpoint.tensors import read_tensors, write_tensors
 from accel.checkpoint.torch_files import read_object, write_object
 from accel.errors import CheckpointError
@@ -145,7 +146,7 @@ def _hooks(directory: str) -> list[Any]:
     accelerator.load_state(directory)
     handle.remove()
     other.remove()
-    names = sorted(json.loads((Path(directory) / NAME).read_text())["files"])
+    names = sorted(json.loads((Path(directory) / MANIFEST).read_text())["files"])
     return [calls, names]
 
 
@@ -215,10 +216,10 @@ def test_a_manifest_that_was_changed_is_damage(tmp_path: Path, before: str, afte
     written = read_manifest(tmp_path)
     assert written is not None
     assert written.num_processes == 2
-    text = (tmp_path / NAME).read_text()
+    text = (tmp_path / MANIFEST).read_text()
     assert text.count(before) == 1
-    (tmp_path / NAME).write_text(text.replace(before, after))
-    with pytest.raises(CheckpointError, match=f"{NAME} is damaged: its checksum differs"):
+    (tmp_path / MANIFEST).write_text(text.replace(before, after))
+    with pytest.raises(CheckpointError, match=f"{MANIFEST} is damaged: its checksum differs"):
         read_manifest(tmp_path)
 
 

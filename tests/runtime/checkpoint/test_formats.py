@@ -279,7 +279,7 @@ def test_cleaning_keeps_parts_of_one_memory_that_are_not_the_same(caplog: pytest
     with caplog.at_level("WARNING"):
         cleaned = clean_state_dict_for_safetensors(state)
     assert [record.getMessage() for record in caplog.records] == [
-        "saved once, under another name of the same memory: c"
+        "tied weights are saved under their first name only, without: c"
     ]
     assert list(cleaned) == ["a", "b", "d", "e"]
     assert cleaned["d"].is_contiguous()

@@ -114,7 +114,9 @@ def _full(save: Callable[[], Any], disk: str) -> list[Any]:
 
 def test_a_state_that_does_not_fit_names_the_full_disk_and_the_last_whole_one(disk: Path) -> None:
     """Also what a script's own hooks write, with writers that drop the system's error number."""
-    told = rf"saving {disk}/two: the disk is full \([0-2] MB left on {disk}\); the last whole checkpoint is {disk}/one"
+    told = (
+        rf"saving {disk}/two: the disk is full \([0-2] MB left on {disk}\); the last complete checkpoint is {disk}/one"
+    )
     for way, (message, left) in run_one(_states, str(disk)).items():
         assert re.fullmatch(told, message), way  # safetensors itself deletes what it has written
         assert left == ["one"], way

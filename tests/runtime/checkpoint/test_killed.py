@@ -15,8 +15,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel import Accelerator, DataLoaderConfiguration, ProjectConfiguration, set_seed
-from accel.checkpoint.directory import NAME, Manifest, find_damage, write_manifest
+from accel.checkpoint.directory import Manifest, find_damage, write_manifest
 from accel.checkpoint.durable import BLOCK, DurableFile, digest_of, write_durably
+from accel.checkpoint.file_names import MANIFEST
 from tests.marks import long
 from tests.needs import package
 
@@ -142,7 +143,7 @@ def test_any_flipped_bit_and_any_lost_byte_is_named(checkpoint: Path, data: st.D
         path.write_bytes(content)
     assert problem is not None
     assert "\n" not in problem
-    if path.name != NAME:
+    if path.name != MANIFEST:
         assert str(path) in problem
     assert find_damage(checkpoint) is None
 
@@ -180,14 +181,14 @@ def _latest(directory: str) -> Any:
 def test_latest_passes_over_and_names_what_is_damaged(tmp_path: Path, processes: int) -> None:
     run_one(_automatic, str(tmp_path))
     folder = tmp_path / "checkpoints"
-    manifest = folder / "checkpoint_2" / NAME
+    manifest = folder / "checkpoint_2" / MANIFEST
     manifest.write_bytes(manifest.read_bytes()[:-9])
     (folder / "checkpoint_1" / "model.safetensors").write_bytes(b"")
     values = run(_latest, str(tmp_path), processes=processes)
     assert [value[:2] for value in values] == [(0.0, 1)] * processes
-    passed = [line for line in values[0][2] if line.startswith("passed over: ")]
-    assert passed[0].startswith(f"passed over: {manifest} is damaged: ")
-    assert passed[1].startswith(f"passed over: {folder / 'checkpoint_1' / 'model.safetensors'} has 0 bytes where ")
+    passed = [line for line in values[0][2] if line.startswith("skipped: ")]
+    assert passed[0].startswith(f"skipped: {manifest} is damaged: ")
+    assert passed[1].startswith(f"skipped: {folder / 'checkpoint_1' / 'model.safetensors'} has 0 bytes, but ")
 
 
 def _extra_memory(directory: str) -> list[int]:
@@ -248,7 +249,7 @@ def test_damage_is_found_in_any_block(tmp_path: Path, place: int) -> None:
     with path.open("r+b") as file:
         file.seek(place)
         file.write(b"\1")
-    assert find_damage(tmp_path) == f"{path} is not as it was written (its checksum differs)"
+    assert find_damage(tmp_path) == f"{path} has changed since it was written (its checksum differs)"
 
 
 def test_a_disk_that_fails_is_told(tmp_path: Path) -> None:

@@ -192,8 +192,8 @@ def test_a_directory_that_is_not_common_is_named_with_the_remedy(tmp_path: Path)
     for outcome in outcomes(apart, str(tmp_path)):
         assert outcome.error == "CheckpointError"
         assert outcome.message == (
-            f"saving {tmp_path}/here: process 1: {tmp_path} is not, on this node, the directory that it is for process "
-            "0: with ProjectConfiguration(save_on_each_node=True) each node keeps a whole copy"
+            f"saving {tmp_path}/here: process 1: {tmp_path} is not shared with process 0's node: use a shared file "
+            "system, or ProjectConfiguration(save_on_each_node=True) for a copy on each node"
         )
 
 

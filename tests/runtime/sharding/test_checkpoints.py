@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from accel import Accelerator
 from accel.accelerator import Accelerator as Façade
-from accel.checkpoint.chunks import Saved
+from accel.checkpoint.chunks import Chunks
 from accel.checkpoint.directory import find_changed_file, find_damage
 from accel.errors import ArgumentError, CheckpointError
 from accel.plugins import ProjectConfiguration
@@ -160,7 +160,7 @@ def test_the_weights_are_merged_into_one_file(
         assert written.keys() == kept["model"].keys() - {"head.weight"}
         assert all(torch.equal(written[name], kept["model"][name]) for name in written)
     assert main(["merge-weights", str(folder), str(tmp_path / "x"), "--remove_checkpoint_dir"]) != exit_status.USAGE
-    assert "holds more than weights, and is not removed" in capsys.readouterr().err
+    assert "holds more than weights and is not removed" in capsys.readouterr().err
     assert folder.is_dir()
     assert not (tmp_path / "x").exists()
 
@@ -229,8 +229,8 @@ def _fewer(model: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (_wider, "model.0.blocks.1.norm.weight is (16,) there, and (24,) in this run"),
-        (_more, "it lacks more.weight"),
+        (_wider, "model.0.blocks.1.norm.weight has shape (16,), but (24,) in this run"),
+        (_more, " lacks more.weight"),
         (_fewer, "this run has no blocks.2.norm.weight"),
     ],
 )
@@ -244,7 +244,7 @@ def test_whole_files_with_other_groups_are_refused(folders: dict[str, Any]) -> N
     folder = folders["sharded FULL_STATE_DICT"][0]
     for told in run(_misfit, str(folder), _nothing):
         assert "optimizer.bin does not fit" in told
-        assert "its groups have [18, 4] parameters, and [22] in this run" in told
+        assert "its groups have [18, 4] parameters, but [22] in this run" in told
 
 
 def test_chunks_of_another_node_are_named(folders: dict[str, Any], tmp_path: Path) -> None:
@@ -259,7 +259,7 @@ def test_chunks_of_another_node_are_named(folders: dict[str, Any], tmp_path: Pat
         name = f"rank_{rank}.safetensors"
         shutil.copy(folders["sharded SHARDED_STATE_DICT"][0] / "chunks" / "node_0" / name, folder / "chunks" / "node_1")
     for told in run(_misfit, str(folder), _nothing):
-        assert "has the chunks of rank 2, 3 on node 1 alone" in told
+        assert "has only the chunks of rank 2, 3 on node 1" in told
         assert "\n" not in told
 
 
@@ -284,7 +284,7 @@ def test_a_damaged_chunk_is_found_before_anything_is_loaded(folders: dict[str, A
     data[-5] ^= 1
     path.write_bytes(data)
     for told in run(_damaged, str(tmp_path / "damaged")):
-        assert "rank_3.safetensors is not as it was written" in told
+        assert "rank_3.safetensors has changed since it was written" in told
 
 
 def test_each_block_is_read_by_one_process(folders: dict[str, Any]) -> None:
@@ -359,7 +359,7 @@ def test_any_cut_of_a_tensor_is_read_through_any_other(shape: list[int], data: s
     from itertools import pairwise, product
 
     whole = torch.arange(torch.Size(shape).numel()).reshape(shape)
-    saved = Saved("here")
+    saved = Chunks("here")
     for box in product(*(list(pairwise(_cuts(data, length))) for length in shape)):
         part = whole[tuple(slice(*side) for side in box)]
         saved.add("x", tuple(shape), tuple(first for first, _ in box), part)
@@ -378,7 +378,7 @@ def _every_placement(folder: str) -> list[bool]:
     Accelerator(cpu=True)
     mesh = init_device_mesh("cpu", (2, 2))
     whole = torch.arange(35.0).reshape(5, 7)
-    saved = Saved.single_chunk({"x": whole}, folder)
+    saved = Chunks.single_chunk({"x": whole}, folder)
     found = []
     for placements in product((Shard(0), Shard(1), Replicate()), repeat=2):
         empty = distribute_tensor(torch.zeros(5, 7), mesh, placements)
@@ -406,5 +406,5 @@ def _one_step(folder: str) -> float:
 
 def test_a_pass_without_a_backward_pass_before_a_save_does_no_harm(tmp_path: Path) -> None:
     run(_one_step, str(tmp_path / "folder"))
-    saved = Saved.in_folder(tmp_path / "folder")
+    saved = Chunks.in_folder(tmp_path / "folder")
     assert {"model.0.embed.weight", "model.0.position", "optimizer.0.0.position:exp_avg"} <= set(saved.shapes)

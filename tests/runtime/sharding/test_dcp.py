@@ -245,10 +245,10 @@ def _as_is(model: Any) -> None:
 @pytest.mark.parametrize(
     ("make", "use", "said"),
     [
-        (_wider, _model, "blocks.1.norm.weight is (16,) there, and (24,) in this run"),
-        (_more, _model, "it lacks more.weight"),
+        (_wider, _model, "blocks.1.norm.weight has shape (16,), but (24,) in this run"),
+        (_more, _model, " lacks more.weight"),
         (_fewer, _model, "this run has no blocks.2.norm.weight"),
-        (_as_is, _optimizer, "2 parameter group(s) there, and 1 in this run"),
+        (_as_is, _optimizer, "2 parameter group(s), but 1 in this run"),
         (_as_is, _stranger, "the optimizer has a parameter of shape (3,) that is not in the model"),
         (_as_is, _per_rank, "use_dcp=False is not supported"),
         (_as_is, _unplugged, "fsdp_plugin is None"),
@@ -289,12 +289,12 @@ def test_what_cannot_be_read_is_one_line_and_runs_nothing(folders: dict[str, Sav
     for shard in cut.glob("*.distcp"):
         shard.write_bytes(shard.read_bytes()[:2000])
     expected = [
-        f"{nowhere}: there is no such directory",
-        f"{bare} is no sharded checkpoint, it has no .metadata",
-        "posix.mkdir, which belongs in no checkpoint",
+        f"{nowhere}: no such directory",
+        f"{bare} is not a sharded checkpoint: it has no .metadata",
+        "posix.mkdir, which is not allowed in checkpoints",
         f"{objects} cannot be read: __0_0.distcp holds an object that cannot be loaded safely",
         f"{cut} cannot be read: ",
-        f"{other} has no optimizer: name the folder that save_fsdp_optimizer wrote",
+        f"{other} has no optimizer: pass the folder that save_fsdp_optimizer wrote",
     ]
     for told in run(_refused, _as_is, [str(place) for place in places], _optimizer):
         for line, said in zip(told, expected, strict=True):

@@ -106,7 +106,7 @@ def test_in_debug_mode_a_process_that_does_not_come_is_named(tmp_path: Path) -> 
     ended = outcomes(_by_one, str(tmp_path / "kept"), processes=3, env={"ACCELERATE_DEBUG_MODE": "1"})
     assert (ended[0].error, ended[0].message) == (
         "CollectiveError",
-        "save_state is for all processes to call, and process 1 did not: is it in a part for one?",
+        "save_state must be called by all processes, but process 1 did not: is the call in code for one process only?",
     )
     assert ended[2].error == "CollectiveError"
     assert find_damage(tmp_path / "kept") is None

@@ -16,6 +16,7 @@ import pytest
 import schedulers
 from accel.checkpoint import directory
 from accel.checkpoint.durable import Digest
+from accel.checkpoint.file_names import MANIFEST
 from accel.world import environment
 from schedulers import SpecError, State
 from schedulers.tpu import checkpoints, node_request
@@ -114,21 +115,19 @@ def saved(place: Path, save: str, text: str = "weights") -> Path:
 
 
 def test_the_names_are_accels() -> None:
-    assert (checkpoints.MANIFEST, checkpoints.ROOT) == (directory.NAME, environment.PROJECT_ROOT)
+    assert (checkpoints.MANIFEST, checkpoints.ROOT) == (MANIFEST, environment.PROJECT_ROOT)
 
 
 def test_two_hosts_make_a_checkpoint_whole(store: Store, tmp_path: Path) -> None:
     bucket, hosts = Bucket(URI), [Uploads(Bucket(URI), str(tmp_path / f"h{n}"), n, 2) for n in (0, 1)]
     first = saved(tmp_path / "h0/out/checkpoints/checkpoint_0", "aaaaaaaa")
     saved(tmp_path / "h0/out/checkpoints/.checkpoint_1.draft-bbbbbbbb", "bbbbbbbb")
-    hosts[0].look()
+    hosts[0].upload_new()
     assert store.whole() == []
     other = saved(tmp_path / "h1/node-1/out/checkpoints/checkpoint_0", "aaaaaaaa")
-    hosts[1].look()
+    hosts[1].upload_new()
     folder = "out/checkpoints/checkpoint_0/aaaaaaaa"
-    assert store.names() == [
-        f"{folder}/node-{n}/{name}" for n in (0, 1) for name in (directory.NAME, "below/state", "model")
-    ]
+    assert store.names() == [f"{folder}/node-{n}/{name}" for n in (0, 1) for name in (MANIFEST, "below/state", "model")]
     assert list(bucket.complete_saves()) == [Save("out/checkpoints/checkpoint_0", "aaaaaaaa")]
     for node, was in ((0, first), (1, other)):
         new = tmp_path / f"new{node}"
@@ -149,7 +148,7 @@ def test_the_newest_whole_one_is_restored(store: Store, tmp_path: Path) -> None:
                 saved(tmp_path / own / f"out/checkpoint_{number}", f"{number:08x}", str(number))
     for node, own in ((0, "h0"), (1, "h1/node-1")):
         saved(tmp_path / own / "best", "cccccccc")
-        Uploads(Bucket(URI), str(tmp_path / f"h{node}"), node, 2).look()
+        Uploads(Bucket(URI), str(tmp_path / f"h{node}"), node, 2).upload_new()
     assert sorted(restore(Bucket(URI), str(tmp_path / "new"), 0)) == ["best", "out/checkpoint_10"]
     assert (tmp_path / "new/out/checkpoint_10/model").read_text() == "10"
 
@@ -162,7 +161,7 @@ def test_a_save_in_the_same_place_is_beside_the_one_before(store: Store, tmp_pat
         for node, place in enumerate(places):
             shutil.rmtree(place, ignore_errors=True)
             saved(place, save, text)
-            uploads[node].look()
+            uploads[node].upload_new()
             if (save, node) == ("bbbbbbbb", 0):
                 restore(Bucket(URI), str(tmp_path / "between"), 0)
     restore(Bucket(URI), str(tmp_path / "after"), 0)
@@ -171,23 +170,23 @@ def test_a_save_in_the_same_place_is_beside_the_one_before(store: Store, tmp_pat
 
 def test_what_was_uploaded_in_part_is_completed_and_only_that(store: Store, tmp_path: Path) -> None:
     saved(tmp_path / "best", "aaaaaaaa")
-    Uploads(Bucket(URI), str(tmp_path), 0, 1).look()
+    Uploads(Bucket(URI), str(tmp_path), 0, 1).upload_new()
     blob: Any = package("google.cloud.storage").Client().bucket("results").get_blob
     before = blob("run/best/aaaaaaaa/node-0/model").generation
-    store.delete(directory.NAME)
+    store.delete(MANIFEST)
     store.delete("below/state")
-    Uploads(Bucket(URI), str(tmp_path), 0, 1).look()
+    Uploads(Bucket(URI), str(tmp_path), 0, 1).upload_new()
     assert store.whole() == ["best"]
     assert blob("run/best/aaaaaaaa/node-0/model").generation == before
 
 
 def test_a_file_that_is_not_whole_is_not_restored(store: Store, tmp_path: Path) -> None:
     place = saved(tmp_path / "h0/best", "aaaaaaaa")
-    document = json.loads((place / directory.NAME).read_text())
+    document = json.loads((place / MANIFEST).read_text())
     document["files"]["model"]["bytes"] += 1
-    (place / directory.NAME).write_text(json.dumps(document))
-    Uploads(Bucket(URI), str(tmp_path / "h0"), 0, 1).look()
-    with pytest.raises(checkpoints.BucketError, match="best/aaaaaaaa/node-0/model has not the 8 bytes of its manifest"):
+    (place / MANIFEST).write_text(json.dumps(document))
+    Uploads(Bucket(URI), str(tmp_path / "h0"), 0, 1).upload_new()
+    with pytest.raises(checkpoints.BucketError, match="best/aaaaaaaa/node-0/model does not have the 8 bytes of"):
         restore(Bucket(URI), str(tmp_path / "new"), 0)
     assert not (tmp_path / "new/best").exists()
 
@@ -238,7 +237,7 @@ def test_new_hosts_go_on_to_the_bit(store: Store, tmp_path: Path) -> None:
     whole = result(gang(tmp_path, "whole", 6, "gs://results/whole"))
     result(gang(tmp_path, "first", 4))
     assert store.whole() == [f"out/checkpoints/checkpoint_{number}" for number in range(4)]
-    store.delete("run/out/checkpoints/checkpoint_3", "node-1", directory.NAME)
+    store.delete("run/out/checkpoints/checkpoint_3", "node-1", MANIFEST)
     again = gang(tmp_path, "second", 6)
     assert "checkpoints/checkpoint_2 is restored from gs://results/run" in again[0][1]
     assert "first step 3" in again[0][1]
@@ -272,7 +271,7 @@ def test_a_preempted_job_goes_on_on_the_next_slice(
     try:
         job = begin(text, "run")
         until(lambda: job.status() and len(store.whole()) == 3, "three checkpoints are whole")
-        store.delete("/out/checkpoints/checkpoint_2/", "/node-0/", directory.NAME)
+        store.delete("/out/checkpoints/checkpoint_2/", "/node-0/", MANIFEST)
         tpu.preempt(f"accel-{job.id}-0")
         ends = [(job, job.wait(180))]
         alone = begin(f"exec {sys.executable} train.py 5", "alone")
