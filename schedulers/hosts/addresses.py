@@ -85,10 +85,10 @@ def choose(
     return ReachabilityResult(address=address, matrix=matrix), findings
 
 
-def could_lead(
+def choose_successor(
     name: str, addresses: Sequence[str], matrix: Mapping[str, Mapping[str, str | None]], port: int
 ) -> tuple[str, list[Finding]]:
-    """Choose the address of a host that leads if those before it are lost; hosts that do not reach it are a warning."""
+    """Choose the address of a host that may lead later; warn about hosts that do not reach it."""
     missed = {
         address: [name for name, attempts in matrix.items() if attempts[address] is not None] for address in addresses
     }

@@ -1,4 +1,4 @@
-"""The supervisor of jobs on a host: its packed program, and its start."""
+"""The supervisor of a job on a host: its packed program, and its start."""
 
 from __future__ import annotations
 

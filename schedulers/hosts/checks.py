@@ -43,16 +43,16 @@ class Finding:
         return f"{self.host}: {self.problem}" + (f"; {self.remedy}" if self.remedy else "")
 
 
-All = Mapping[str, TimedFacts]
-Check = Callable[[All, HostRequirements], Iterator[Finding]]
+FactsByHost = Mapping[str, TimedFacts]
+Check = Callable[[FactsByHost, HostRequirements], Iterator[Finding]]
 
 
-def run_checks(hosts: All, requirements: HostRequirements) -> list[Finding]:
+def run_checks(hosts: FactsByHost, requirements: HostRequirements) -> list[Finding]:
     """Return all findings, check by check, in the order of `hosts` (name -> facts)."""
     return [finding for check in CHECKS for finding in check(hosts, requirements)]
 
 
-def same_machine(hosts: All, requirements: HostRequirements) -> Iterator[Finding]:
+def same_machine(hosts: FactsByHost, requirements: HostRequirements) -> Iterator[Finding]:
     by_machine: dict[str, str] = {}
     for name, timed_facts in hosts.items():
         other = by_machine.setdefault(timed_facts.facts.machine, name)
@@ -60,7 +60,7 @@ def same_machine(hosts: All, requirements: HostRequirements) -> Iterator[Finding
             yield Finding.fails(name, "machine", f"is the same machine as {other}", "leave one of the names out")
 
 
-def python(hosts: All, requirements: HostRequirements) -> Iterator[Finding]:
+def python(hosts: FactsByHost, requirements: HostRequirements) -> Iterator[Finding]:
     minimum = requirements.python
     usual = _usual({name: ".".join(timed_facts.facts.python.split(".")[:2]) for name, timed_facts in hosts.items()})
     for name, timed_facts in hosts.items():
@@ -69,7 +69,7 @@ def python(hosts: All, requirements: HostRequirements) -> Iterator[Finding]:
         if version < minimum:
             need = ".".join(map(str, minimum))
             yield Finding.fails(
-                name, "python", f"{facts.executable} is Python {facts.python}, and {need} is needed", OTHER_PYTHON_HINT
+                name, "python", f"{facts.executable} is Python {facts.python}; {need} is required", OTHER_PYTHON_HINT
             )
         elif ".".join(map(str, version)) != usual:
             yield Finding.warns(
@@ -80,13 +80,13 @@ def python(hosts: All, requirements: HostRequirements) -> Iterator[Finding]:
             )
 
 
-def packages(hosts: All, requirements: HostRequirements) -> Iterator[Finding]:
+def packages(hosts: FactsByHost, requirements: HostRequirements) -> Iterator[Finding]:
     for package in requirements.packages:
         versions = {name: timed_facts.facts.packages.get(package) for name, timed_facts in hosts.items()}
         usual = _usual({name: version for name, version in versions.items() if version is not None})
         for name, version in versions.items():
             interpreter = _command_path(hosts[name].facts)
-            # A build (+cu126) is what an index has, not what pip can be asked for.
+            # A build (+cu126) is in an index of its own: pip cannot install it by version.
             requirement = package if usual in (None, "?") else f"{package}=={str(usual).partition('+')[0]}"
             remedy = f"run there: {interpreter} -m pip install {requirement}"
             if version is None:
@@ -98,7 +98,7 @@ def packages(hosts: All, requirements: HostRequirements) -> Iterator[Finding]:
                 yield severity(name, "packages", f"has {package} {version}, most hosts {usual}", remedy)
 
 
-def disk(hosts: All, requirements: HostRequirements) -> Iterator[Finding]:
+def disk(hosts: FactsByHost, requirements: HostRequirements) -> Iterator[Finding]:
     for name, timed_facts in hosts.items():
         facts = timed_facts.facts
         if not facts.disk_writable:
@@ -110,7 +110,7 @@ def disk(hosts: All, requirements: HostRequirements) -> Iterator[Finding]:
             )
         elif facts.disk_free < requirements.disk_bytes:
             free, need = _gigabytes(facts.disk_free), _gigabytes(requirements.disk_bytes)
-            remedy = "make room there, or ask for less (disk_gb: in accel.yaml)"
+            remedy = "free space there, or lower disk_gb in accel.yaml"
             yield Finding.fails(name, "disk", f"{free} free at {facts.disk}, {need} are needed", remedy)
         if facts.shm_free < _LITTLE_SHM:
             free = _gigabytes(facts.shm_free)
@@ -118,7 +118,7 @@ def disk(hosts: All, requirements: HostRequirements) -> Iterator[Finding]:
             yield Finding.warns(name, "shm", f"{free} free at /dev/shm, which data loaders use", remedy)
 
 
-def clock(hosts: All, requirements: HostRequirements) -> Iterator[Finding]:
+def clock(hosts: FactsByHost, requirements: HostRequirements) -> Iterator[Finding]:
     for name, timed_facts in hosts.items():
         skew = timed_facts.skew_s
         if abs(skew) > _SKEW_WARNS_S:
@@ -128,7 +128,7 @@ def clock(hosts: All, requirements: HostRequirements) -> Iterator[Finding]:
             yield severity(name, "clock", f"its clock is {abs(skew):.0f} s {direction}", remedy)
 
 
-def gpus(hosts: All, requirements: HostRequirements) -> Iterator[Finding]:
+def gpus(hosts: FactsByHost, requirements: HostRequirements) -> Iterator[Finding]:
     usual = _usual({name: timed_facts.facts.gpus.count for name, timed_facts in hosts.items()})
     for name, timed_facts in hosts.items():
         gpu_facts = timed_facts.facts.gpus
@@ -140,15 +140,15 @@ def gpus(hosts: All, requirements: HostRequirements) -> Iterator[Finding]:
                 name,
                 "gpus",
                 f"has {gpu_facts.count} of {requirements.gpus} GPUs{source}",
-                "ask for fewer (--gpus), or leave it out",
+                "request fewer (--gpus), or leave it out",
             )
         elif gpu_facts.count != usual and requirements.gpus == 0:
             yield Finding.warns(
-                name, "gpus", f"has {gpu_facts.count} GPUs, most hosts {usual}", "say how many to use: --gpus"
+                name, "gpus", f"has {gpu_facts.count} GPUs, most hosts {usual}", "set how many to use: --gpus"
             )
 
 
-def limits(hosts: All, requirements: HostRequirements) -> Iterator[Finding]:
+def limits(hosts: FactsByHost, requirements: HostRequirements) -> Iterator[Finding]:
     for name, timed_facts in hosts.items():
         facts = timed_facts.facts
         if 0 <= facts.files < _FEW_FILES and facts.gpus.count:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import fabric
     import paramiko
 
-_MAX_SESSIONS = 8  # OpenSSH's servers allow 10 unless told otherwise
+_MAX_SESSIONS = 8  # OpenSSH's servers allow 10 by default
 _REFUSALS = 20
 _SESSION_WAIT_S = 60.0
 _PAUSE_S = 0.05
@@ -25,7 +25,7 @@ _PAUSE_S = 0.05
 class Timeouts:
     """Timeouts in seconds. ConnectTimeout and ServerAlive… in ~/.ssh/config take precedence.
 
-    connect_s:   for the way to the host, and again for the handshake and the login.
+    connect_s:   for reaching the host, and again for the handshake and the login.
     alive_s:     silence after which a keep-alive request is sent.
     alive_count: number of such silent intervals after which the connection is given up.
     """

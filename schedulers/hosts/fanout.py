@@ -23,7 +23,7 @@ from .session import Session
 from .transport import Pool, Remote
 
 FROM_HOSTS = 16
-# To all hosts together: 1.3 s at 100 Mbit/s, about what a tree costs: one more conversation with each of many hosts.
+# To all hosts together: 1.3 s at 100 Mbit/s, about the cost of a fan-out: one more session with each of many hosts.
 FROM_BYTES = 16_000_000
 _CHILDREN = 2
 _ROUNDS = 3
@@ -36,7 +36,7 @@ class FanOutResult:
 
     had:     had the blob before.
     sent:    received it from here.
-    relayed:  received it from another host.
+    relayed: received it from another host.
     missing: still lack it.
     """
 
@@ -82,9 +82,9 @@ def _relay_rounds(pool: Pool, addresses: Mapping[Host, str], relays: Mapping[Hos
     holders = [host for host, relay in relays.items() if relay.have]
     missing = [host for host in relays if host not in holders]
     initial_count = len(holders)
-    sent = passed = 0
+    sent = relayed = 0
     failures: Counter[Host] = Counter()
-    failed_parents: set[Host] = set()  # they have it, and somebody did not get it from them
+    failed_parents: set[Host] = set()  # have the blob, and a host did not receive it from them
     for _ in range(_ROUNDS):
         if not missing:
             break
@@ -97,10 +97,10 @@ def _relay_rounds(pool: Pool, addresses: Mapping[Host, str], relays: Mapping[Hos
 
         done = [outcome.host for outcome in pool.map(fetch, list(parents)) if outcome.error is None]
         sent += sum(parents[host] is None for host in done)
-        passed += sum(parents[host] is not None for host in done)
+        relayed += sum(parents[host] is not None for host in done)
         holders += done
-        # Who was to get it from somebody that has it, from us say, has failed by itself, and the others because of
-        # that one: the oftener, the later its turn next time, and the fewer hosts depend on it.
+        # A host whose parent has the blob failed by itself, its descendants because of it. The more often a host
+        # failed by itself, the later its next turn, and the fewer hosts depend on it.
         failed = [host for host in missing if host not in done]
         for host in failed:
             parent = parents.get(host)
@@ -108,7 +108,7 @@ def _relay_rounds(pool: Pool, addresses: Mapping[Host, str], relays: Mapping[Hos
             if parent is not None and parent in holders:
                 failed_parents.add(parent)
         missing = sorted(failed, key=failures.__getitem__)
-    return FanOutResult(had=initial_count, sent=sent, relayed=passed, missing=len(addresses) - len(holders))
+    return FanOutResult(had=initial_count, sent=sent, relayed=relayed, missing=len(addresses) - len(holders))
 
 
 def _tree(
@@ -119,7 +119,7 @@ def _tree(
     parents: dict[Host, Host | None] = {}
     for host in sorted(missing, key=lambda host: relays[host].port is None):
         if not free_parents and parents:
-            break  # nobody who got it can pass it on
+            break  # no host that receives it can forward it
         parents[host] = free_parents.pop(0) if free_parents else None
         if relays[host].port is not None:
             free_parents += [host] * _CHILDREN

@@ -59,7 +59,7 @@ def check(settings: Settings, known: list[KnownKey], key_type: str, key: str, fi
             f"ITS HOST KEY HAS CHANGED: it is {label}, and {locations} says otherwise; somebody may be listening in. "
             f"If the host was installed anew: ssh-keygen -R {name} -f {shlex.quote(key_file)} && {accept}",
         )
-    authority = f" (accel checks no certificates, as of the authority in {locations})" if lines else ""
+    authority = f" (accel does not check certificates of the authority in {locations})" if lines else ""
     raise HostKeyRefused(
         settings.alias,
         f"its host key is not known{authority}: {settings.endpoint} has {label}; if that is right: {accept}",

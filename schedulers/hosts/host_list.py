@@ -63,7 +63,7 @@ def parse_hosts(text: str, *, aliases: Sequence[str] = (), source: str = "--host
     literal = [token for token in tokens if not _is_pattern(token)]
     for host in itertools.chain.from_iterable(_expanded_hosts(token, source) for token in literal):
         if (host.name, host.port) in by_endpoint:
-            raise SpecError(f"{source}: {str(host)!r} is there twice; one launcher on a host starts all its processes")
+            raise SpecError(f"{source}: {str(host)!r} is listed twice; one launcher on a host starts all its processes")
         by_endpoint[host.name, host.port] = host
     order: list[Host] = []
     for token in tokens:
@@ -105,7 +105,7 @@ def parse_hostfile(text: str, file: str) -> list[Host]:
         except SpecError as error:
             raise ConfigError(str(error)) from None
     if not by_endpoint:
-        raise ConfigError(f"{file}: no host in it; a line is a host, or `host slots=8`")
+        raise ConfigError(f"{file}: names no host; a line is a host, or `host slots=8`")
     return _check_count(list(by_endpoint.values()), file)
 
 
@@ -279,7 +279,7 @@ def _settings(tokens: Iterable[str], location: str) -> dict[str, str]:
                 f"{location}: {token!r} is not a setting{hint} (settings: {', '.join(_SETTINGS)}, each NAME=…)"
             )
         if name in settings:
-            raise SpecError(f"{location}: {name} is there twice")
+            raise SpecError(f"{location}: {name} is set twice")
         settings[name] = value
     if "max_slots" in settings:
         max_slots = _slots(settings["max_slots"], "max_slots", location)

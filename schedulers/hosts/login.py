@@ -22,7 +22,7 @@ _PORT = 22
 
 
 class LogIn(AuthStrategy):
-    """A login by keys, in OpenSSH's order: the agent's that the configuration names, its others, then the files.
+    """A login by keys, in OpenSSH's order: the agent's keys that the configuration names, its others, key files.
 
     It is used once. No password is ever prompted for or sent.
     """
@@ -32,7 +32,7 @@ class LogIn(AuthStrategy):
         self._settings = settings
         key_certificates = {f"{path}-cert.pub" for path in settings.identities}
         self._unusable = [
-            f"{path} is not used: a certificate is only beside its key (KEY-cert.pub)"
+            f"{path} is not used: a certificate must be next to its key (KEY-cert.pub)"
             for path in settings.certificates
             if path not in key_certificates
         ]
@@ -74,7 +74,7 @@ class LogIn(AuthStrategy):
                         continue
                     raise LoginRefused(settings.alias, self._rejection_message(tried, cut_off=True)) from None
                 except (paramiko.SSHException, EOFError, OSError, ValueError) as error:
-                    # A key that cannot sign (a token that is not plugged in) is like one that is not there.
+                    # A key that cannot sign (an unplugged token) is skipped like a missing one.
                     if not transport.is_active():
                         problem = f"lost the connection while logging in: {error}"
                         raise HostUnreachable(settings.alias, problem) from None
@@ -82,7 +82,7 @@ class LogIn(AuthStrategy):
                     continue
                 if methods:
                     missing = " and ".join(methods)
-                    problem = f"the server also wants {missing}, which accel cannot give: it has keys"
+                    problem = f"the server also requires {missing}, but accel supports keys only"
                     raise LoginRefused(settings.alias, problem)
                 return [SourceResult(source, methods)]
         raise LoginRefused(settings.alias, self._rejection_message(tried, cut_off=False))
@@ -92,8 +92,8 @@ class LogIn(AuthStrategy):
         port = f"-p {settings.port} " if settings.port != _PORT else ""
         copy = f"ssh-copy-id {port}{settings.user}@{settings.alias}"
         if not tried:
-            text = f"no key to log in as {settings.user} with"
-            remedy = f"; make one (ssh-keygen) and take it there ({copy})"
+            text = f"no key to log in as {settings.user}"
+            remedy = f"; create one (ssh-keygen) and copy it there ({copy})"
         else:
             text = f"does not let {settings.user} in; tried {', '.join(tried)}"
             hint = "; the server hung up after these: name the right one (IdentityFile, IdentitiesOnly yes)"
@@ -133,7 +133,7 @@ def _load(path: str) -> paramiko.PKey | str:
     except OSError as error:
         return f"{path} cannot be read ({error.strerror})"
     except Exception as error:  # whatever the libraries below find wrong with a file
-        return f"{path} is no private key that can be used ({type(error).__name__})"
+        return f"{path} is not a usable private key ({type(error).__name__})"
 
 
 @functools.lru_cache(maxsize=16)
@@ -162,4 +162,4 @@ def _agent(path: str | None, unusable: list[str]) -> Iterator[tuple[paramiko.Age
 
 
 def _no_keys_taken(settings: Settings, allowed: list[str]) -> str:
-    return f"the server takes no keys from {settings.user}, only {', '.join(allowed)}; accel logs in with keys"
+    return f"the server accepts no keys from {settings.user}, only {', '.join(allowed)}; accel supports keys only"

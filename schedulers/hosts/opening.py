@@ -19,7 +19,7 @@ from .connection import Connection, Timeouts
 from .errors import HostUnreachable, one_line
 from .known_hosts import KnownKey
 from .login import LogIn
-from .sockets import ProxyCommand, by_socket
+from .sockets import ProxyCommand, connect_socket
 from .ssh_config import Settings
 
 _RSA_ALGORITHMS = ("rsa-sha2-512", "rsa-sha2-256", "ssh-rsa")
@@ -100,14 +100,14 @@ def _known_algorithms(settings: Settings, entries: list[KnownKey]) -> list[str]:
 def _open_socket(settings: Settings, seconds: float) -> Any:
     if settings.proxy_command is not None:
         return ProxyCommand(settings, settings.proxy_command)
-    return by_socket(settings, seconds)
+    return connect_socket(settings, seconds)
 
 
 def _close_transport(transport: paramiko.Transport | None, sock: Any) -> None:
     if transport is not None:
         transport.close()
         packetizer: Any = transport.packetizer
-        packetizer.complete_handshake()  # else its timer keeps a program that is done waiting
+        packetizer.complete_handshake()  # else its timer delays the program's exit
         sock = transport.sock
     if sock is not None:
         sock.close()
@@ -119,7 +119,7 @@ def _problem(
     detail = one_line(str(error)) if str(error) else "the connection was closed"
     if via is not None and transport is None:
         if isinstance(error, paramiko.ChannelException):
-            detail = {1: "it forbids it (AllowTcpForwarding)", 2: "it cannot connect to it"}.get(error.code, detail)
+            detail = {1: "forwarding forbidden (AllowTcpForwarding)", 2: "connection failed"}.get(error.code, detail)
         return HostUnreachable(via.settings.alias, f"as a jump host to {settings.hostname}:{settings.port}: {detail}")
     if isinstance(sock, ProxyCommand):
         detail = sock.explanation

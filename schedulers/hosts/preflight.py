@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 from . import replies
-from .addresses import candidates, choose, could_lead
+from .addresses import candidates, choose, choose_successor
 from .checks import OTHER_PYTHON_HINT, Finding, run_checks
 from .errors import HostKeyRefused, HostUnreachable, LoginRefused, RemoteError, one_line
 from .facts import GB, Facts, HostRequirements, TimedFacts
@@ -47,7 +47,7 @@ class Report:
 
     usable: hosts without a failed check; the first of them is node 0 and has `master` and `port`.
     master: the address of node 0 that every other usable host reached; None if there is none, or none was needed.
-    attempts:  for each other host and each tried address of node 0, None or why it was not reached.
+    attempts: for each other host and each tried address of node 0, None or why it was not reached.
     leads:  for each host that may lead, node 0 first, the address that the others reached.
     """
 
@@ -107,7 +107,7 @@ class _Probe:
         self._remote = remote
         self._python = python
         program = host_program("probe")
-        remote.connection()  # logging in takes time too, and is no part of the question
+        remote.connection()  # log in first: only the request counts for the clock skew
         sent_at = time.time()
         self._session: Session = remote.open([python, "-c", program_loader(program)])
         try:
@@ -127,9 +127,9 @@ class _Probe:
             detail = one_line(completed.stderr)
             python = f"~/{self._python[2:]}" if self._python.startswith("./") else self._python
             if completed.status == 127:
-                raise RemoteError(self._remote.name, f"no {python} there; make it, or {OTHER_PYTHON_HINT}", 127)
+                raise RemoteError(self._remote.name, f"{python} not found; create it, or {OTHER_PYTHON_HINT}", 127)
             if completed.status == 126:
-                raise RemoteError(self._remote.name, f"it may not run {python}; {OTHER_PYTHON_HINT}", 126)
+                raise RemoteError(self._remote.name, f"{python} is not executable; {OTHER_PYTHON_HINT}", 126)
             raise RemoteError(self._remote.name, f"{self._python} fails: {detail}", completed.status)
         return replies.decode(line, kind, self._remote.name)
 
@@ -151,7 +151,7 @@ def _build_report(
     reach_result = _check_reachability(pool, fit, requirements)
     findings += reach_result.findings
     while reach_result.address is None and len(fit) > 1 and _fails(fit[0][0], reach_result.findings):
-        # It is the first one that is cut off: the next one may do for node 0.
+        # The first host is cut off: try the next one as node 0.
         fit = fit[1:]
         reach_result = _check_reachability(pool, fit, requirements)
         findings += reach_result.findings
@@ -217,7 +217,7 @@ def _check_reachability(pool: Pool, fit: Sequence[tuple[Host, _Probe]], requirem
     for candidate, matrix in zip(listening[1:], matrices[1:], strict=True):
         if str(candidate.host) not in cut_off:
             usable = {name: attempts for name, attempts in matrix.items() if name not in cut_off}
-            leads[candidate.host], warnings = could_lead(
+            leads[candidate.host], warnings = choose_successor(
                 str(candidate.host), candidate.addresses, usable, candidate.port
             )
             problems += warnings
@@ -278,7 +278,7 @@ def _probe_error(outcome: Outcome[_Probe]) -> Finding:
     problem = error.problem if isinstance(error, (HostUnreachable, RemoteError)) else str(error)
     if isinstance(error, RemoteError):
         return Finding.fails(str(outcome.host), "python", problem)
-    # Of keys that are refused, the problem says the remedy.
+    # For refused keys, the problem includes the remedy.
     explained = isinstance(error, (HostKeyRefused, LoginRefused)) or not isinstance(error, HostUnreachable)
     return Finding.fails(
         str(outcome.host), "ssh", problem, "" if explained else f"from here, see: {_ssh(outcome.host)}"
@@ -286,7 +286,7 @@ def _probe_error(outcome: Outcome[_Probe]) -> Finding:
 
 
 def _ssh(host: Host) -> str:
-    """Return the command with which a person logs in there."""
+    """Return the command for a person to log in there."""
     name = f"{host.user}@{host.name}" if host.user else host.name
     return f"ssh -p {host.port} {name}" if host.port else f"ssh {name}"
 

@@ -134,7 +134,7 @@ def _puts(files: Mapping[str, bytes], mode: int) -> list[dict[str, Any]]:
 
 def program_loader(program: bytes) -> str:
     """Return the argument for `python -c` that runs the `program` sent first on its standard input."""
-    # In -c the first entry is the current directory: somebody's json.py there is not ours.
+    # With -c the first entry is the current directory, in which a json.py may lie.
     clean = "sys.path[:]=[p for p in sys.path if p]"
     return f"import sys;{clean};exec(compile(sys.stdin.buffer.read({len(program)}),'accel','exec'))"
 
@@ -161,7 +161,7 @@ def host_programs(*names: str) -> bytes:
 
 
 def _source_name(source: Path | bytes) -> str:
-    return "a content" if isinstance(source, bytes) else str(source)
+    return "the content" if isinstance(source, bytes) else str(source)
 
 
 def chunks(source: Path | bytes) -> Iterable[bytes]:

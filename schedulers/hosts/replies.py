@@ -106,7 +106,7 @@ class SlurmCheck(TypedDict):
     partitions: list[list[str]]
 
 
-# Operation -> what it answers: of `node/jobs.py`, and of `login/job_ops.py` where that differs.
+# Operation -> type of its reply: of `node/jobs.py`, and of Slurm's login node.
 JOBS: Mapping[str, Any] = {
     "status": Status,
     "find": Settings | None,
@@ -189,7 +189,7 @@ def decode(line: bytes | str, kind: type[T], host: str, stderr: bytes = b"") -> 
     try:
         reply = parse_json(line)
     except ValueError:
-        raise RemoteError(host, f"its answer is no JSON: {one_line(line or stderr)}") from None
+        raise RemoteError(host, f"its reply is not JSON: {one_line(line or stderr)}") from None
     if isinstance(reply, dict) and "error" in reply and "error" not in kind.__annotations__:
         text = one_line(str(reply["error"]))
         raise Unreachable(f"{host}: {text}") if reply.get("unreachable") is True else RemoteError(host, text)
@@ -202,7 +202,7 @@ def decode_done(
     """Return the reply to each step, of the type that `kinds` has for its operation. Raises as `decode`."""
     done = decode(line, OperationDone, host, stderr)["done"]
     if len(done) != len(steps):
-        raise RemoteError(host, f"its answer is for {len(done)} questions, and {len(steps)} were asked")
+        raise RemoteError(host, f"its reply has {len(done)} results for {len(steps)} requests")
     return [_converted(value, kinds[step["op"]], host) for step, value in zip(steps, done, strict=True)]
 
 
@@ -210,4 +210,4 @@ def _converted(value: Any, kind: type[T], host: str) -> T:
     try:
         return convert(value, kind)
     except ValueError as error:
-        raise RemoteError(host, f"its answer is not what was asked for: {one_line(str(error))}") from None
+        raise RemoteError(host, f"its reply is malformed: {one_line(str(error))}") from None

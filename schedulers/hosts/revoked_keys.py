@@ -50,4 +50,4 @@ def _in_krl(file: str, key_type: str, key: str) -> str | None:
 
 
 def _unreadable(file: str, reason: str) -> str:
-    return f"may be revoked: RevokedHostKeys names {file}, which tells nothing ({reason})"
+    return f"may be revoked: RevokedHostKeys names {file}, which cannot be used ({reason})"

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 _CHUNK = 1 << 18
 _PIECE = 1 << 16
-_SEND_CHUNK = 1 << 15  # what no server makes a client wait for
+_SEND_CHUNK = 1 << 15  # fits into any server's window: sending it cannot block
 _MAX_NOISE = 2000
-# Bytes that a command may print, and that one of its lines may have where lines are read alone.
+# Bytes that a command may print in all, and in one line if it is read by lines.
 _MAX_OUTPUT, _LONGEST_LINE = 256 << 20, 16 << 20
 
 
@@ -103,7 +103,7 @@ class Session:
     def read_line(self, timeout_s: float) -> bytes:
         """Return the next line of standard output with its ending; at the end, a line without one, or empty."""
         deadline = time.monotonic() + timeout_s
-        # Lines that come before the mark are of the login shell's start-up files.
+        # Lines before the mark come from the login shell's start-up files.
         while not (self._out.started and b"\n" in self._out.data) and self._wait_for_data(deadline, _LONGEST_LINE):
             pass
         return self._out.take(self._out.data.find(b"\n") + 1 or len(self._out.data))
@@ -119,7 +119,7 @@ class Session:
         if status < 0:
             if not self._connection.alive:
                 raise self._connection.connection_lost_error(f"{self._program} was running")
-            raise RemoteError(self.host, f"{self._program} ended with no exit status: its server ended it")
+            raise RemoteError(self.host, f"{self._program} ended without an exit status: its server ended it")
         if not self._out.started:
             noise = one_line(self._err.noise or self._out.noise)
             raise RemoteError(self.host, f"its shell runs no command (status {status}): {noise}", status)
@@ -135,7 +135,7 @@ class Session:
         """Wait for more output; return False if there can be none. Raises RemoteError if there is too much."""
         ended = self._channel.eof_received or self._channel.closed
         remaining = None if deadline is None else deadline - time.monotonic()
-        if remaining is not None and remaining <= 0 and not ended:  # also where it goes on printing
+        if remaining is not None and remaining <= 0 and not ended:  # even if it still prints
             raise self._timeout_error()
         if self._drain():
             self._check_size(_MAX_OUTPUT if max_bytes is None else max_bytes)
@@ -171,7 +171,7 @@ class Session:
             printed = self._err.noise or self._out.noise
             noise = f"; its start-up files printed: {one_line(printed)}" if printed.strip() else ""
             return RemoteTimeout(self.host, f"its login shell does not start {self._program}{noise}")
-        detail = f"; it last said: {one_line(bytes(self._err.data))}" if self._err.data else ""
+        detail = f"; last output: {one_line(bytes(self._err.data))}" if self._err.data else ""
         return RemoteTimeout(self.host, f"{self._program} takes too long{detail}")
 
     def _problem(self, error: BaseException, activity: str) -> BaseException:

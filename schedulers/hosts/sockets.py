@@ -13,10 +13,10 @@ from typing import IO
 from .errors import HostUnreachable, one_line
 from .ssh_config import Settings
 
-_MAX_STDERR = 1 << 16  # bytes of what a ProxyCommand said last
+_MAX_STDERR = 1 << 16  # last bytes of a ProxyCommand's standard error
 
 
-def by_socket(settings: Settings, seconds: float) -> socket.socket:
+def connect_socket(settings: Settings, seconds: float) -> socket.socket:
     """Connect to the host. Raises HostUnreachable, after at most `seconds` for each of its addresses."""
     family = {"inet": socket.AF_INET, "inet6": socket.AF_INET6}.get(settings.family, socket.AF_UNSPEC)
     try:
@@ -84,7 +84,7 @@ class ProxyCommand:
             self._stderr.seek(max(0, self._stderr.seek(0, os.SEEK_END) - _MAX_STDERR))
             text = self._stderr.read()
             if text.strip():
-                self.explanation = f"ProxyCommand said: {one_line(text)}"
+                self.explanation = f"ProxyCommand printed: {one_line(text)}"
             self._stderr.close()
 
 

@@ -29,7 +29,7 @@ _COMMAND_TIMEOUT_S = 20
 class Settings:
     """The SSH settings of one host. Times are in seconds; None means not set.
 
-    alias:          as it was written.
+    alias:          the host's name as it was written.
     hostname, port: where to connect to.
     jumps:          hosts on the way, in order.
     certificates:   files that CertificateFile names.
@@ -67,7 +67,7 @@ def resolve(host: Host, config: str | None = None) -> Settings:
     command = ["ssh", *(["-F", config] if config else []), "-T", "-G"]
     command += ["-p", str(host.port)] if host.port else []
     command += ["-l", host.user] if host.user else []
-    # C, so that a message is one that can be looked up.
+    # C: English messages can be searched for.
     env = {**os.environ, "LC_ALL": "C"}
     try:
         completed = subprocess.run(
@@ -78,9 +78,9 @@ def resolve(host: Host, config: str | None = None) -> Settings:
             timeout=_COMMAND_TIMEOUT_S,
         )
     except FileNotFoundError:
-        raise ConfigError("ssh, which reads ~/.ssh/config, is not there: apt-get install openssh-client") from None
+        raise ConfigError("ssh not found, which reads ~/.ssh/config: apt-get install openssh-client") from None
     except subprocess.TimeoutExpired:
-        raise ConfigError(f"`ssh -G {host.name}` does not end: a `Match exec` in ~/.ssh/config hangs") from None
+        raise ConfigError(f"`ssh -G {host.name}` timed out: a `Match exec` in ~/.ssh/config hangs") from None
     if completed.returncode != 0:
         stderr_lines = completed.stderr.decode(errors="replace").strip().splitlines() or ["it said nothing"]
         raise ConfigError(f"the SSH configuration for {host.name} cannot be read: {stderr_lines[0]}")
@@ -94,19 +94,19 @@ def parse_settings(host: Host, text: str) -> Settings:
         key, _, value = line.partition(" ")
         all_values.setdefault(key, []).append(value)
     option = {key: values[0] for key, values in all_values.items()}
-    if option.get("proxyusefdpass") == "yes" and _none_to_none(option.get("proxycommand")):
-        raise ConfigError(f"{host.name}: ProxyUseFdpass is set in the SSH configuration; accel cannot follow it")
-    if _none_to_none(option.get("knownhostscommand")):
+    if option.get("proxyusefdpass") == "yes" and _unless_none(option.get("proxycommand")):
+        raise ConfigError(f"{host.name}: ProxyUseFdpass is set in the SSH configuration, but accel does not support it")
+    if _unless_none(option.get("knownhostscommand")):
         raise ConfigError(
-            f"{host.name}: KnownHostsCommand is set in the SSH configuration; accel cannot follow it, and knows hosts "
-            "by known_hosts alone (for this host: KnownHostsCommand none)"
+            f"{host.name}: KnownHostsCommand is set in the SSH configuration, but accel supports known_hosts files "
+            "only. For this host, set: KnownHostsCommand none"
         )
     hostname, port, user = option["hostname"], int(option["port"]), option["user"]
     tokens = _tokens(host.name, hostname, port, user)
     timeout, alive = option.get("connecttimeout", "none"), option.get("serveraliveinterval", "0")
-    # Debian's ssh says so of itself, with BatchMode; it cannot be told from a user's own 300.
+    # Debian's ssh has this default with BatchMode; a user's own 300 looks the same.
     default_interval = "300" if option.get("batchmode") == "yes" else "0"
-    jump = _none_to_none(option.get("proxyjump"))
+    jump = _unless_none(option.get("proxyjump"))
     known_hosts_files = [
         path for name in ("userknownhostsfile", "globalknownhostsfile") for path in _files(option.get(name, ""))
     ]
@@ -120,10 +120,10 @@ def parse_settings(host: Host, text: str) -> Settings:
         agent=_agent(option.get("identityagent"), tokens),
         known_hosts=tuple(_path(path, tokens) for path in known_hosts_files if path not in ("none", "/dev/null")),
         key_alias=option.get("hostkeyalias"),
-        revoked=_path(revoked, tokens) if (revoked := _none_to_none(option.get("revokedhostkeys"))) else None,
+        revoked=_path(revoked, tokens) if (revoked := _unless_none(option.get("revokedhostkeys"))) else None,
         certificates=tuple(_path(path, tokens) for path in all_values.get("certificatefile", ()) if path != "none"),
         jumps=tuple(parse_jumps(jump, f"ProxyJump of {host.name}")) if jump else (),
-        proxy_command=_expand(command, tokens) if (command := _none_to_none(option.get("proxycommand"))) else None,
+        proxy_command=_expand(command, tokens) if (command := _unless_none(option.get("proxycommand"))) else None,
         connect_timeout_s=float(timeout) if timeout.isdigit() and int(timeout) else None,
         alive_interval_s=float(alive) if alive.isdigit() and int(alive) and alive != default_interval else None,
         alive_count=int(option.get("serveralivecountmax", "3")),
@@ -182,7 +182,7 @@ def _files(value: str) -> list[str]:
     return [value] if " " in value and os.path.isfile(value) else shlex.split(value)
 
 
-def _none_to_none(value: str | None) -> str | None:
+def _unless_none(value: str | None) -> str | None:
     return None if value is None or value.lower() == "none" else value
 
 

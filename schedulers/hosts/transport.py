@@ -112,7 +112,7 @@ class Pool:
         self.timeouts = timeouts or Timeouts()
         self._resolve = functools.cache(functools.partial(resolve, config=config))
         self._lock = threading.Lock()
-        self._places: dict[tuple[Host, ...], _Place] = {}
+        self._entries: dict[tuple[Host, ...], _Entry] = {}
         self._closed = threading.Event()
         self._watcher: threading.Thread | None = None
 
@@ -158,7 +158,7 @@ class Pool:
                 done.put(None)
 
         for number in range(min(at_once, len(host_list))):
-            # Daemons, and nothing joins them: a host that hangs must not keep a program that was told to end.
+            # Daemons, and nothing joins them: a host that hangs must not keep the program from ending.
             threading.Thread(target=worker, name=f"hosts {number}", daemon=True).start()
         try:
             for _ in host_list:
@@ -180,10 +180,10 @@ class Pool:
         """Close every connection; processes on the hosts notice it as with any client that disconnects."""
         self._closed.set()
         with self._lock:
-            places = list(self._places.values())
-        for place in reversed(places):
-            if place.connection is not None:
-                place.connection.close()
+            entries = list(self._entries.values())
+        for entry in reversed(entries):
+            if entry.connection is not None:
+                entry.connection.close()
 
     def _connection_to(self, host: Host, jumps: tuple[Host, ...] | None, visited: tuple[str, ...]) -> Connection:
         """Return the connection to a host, via `jumps`, or if None via those in its configuration."""
@@ -196,23 +196,23 @@ class Pool:
         path = (*visited, host.name)
         if len(path) > _MAX_JUMPS or host.name in visited:
             raise ConfigError(f"ProxyJump in the SSH configuration goes round in circles: {' → '.join(path)}")
-        place = self._place((*route, host))
-        with place.lock:
+        entry = self._entry((*route, host))
+        with entry.lock:
             if self._closed.is_set():
                 raise HostUnreachable(host.name, "the connections were closed")
-            if place.connection is None or not place.connection.alive:
-                if place.connection is not None:
-                    place.connection.close()
+            if entry.connection is None or not entry.connection.alive:
+                if entry.connection is not None:
+                    entry.connection.close()
                 # The last jump is reached by way of the ones before it, the first one as its own configuration says.
                 via = self._connection_to(route[-1], route[:-1] or None, path) if route else None
-                place.connection = connect(settings, via=via, timeouts=self.timeouts)
+                entry.connection = connect(settings, via=via, timeouts=self.timeouts)
                 self._watch()
-            return place.connection
+            return entry.connection
 
-    def _place(self, route: tuple[Host, ...]) -> _Place:
+    def _entry(self, route: tuple[Host, ...]) -> _Entry:
         key = tuple(Host(name=host.name, user=host.user, port=host.port, source="") for host in route)
         with self._lock:
-            return self._places.setdefault(key, _Place())
+            return self._entries.setdefault(key, _Entry())
 
     def _watch(self) -> None:
         with self._lock:
@@ -225,7 +225,7 @@ class Pool:
         while not self._closed.wait(_WATCH_S):
             now = time.monotonic()
             with self._lock:
-                connections = [place.connection for place in self._places.values() if place.connection is not None]
+                connections = [entry.connection for entry in self._entries.values() if entry.connection is not None]
             for connection in connections:
                 if now - last > min(_STOPPED_S, connection.silence_s / 3):
                     connection.reset_silence()
@@ -234,8 +234,8 @@ class Pool:
             last = now
 
 
-class _Place:
-    """The place of one host's connection; its lock is held while the connection is opened."""
+class _Entry:
+    """One host's connection in a pool; its lock is held while the connection is opened."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()

@@ -255,11 +255,11 @@ STATUS = [{"op": "status", "job": "a"}]
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ("Welcome to h1!", "its answer is no JSON: Welcome to h1!"),
-        ('{"done": []}', "its answer is for 0 questions, and 1 were asked"),
-        ("[[]]", "its answer is not what was asked for: Expected `object`, got `array`"),
+        ("Welcome to h1!", "its reply is not JSON: Welcome to h1!"),
+        ('{"done": []}', "its reply has 0 results for 1 requests"),
+        ("[[]]", "its reply is malformed: Expected `object`, got `array`"),
         ('{"done": [{"known": 1, "alive": true, "state": 0, "exit": 0}]}', "Expected `bool`, got `int` - at `$.known`"),
-        ('{"done": [1e999]}', "its answer is no JSON"),
+        ('{"done": [1e999]}', "its reply is not JSON"),
         ('{"error": "no room"}', "h1: no room"),
     ],
 )

@@ -54,7 +54,7 @@ def test_nothing_is_wrong_with_hosts_that_are_alike() -> None:
         ({"machine": "m1"}, "fails c: is the same machine as a; leave one of the names out"),
         (
             {"python": "3.8.10"},
-            "fails c: /usr/bin/python3 is Python 3.8.10, and 3.10 is needed; "
+            "fails c: /usr/bin/python3 is Python 3.8.10; 3.10 is required; "
             "name another (python: or venv: in accel.yaml)",
         ),
         (
@@ -79,8 +79,7 @@ def test_nothing_is_wrong_with_hosts_that_are_alike() -> None:
         ),
         (
             {"disk_free": 3_000_000},
-            "fails c: 3 MB free at /home/bob, 1.0 GB are needed; "
-            "make room there, or ask for less (disk_gb: in accel.yaml)",
+            "fails c: 3 MB free at /home/bob, 1.0 GB are needed; free space there, or lower disk_gb in accel.yaml",
         ),
         (
             {"disk_writable": False},
@@ -101,7 +100,7 @@ def test_nothing_is_wrong_with_hosts_that_are_alike() -> None:
         ),
         (
             {"gpus": Gpus(count=4, how="nvidia-smi")},
-            "warns c: has 4 GPUs, most hosts 8; say how many to use: --gpus",
+            "warns c: has 4 GPUs, most hosts 8; set how many to use: --gpus",
         ),
         (
             {"gpus": Gpus(count=8, how="driver", problem="NVML does not start (error 18)")},
@@ -125,7 +124,7 @@ def test_a_number_of_processors_that_no_machine_has_is_refused(cpus: int) -> Non
 
 
 def test_gpus_are_as_asked_or_the_host_fails() -> None:
-    line = "fails c: has 4 of 8 GPUs (nvml); ask for fewer (--gpus), or leave it out"
+    line = "fails c: has 4 of 8 GPUs (nvml); request fewer (--gpus), or leave it out"
     assert _findings(HostRequirements(gpus=8), gpus=Gpus(count=4, how="nvml")) == [line]
 
 

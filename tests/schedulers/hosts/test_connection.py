@@ -87,7 +87,7 @@ def test_a_jump_host_that_cannot_reach_the_host_is_named(
     ssh_hosts: SshHosts, extra: list[Pool], tmp_path: Path
 ) -> None:
     pool = _with(extra, ssh_hosts, tmp_path, "Host node2\n ProxyJump node1\n Port 1")
-    with pytest.raises(HostUnreachable, match=r"^node1: as a jump host to 10.*:1: it cannot connect to it$"):
+    with pytest.raises(HostUnreachable, match=r"^node1: as a jump host to 10.*:1: connection failed$"):
         pool.remote("node2").run(["true"])
 
 
@@ -131,7 +131,7 @@ def test_a_proxy_command(ssh_hosts: SshHosts, extra: list[Pool], tmp_path: Path)
     )
     pool = _with(extra, ssh_hosts, tmp_path, text)
     assert _came_from(pool, "node2") == ssh_hosts["node1"].address
-    with pytest.raises(HostUnreachable, match=r"^node3: .*the SSH handshake fails: ProxyCommand said: no way$"):
+    with pytest.raises(HostUnreachable, match=r"^node3: .*the SSH handshake fails: ProxyCommand printed: no way$"):
         pool.remote("node3").run(["true"])
 
 
@@ -191,7 +191,7 @@ def test_a_key_that_a_file_of_revoked_keys_names_is_refused(
     lines.write_text(f"# found out\n\n{public.read_text()}")
     subprocess.run(["ssh-keygen", "-q", "-k", "-f", krl, public], check=True)
     odd.write_text("oops\n")
-    unclear = "may be revoked: RevokedHostKeys names {}, which tells nothing ({})"
+    unclear = "may be revoked: RevokedHostKeys names {}, which cannot be used ({})"
     for file, said in (
         (lines, f"is revoked ({lines}:3)"),
         (krl, f"is revoked ({krl})"),
@@ -215,7 +215,7 @@ def test_an_authority_s_key_is_named_and_does_not_make_a_host_known(
     pool = _with(extra, ssh_hosts, tmp_path, f"Host *\n UserKnownHostsFile {known}")
     with pytest.raises(HostKeyRefused) as error:
         pool.remote("node1").run(["true"])
-    said = f"node1: its host key is not known (accel checks no certificates, as of the authority in {known}:1): "
+    said = f"node1: its host key is not known (accel does not check certificates of the authority in {known}:1): "
     assert str(error.value).startswith(said)
 
 
@@ -257,7 +257,7 @@ def test_a_key_with_a_passphrase_is_said_and_works_through_the_agent(
     file.write_text(text + rest)
     with Pool(config=str(file)) as pool, pytest.raises(LoginRefused) as error:
         pool.remote("node1").run(["true"])
-    assert f"no key to log in as root with; {locked} needs its passphrase: ssh-add {locked};" in str(error.value)
+    assert f"no key to log in as root; {locked} needs its passphrase: ssh-add {locked};" in str(error.value)
 
     socket = tmp_path / "agent"
     agent = subprocess.Popen(["ssh-agent", "-D", "-a", socket], stdout=subprocess.DEVNULL)
@@ -287,9 +287,9 @@ def test_a_file_that_is_no_key_is_said(ssh_hosts: SshHosts, extra: list[Pool], t
     odd.write_text("hello")
     _with(extra, ssh_hosts, tmp_path, f"Host *\n IdentityFile {odd}\n CertificateFile {odd}.cert")
     assert extra[0].remote("node1").run(["true"]).status == 0  # the next one opens
-    with pytest.raises(LoginRefused, match=r"odd is no private key that can be used") as error:
+    with pytest.raises(LoginRefused, match=r"odd is not a usable private key") as error:
         extra[0].remote(Host(name="node1", user="nobody-there")).run(["true"])
-    assert f"{odd}.cert is not used: a certificate is only beside its key (KEY-cert.pub)" in str(error.value)
+    assert f"{odd}.cert is not used: a certificate must be next to its key (KEY-cert.pub)" in str(error.value)
 
 
 def test_a_port_where_nothing_listens_and_one_where_something_else_does(pool: Pool, ssh_hosts: SshHosts) -> None:

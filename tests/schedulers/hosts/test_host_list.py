@@ -45,8 +45,8 @@ def test_a_list_names_hosts_in_its_order(text: str, expected: list[str]) -> None
     [
         ("", "names no host"),
         (" , ", "names no host"),
-        ("a,a", "'a' is there twice"),
-        ("a[1-2],a2", "'a2' is there twice"),
+        ("a,a", "'a' is listed twice"),
+        ("a[1-2],a2", "'a2' is listed twice"),
         (
             "logim*",
             "'logim*' matches no Host entry of the SSH configuration; did you mean 'login'? (it has gpu1, gpu2,",
@@ -109,8 +109,8 @@ def test_hostfiles_of_three_programs() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "hosts: no host in it"),
-        ("# nothing\n", "hosts: no host in it"),
+        ("", "hosts: names no host"),
+        ("# nothing\n", "hosts: names no host"),
         ("a slot=8", "hosts:1: 'slot=8' is not a setting; did you mean 'slots'?"),
         ("a\nb 8", "hosts:2: '8' is not a setting"),
         ("a slots 4", "hosts:1: 'slots' is not a setting; it has no value (settings: "),
@@ -119,7 +119,7 @@ def test_hostfiles_of_three_programs() -> None:
         ("a:2222", "in a hostfile the number after ':' is slots, a port is port=N"),
         ("a:2 slots=2", "hosts:1: 'a:2' has its slots twice"),
         ("a slots=8 max_slots=4", "slots=8 is more than max_slots=4"),
-        ("a slots=8 slots=8", "slots is there twice"),
+        ("a slots=8 slots=8", "slots is set twice"),
         ("a\nbob@a", "hosts:2: a as bob is at hosts:1 as the default user"),
         ("bob@a user=eve", "has two users: bob, and eve"),
         ("gpu*", "hosts:1: 'gpu*': patterns are for --hosts"),

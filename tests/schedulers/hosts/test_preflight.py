@@ -72,7 +72,7 @@ def test_every_host_that_cannot_take_part_is_said_at_once(pool: Pool, ssh_hosts:
 def test_a_python_that_is_not_there_and_packages_that_are_not(pool: Pool) -> None:
     report = examine(pool, HOSTS[:1], ANY, python="/opt/none/bin/python")
     assert _said(report) == [
-        "node1: no /opt/none/bin/python there; make it, or name another (python: or venv: in accel.yaml)"
+        "node1: /opt/none/bin/python not found; create it, or name another (python: or venv: in accel.yaml)"
     ]
     wanted = HostRequirements(packages={"no-such-package": "no_such_module"}, disk_bytes=1 << 60, gpus=99)
     said = "\n".join(_said(examine(pool, HOSTS[:1], wanted)))

@@ -114,7 +114,7 @@ def test_a_command_that_takes_too_long(pool: Pool) -> None:
                 session.finish(0.05)
             return str(error.value)
 
-        until(lambda: problem() == "node1: sh takes too long; it last said: waiting", "its last words are shown")
+        until(lambda: problem() == "node1: sh takes too long; last output: waiting", "its last words are shown")
     with pytest.raises(RemoteTimeout, match=r"^node1: "):
         pool.remote("node1").run(["sleep", "60"], timeout_s=0.1)
     assert pool.remote("node1").run(["echo", "next"]).stdout == b"next\n"

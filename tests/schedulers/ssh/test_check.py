@@ -59,7 +59,7 @@ def test_a_target_is_checked_without_a_job(check: Check, ssh_hosts: SshHosts) ->
 def test_machines_on_the_line(check: Check) -> None:
     found = check("--hosts", "node2,node3", "--gpus", "8")
     assert failures(found) == [
-        f"{node}: has 0 of 8 GPUs; ask for fewer (--gpus), or leave it out" for node in ("node2", "node3")
+        f"{node}: has 0 of 8 GPUs; request fewer (--gpus), or leave it out" for node in ("node2", "node3")
     ]
 
 
@@ -89,7 +89,7 @@ def test_hosts_with_other_environments(check: Check, ssh_hosts: SshHosts) -> Non
         f"node2: has torch 2.12.1, most hosts 2.13.0; run there: {python} -m pip install torch==2.13.0",
     ]
     found = failures(check(venv="~/no-venv"))
-    assert found == [f"node{number}: no ~/no-venv/bin/python there; make it, or {ELSE}" for number in (1, 2, 3)]
+    assert found == [f"node{number}: ~/no-venv/bin/python not found; create it, or {ELSE}" for number in (1, 2, 3)]
 
 
 def environment(hosts: SshHosts, node: str, **packages: str) -> Path:
@@ -131,7 +131,7 @@ def test_hosts_that_cannot_be_asked(check: Check, ssh_hosts: SshHosts) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"disk_gb": 1_000_000}, "are needed; make room there, or ask for less (disk_gb: in accel.yaml)"),
+        ({"disk_gb": 1_000_000}, "are needed; free space there, or lower disk_gb in accel.yaml"),
         ({"root": "/root/x", "user": "worker", "python": "/usr/bin/python3"}, "worker may not write to /"),
         (
             {"interface": "ib"},
