@@ -1,4 +1,4 @@
-"""The batch sampler of one process, at the cost of its own share of an epoch; and which share that is."""
+"""`BatchSamplerShard`, which computes only one process's batches, and the position of processes among data shares."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ class Epoch(Iterator[Any]):
         self.last_counts: tuple[int, ...] | None = None
 
     def begin(self) -> None:
-        """Draw the order, unless that is done already."""
+        """Draw the order, unless it is drawn already."""
         if self._batches is None:
             with self._owner.rng.drawing(self._replay) as self.order:
                 self._batches = self._owner.produce(self, self._yielded)
-                self._hold()
+                self._fill_buffer()
 
-    def _hold(self) -> None:
+    def _fill_buffer(self) -> None:
         assert self._batches is not None
         while self.total is None and len(self._buffer) < self._depth:
             try:
@@ -71,14 +71,14 @@ class Epoch(Iterator[Any]):
         if buffer:
             batch = buffer.popleft()
             self._yielded += 1
-            self._hold()
+            self._fill_buffer()
             return batch
         batch = next(self._batches)  # type: ignore[arg-type]
         self._yielded += 1
         return batch
 
     def state_dict(self) -> dict[str, int]:
-        """Return the number of batches yielded, as torchdata's loader expects of its batch sampler's iterator."""
+        """Return the number of batches yielded, for torchdata's loader."""
         return {"given": self._yielded}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -94,7 +94,7 @@ class BatchSamplerShard(BatchSampler):
 
     ``batch_sampler`` may be any iterable of batches. For torch's own `BatchSampler` a batch costs this process
     only its own indices, however many processes there are, if the sampler inside can be indexed or is one of
-    torch's; any other sampler is iterated. Batches of any other source are dealt out whole.
+    torch's; any other sampler is iterated. Batches of any other source are distributed uncut.
 
     ``split_batches``: cut each batch into one part per process; its size must be a multiple of the processes,
         otherwise `DataError`.
@@ -123,8 +123,8 @@ class BatchSamplerShard(BatchSampler):
         self.own_share = own_share or isinstance(getattr(batch_sampler, "sampler", None), DistributedSampler)
         self.skip = 0
         self.ahead = 1
-        self.counted = False  # whether iterators must know how far they are: torchdata's loader asks them
-        self.with_first = False  # whether `Epoch.first` must be known although it is skipped
+        self.counted = False  # True if iterators must count their batches: torchdata's loader reads it
+        self.with_first = False  # True if `Epoch.first` is needed even if it is skipped
         self.replay: dict[str, Any] | None = None
         self._shared = shared
         self._configure()
@@ -154,7 +154,7 @@ class BatchSamplerShard(BatchSampler):
         if not isinstance(size, int):
             if self._split:
                 kind = type(self.batch_sampler).__name__
-                raise DataError(f"split_batches needs a batch sampler with a batch_size, {kind} has none")
+                raise DataError(f"split_batches needs a batch sampler with a batch_size, but {kind} has none")
             return None
         if not self._split:
             return size
@@ -322,7 +322,7 @@ def _pick(order: Sequence[int] | torch.Tensor, share: Share, skip: int) -> Itera
         for step in range(max(skip, full_rounds), share.steps):
             yield _indices(order, *share.span(step), share.samples)
         return
-    # Own batches side by side: stepping through memory is fast, and the rest of the epoch can be let go.
+    # Own batches in one piece of memory: they are read fast, and the rest of the epoch is freed.
     rounds = order[: full_rounds * share.round_size].view(full_rounds, share.processes, share.batch)
     own_batches = rounds[:, share.index].contiguous()
     last = [_indices(order, *share.span(step), share.samples) for step in range(full_rounds, share.steps)]
@@ -347,7 +347,7 @@ def _indices(order: Any, start: int, end: int, samples: int) -> list[int]:
 
 
 def _distributed_counts(sampler: DistributedSampler[Any], share: Share) -> tuple[int, ...] | None:
-    # torch's DistributedSampler deals single samples and repeats some at its end; rank r's samples are r, r + P, …
+    # torch's DistributedSampler distributes single samples (rank r has r, r + P, …) and repeats some at its end.
     replicas, size = sampler.num_replicas, len(cast(Sized, sampler.dataset))
     if not share.steps or sampler.drop_last:
         return None
@@ -356,9 +356,9 @@ def _distributed_counts(sampler: DistributedSampler[Any], share: Share) -> tuple
     return tuple(max(0, min(share.batch, count - start)) for count in real)
 
 
-# The place of a process among those that see different data, and loaders whose data is already shared out.
+# Data shares on a device mesh, and loaders that are already sharded.
 
-# Dimensions of a device mesh along which processes see different data; along all others they see the same.
+# Mesh dimensions along which processes see different data; along all others they see the same.
 _DATA_DIMENSIONS = ("dp", "fsdp", "dp_replicate", "dp_shard")
 
 
@@ -366,11 +366,10 @@ def data_place(mesh: Any) -> tuple[int, int] | None:
     """Return the number of data shares in a device mesh, and this process's index; ``None`` without a mesh."""
     if mesh is None:
         return None
-    coordinates = mesh.get_coordinate()
-    return _place(mesh, coordinates)
+    return _share_at(mesh, mesh.get_coordinate())
 
 
-def _place(mesh: Any, coordinates: Any) -> tuple[int, int]:
+def _share_at(mesh: Any, coordinates: Any) -> tuple[int, int]:
     shares, index = 1, 0
     for name, size, coordinate in zip(mesh.mesh_dim_names or (), mesh.mesh.shape, coordinates, strict=False):
         if name in _DATA_DIMENSIONS:
@@ -379,12 +378,12 @@ def _place(mesh: Any, coordinates: Any) -> tuple[int, int]:
 
 
 def shares_by_rank(mesh: Any, processes: int) -> list[int]:
-    """Return the data share of each rank: its own, or that of its place in ``mesh``."""
+    """Return the index of each rank's data share: the rank itself, or by its position in ``mesh``."""
     if mesh is None:
         return list(range(processes))
     shares = [0] * processes
     for coordinates in _all_coordinates(tuple(mesh.mesh.shape)):
-        shares[int(mesh.mesh[coordinates])] = _place(mesh, coordinates)[1]
+        shares[int(mesh.mesh[coordinates])] = _share_at(mesh, coordinates)[1]
     return shares
 
 
@@ -395,7 +394,7 @@ def _all_coordinates(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
     return rows
 
 
-def is_shared_out(dataloader: Any) -> bool:
+def is_presharded(dataloader: Any) -> bool:
     """Return True if ``dataloader`` is this process's own share already.
 
     Detects torch's `DistributedSampler`, and a stream of the ``datasets`` library after its
@@ -408,6 +407,6 @@ def is_shared_out(dataloader: Any) -> bool:
 
 
 def is_datasets_stream(dataset: Any) -> bool:
-    """Return True for an ``IterableDataset`` of the ``datasets`` library, which knows its own files."""
+    """Return True for an ``IterableDataset`` of the ``datasets`` library, which can shard itself by file."""
     kinds = type(dataset).__mro__
     return any(kind.__module__ == "datasets.iterable_dataset" and kind.__name__ == "IterableDataset" for kind in kinds)

@@ -1,4 +1,4 @@
-"""Loader whose data the main process alone reads: it deals them out in rounds, a part for each process.
+"""A loader whose data only the main process reads. It sends the data in rounds, a part to each process.
 
 Parts are sent point to point as packed bytes (`accel.data.transfer`): a broadcast would send every part to
 every process, and a scatter requires parts of one size.
@@ -25,7 +25,7 @@ from accel.data.transfer import Encoder, Receiver, Sender, host_group
 from accel.errors import DataError
 from accel.state import PartialState
 
-# Rounds: what the main process makes of the batches that it reads.
+# Rounds, into which the main process groups the batches that it reads.
 #
 # A round is one batch for each share or, for split batches, one batch cut into as many parts. With ``even``,
 # the parts of a round are equally long if rows can be moved between batches: the last part is completed with
@@ -36,7 +36,7 @@ from accel.state import PartialState
 class Round:
     """A round of batches, one for each share.
 
-    ``parts``: the batch of each share, ``None`` for none.
+    ``parts``: the batch of each share, or ``None``.
     ``counts``: the rows of each part that are not repetitions; ``None`` if there are no repetitions and all parts
         have the nominal rows.
     """
@@ -64,7 +64,7 @@ class BatchSplitter:
     slice_fn: Callable[..., Any] | None = None
     first: Any = None
 
-    def deal(self, batches: Iterator[Any], skip: int = 0) -> Iterator[Round]:
+    def rounds(self, batches: Iterator[Any], skip: int = 0) -> Iterator[Round]:
         """Yield the rounds of ``batches`` after the first ``skip``."""
         round_size = 1 if self.split else self.shares
         for number in count():
@@ -77,7 +77,7 @@ class BatchSplitter:
                 yield self._round(round_batches)
 
     def _copy_for_completion(self, batch: Any) -> Any:
-        """Copy what a short last round needs of ``batch``: the training loop may change its own part in place."""
+        """Copy the rows of ``batch`` that a short last round needs: the training loop may change its part in place."""
         always_cut = self.split or self.slice_fn is not None
         return copy.deepcopy(take_rows(batch, slice(0, self.shares - 1)) if always_cut else batch)
 
@@ -97,7 +97,7 @@ class BatchSplitter:
     def _split(self, joined: Any) -> Round:
         rows = count_rows(joined)
         if rows is None:
-            raise DataError(f"a batch of type {type(joined).__name__} has no rows to give each process a part of")
+            raise DataError(f"a batch of type {type(joined).__name__} has no rows to divide among the processes")
         share_rows, rest = divmod(rows, self.shares)
         if rest and self.even:
             joined = self._completed(joined, self.shares - rest)
@@ -121,7 +121,7 @@ class BatchSplitter:
         parts = [joined]
         size = count_rows(self.first) or 0
         if size == 0:
-            raise DataError("the first batch of the epoch has no rows to complete the last one with")
+            raise DataError("the epoch's first batch has no rows with which to complete the last round")
         while missing > 0:
             parts.append(take_rows(self.first, slice(0, missing)))
             missing -= min(size, missing)
@@ -132,7 +132,7 @@ class BatchSplitter:
         return slicer(joined, slice(edges[share], edges[share + 1]), process_index=share, num_processes=self.shares)
 
     def _filled(self, round_batches: list[Any], sizes: list[int | None]) -> Round:
-        """Return a round of batches that cannot be cut, with the epoch's first one for shares without any."""
+        """Return a round of batches that cannot be cut; shares without one get the epoch's first batch."""
         missing = self.shares - len(round_batches)
         if not self.even or missing == 0:
             return Round([*round_batches, *[None] * missing])
@@ -162,7 +162,7 @@ class Outgoing:
 
     @property
     def sizes(self) -> list[int]:
-        """Bytes for each rank."""
+        """Bytes of each rank's message."""
         return [0 if message is None else len(message) for message in self.messages]
 
 
@@ -223,7 +223,7 @@ class DataLoaderDispatcher(PreparedLoader):
         self.process_index = self.state.process_index
         self._shares = shares_by_rank(mesh, self.processes)
         self._even = even
-        self._present: tuple[int, ...] | None = None
+        self._current_counts: tuple[int, ...] | None = None
         self._rows = 1
         size = self._base_batch_size()
         if split and size is not None:
@@ -262,15 +262,15 @@ class DataLoaderDispatcher(PreparedLoader):
     @property
     def remainder(self) -> int:
         """Samples in the current round if it is incomplete, otherwise 0; -1 before the last one."""
-        if self._present is not None:
-            return sum(self._present)
+        if self._current_counts is not None:
+            return sum(self._current_counts)
         return 0 if self.end_of_dataloader else -1
 
     def real_counts(self) -> tuple[int, ...] | None:
         """Return the number of real (not repeated) rows in the current round by process; ``None`` if all are real."""
-        if self._present is None:
+        if self._current_counts is None:
             return None
-        return tuple(self._present[share] for share in self._shares)
+        return tuple(self._current_counts[share] for share in self._shares)
 
     def present_counts(self) -> tuple[int, ...] | None:
         """Alias of `real_counts`: any round may have repetitions if batches are of several sizes."""
@@ -290,18 +290,18 @@ class DataLoaderDispatcher(PreparedLoader):
         return super().own_state_dict() if self.process_index == 0 else None
 
     def _open(self, skip: int, replay: dict[str, Any] | None) -> Iterator[Any]:
-        self._present = None
+        self._current_counts = None
         group = host_group()
         if self.process_index == 0:
-            return self._lead(Sender(self.processes, group), self._read(skip, replay))
+            return self._send_rounds(Sender(self.processes, group), self._read(skip, replay))
         if isinstance(self.base_dataloader.dataset, (IterDataPipe, MapDataPipe)):
-            iter(self.base_dataloader)  # torch agrees with all processes on a seed here
+            iter(self.base_dataloader)  # torch shares a seed between all processes here
         pinned = self._non_blocking and self.device is not None and self.device.type == "cuda"
-        return self._follow(Receiver(group, pinned=pinned))
+        return self._receive_rounds(Receiver(group, pinned=pinned))
 
     def _read(self, skip: int, replay: dict[str, Any] | None) -> Lookahead:
         base, batches = self.base_dataloader, self.batches
-        # Whether reading begins behind the epoch's first batch, which may be needed to complete the last round.
+        # True if reading begins after the epoch's first batch, which may be needed to complete the last round.
         needs_first = self.progress.position > 0 and (batches is not None or skip == 0)
         needs_first = needs_first and self._even and self._share_count > 1
         if batches is not None:
@@ -328,14 +328,14 @@ class DataLoaderDispatcher(PreparedLoader):
             if needs_first and self.batches is None:
                 order = self._stream_rng.capture()
                 splitter.first = self._read_first({})
-                self._stream_rng.assume(order)
+                self._stream_rng.restore(order)
             source = self._iterate_base()
             if needs_first and self.batches is not None:
                 self.batches.epoch.begin()
                 name = "sampler" if self.base_dataloader.batch_sampler is None else "batch_sampler"
                 with preserve_rng(self.base_dataloader):
                     splitter.first = self._read_first({name: [self.batches.epoch.first]})
-            for batch_round in splitter.deal(source, skip):
+            for batch_round in splitter.rounds(source, skip):
                 yield self._outgoing(batch_round, encoders)
         except Exception as error:
             yield Failure(error)
@@ -354,21 +354,21 @@ class DataLoaderDispatcher(PreparedLoader):
                 messages[rank] = encoders[rank].encode(part, batch_round.counts)
         return Outgoing(batch_round.parts[self._shares[0]], batch_round.counts, messages)
 
-    def _lead(self, sender: Sender, lookahead: Lookahead) -> Iterator[Any]:
+    def _send_rounds(self, sender: Sender, lookahead: Lookahead) -> Iterator[Any]:
         self._total = self._length_or_none()
         try:
-            sender.open(self._following(lookahead))
+            sender.open(self._next_sizes(lookahead))
             while (item := lookahead.peek()) is not None:
                 next(lookahead)
                 if isinstance(item, Failure):
                     sender.send(self._encode_failure(item), [0] * self.processes, None)
                     raise item.error
                 self._count(lookahead)
-                sender.send(item.messages, self._following(lookahead), self.batches_left)
-                self._note(item.local_batch, item.counts)
+                sender.send(item.messages, self._next_sizes(lookahead), self.batches_left)
+                self._set_counts(item.local_batch, item.counts)
                 yield item.local_batch
         finally:
-            # Also where the epoch is left early: what has been given here must arrive elsewhere, unless nobody is left.
+            # Also if the epoch is left early: the parts of rounds yielded here must arrive, if their receivers live.
             with suppress(RuntimeError):
                 sender.wait_sent()
 
@@ -378,7 +378,7 @@ class DataLoaderDispatcher(PreparedLoader):
         except TypeError:  # a sampler without length
             return None
 
-    def _following(self, lookahead: Lookahead) -> list[int]:
+    def _next_sizes(self, lookahead: Lookahead) -> list[int]:
         """Return the size in bytes of each rank's next message."""
         item = lookahead.peek()
         if item is None:
@@ -388,7 +388,7 @@ class DataLoaderDispatcher(PreparedLoader):
     def _encode_failure(self, failure: Failure) -> list[torch.Tensor]:
         return [Encoder().encode(None, str(failure))] * self.processes
 
-    def _follow(self, receiver: Receiver) -> Iterator[Any]:
+    def _receive_rounds(self, receiver: Receiver) -> Iterator[Any]:
         receiver.open()
         while not receiver.at_end:
             batch, note = receiver.receive()
@@ -396,12 +396,12 @@ class DataLoaderDispatcher(PreparedLoader):
                 raise DataError(note)
             self.progress.position += 1
             self.end_of_dataloader = self.progress.ended = receiver.at_end
-            remaining = 1 if receiver.at_end else receiver.left
+            remaining = 1 if receiver.at_end else receiver.remaining
             self._total = None if remaining is None else self.progress.position + remaining - 1
-            self._note(batch, note)
+            self._set_counts(batch, note)
             yield batch
 
-    def _note(self, part: Any, counts: tuple[int, ...] | None) -> None:
-        self._present = counts
+    def _set_counts(self, part: Any, counts: tuple[int, ...] | None) -> None:
+        self._current_counts = counts
         if counts is not None or self.end_of_dataloader:
             self._rows = count_rows(part) or 1

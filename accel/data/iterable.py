@@ -18,7 +18,7 @@ from accel.data.shard_math import Share
 
 
 class LastRoundItem(NamedTuple):
-    """An item, or a batch, of the last round, with ``real`` samples over all processes that are not repetitions."""
+    """An item or batch of the last round; ``real``: the round's samples that are not repetitions, on all processes."""
 
     item: Any
     real: int
@@ -27,7 +27,7 @@ class LastRoundItem(NamedTuple):
 class IterableDatasetShard(IterableDataset[Any]):
     """One process's share of a data set; the last round is dropped, or completed from the first one.
 
-    ``batch_size``: that of each process, or with ``split_batches`` of all together (a multiple of
+    ``batch_size``: samples per batch of each process, or with ``split_batches`` of all together (a multiple of
         ``num_processes``, otherwise `DataError`).
     ``even_batches``: complete the last round.
     ``marks``: yield the items of an incomplete last round as `LastRoundItem`.

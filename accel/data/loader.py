@@ -214,15 +214,15 @@ class PreparedLoader(DataLoader[Any]):
     def set_sampler(self, sampler: Any) -> None:
         """Replace the sampler inside, from the next epoch on."""
         if self.batches is None:
-            raise ArgumentError("set_sampler: an iterable data set is read in its own order, it has no sampler")
+            raise ArgumentError("set_sampler: an iterable data set has no sampler, it is read in its own order")
         self.batches.set_sampler(sampler)
 
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the next one, and pass it to samplers and data sets that have ``set_epoch``."""
         self.progress.set_epoch(epoch)
-        self._announce()
+        self._pass_epoch()
 
-    def _announce(self) -> None:
+    def _pass_epoch(self) -> None:
         if self.batches is not None:
             self.batches.set_epoch(self.progress.epoch)
         dataset = self.base_dataloader.dataset
@@ -232,7 +232,7 @@ class PreparedLoader(DataLoader[Any]):
     def skipping(self, batches: int) -> PreparedLoader:
         """Return a view of this loader that skips the first ``batches`` of every epoch but counts them."""
         if batches < 0:
-            raise ArgumentError(f"skip_first_batches: {batches} batches cannot be skipped, it must be 0 or more")
+            raise ArgumentError(f"skip_first_batches: num_batches must be 0 or more, got {batches}")
         view = copy.copy(self)
         view.skip_batches = self.skip_batches + batches
         return view
@@ -248,16 +248,16 @@ class PreparedLoader(DataLoader[Any]):
             base.load_state_dict(inner)  # type: ignore[attr-defined]
             if continues:
                 skip = 0
-            else:  # of an epoch that is over only the state of the data set counts, which the next one starts from
+            else:  # the epoch is over: only the data set's state matters, from which the next epoch starts
                 with preserve_rng(base):
                     set_attributes(base, _iterator=base._get_iterator())
-        self._announce()
+        self._pass_epoch()
         if self.rng_types and not resumed:
             synchronize_rng_states(self.rng_types, self.synchronized_generator)
         self.reset()
         rng_state = host_rng_state()
         source = iter(()) if finished else self._open(skip, replay)
-        if resumed:  # what was drawn and read again here was so before the checkpoint
+        if resumed:  # these draws were already made before the checkpoint
             set_host_rng_state(rng_state)
         self.gradient_state._add_dataloader(self)
         try:
@@ -300,7 +300,7 @@ class PreparedLoader(DataLoader[Any]):
         raise TypeError(f"{type(self).__name__} is a base: use DataLoaderShard or DataLoaderDispatcher")
 
     def _count(self, lookahead: Lookahead) -> None:
-        """Count a batch that ``lookahead`` yielded, and note if it is known to be the last."""
+        """Count a batch that ``lookahead`` yielded; set the end and the length if they are known."""
         self.progress.position += 1
         self.progress.inner = lookahead.snapshot_here
         if lookahead.exhausted:
@@ -313,7 +313,7 @@ class PreparedLoader(DataLoader[Any]):
         ``epoch``, ``position``: the epoch, and the batches yielded in it.
         ``order``: the random state that its order was drawn from.
         ``loader``: the state of a torchdata loader inside, as of reading the batch yielded last.
-        ``generators``, ``seeds``: those of samplers and data sets.
+        ``generators``, ``seeds``: the random states and seeds of samplers and data sets.
         """
         state = {**self.progress.state_dict(), "generators": self._rng.generator_states(), "seeds": self._rng.seeds()}
         state.update(process=self.process_index, round=self.total_batch_size)
@@ -334,11 +334,11 @@ class PreparedLoader(DataLoader[Any]):
         samples; if they do not fill complete rounds, some are repeated, and a warning states their number.
         """
         if "epoch" not in state_dict:
-            raise ArgumentError("load_state_dict: not the state of a prepared loader, which its state_dict() returns")
+            raise ArgumentError("load_state_dict: not the state of a prepared loader: pass what state_dict() returned")
         self.progress.load_state_dict(state_dict, self.process_index, self.total_batch_size)
         self._rng.set_generator_states(state_dict["generators"])
         self._rng.set_seeds(state_dict.get("seeds", []))
-        set_attributes(self.base_dataloader, _iterator=None)  # workers that persist start anew, as in another process
+        set_attributes(self.base_dataloader, _iterator=None)  # persistent workers restart, as in a new process
 
     def own_state_dict(self) -> Any:
         """Return the state of a torchdata loader inside, which may differ by process; ``None`` if not needed."""
@@ -424,7 +424,7 @@ class DataLoaderShard(PreparedLoader):
 
     def _stream(self, skip: int, replay: dict[str, Any] | None) -> Iterator[Any]:
         base = self.base_dataloader
-        # What is drawn up to here is drawn again on resuming: an order drawn at the start, the seeds of workers.
+        # Draws in this block are repeated on resuming: an order drawn at the start, the seeds of workers.
         with self._stream_rng.drawing(replay) as self.progress.order:
             source = self._iterate_base()
             for _ in range(skip):

@@ -13,11 +13,10 @@ class Progress:
     """Epoch and position of a loader, shared by it and its views that skip.
 
     ``position``: the batches yielded in the current epoch, including skipped ones.
-    ``order``: the random state that its order was drawn from; ``None`` between epochs.
+    ``order``: the random state that the epoch's order was drawn from; ``None`` between epochs.
     ``resumed``: True if the current epoch was loaded and has not begun.
-    ``ended``: True if it has yielded its last batch.
-    ``inner``: the state of a torchdata loader inside: to be restored, or as of the batch yielded last if others
-        were read ahead.
+    ``ended``: True if the current epoch has yielded its last batch.
+    ``inner``: the state of a torchdata loader inside: to be restored, or as of the batch yielded last.
     """
 
     def __init__(self) -> None:
@@ -31,7 +30,7 @@ class Progress:
 
     @property
     def running(self) -> bool:
-        """True if the current epoch was begun here."""
+        """True if the current epoch has begun in this process."""
         return self.order is not None and not self.resumed
 
     def set_epoch(self, epoch: int) -> None:
@@ -42,8 +41,8 @@ class Progress:
             return
         self._next_epoch(epoch)
 
-    def _next_epoch(self, following: int) -> None:
-        self.epoch = following
+    def _next_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
         self.position = 0
         self.order = None
         self.resumed = self.ended = False
@@ -51,8 +50,8 @@ class Progress:
     def begin(self) -> tuple[int, dict[str, Any] | None, Any]:
         """Begin an epoch.
 
-        Returns its position and the random state to draw its order from, 0 and ``None`` unless it was interrupted;
-        and the state to restore in the loader inside.
+        Returns its position and the random state to draw its order from (0 and ``None`` unless it is resumed), and
+        the state to restore in the loader inside.
         """
         start = (self.position, self.order) if self.resumed else (0, None)
         inner, self.inner = self.inner, None

@@ -1,4 +1,4 @@
-"""Turn a script's `DataLoader` into this process's, and skip the first batches of one."""
+"""`prepare_data_loader`, which limits a script's loader to this process's share, and `skip_first_batches`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from accel.data.batch_sampler import (
     batch_size_per_rank,
     data_place,
     is_datasets_stream,
-    is_shared_out,
+    is_presharded,
 )
 from accel.data.dispatcher import DataLoaderDispatcher
 from accel.data.iterable import IterableDatasetShard, LastRoundCollate
@@ -50,7 +50,7 @@ def prepare_data_loader(
     """Return a loader of the share of process ``process_index`` of ``num_processes`` in ``dataloader``.
 
     ``dataloader`` itself is not changed and all its settings are kept. A prepared loader is returned unchanged,
-    and one that is this process's share already (``already_sharded``, or see `is_shared_out`) is not sharded
+    and one that is this process's share already (``already_sharded``, or see `is_presharded`) is not sharded
     again.
 
     ``put_on_device``: move batches to ``device``.
@@ -71,7 +71,7 @@ def prepare_data_loader(
     processes = position[0] if num_processes is None else num_processes
     index = position[1] if process_index is None else process_index
     kinds = [str(kind) for kind in (["generator"] if rng_types is None else rng_types)]
-    presharded = already_sharded or is_shared_out(dataloader)
+    presharded = already_sharded or is_presharded(dataloader)
     shared = "generator" in kinds and processes > 1 and not presharded
     base = copy.copy(dataloader)
     if use_seedable_sampler:
@@ -106,8 +106,8 @@ def _dispatches(
 ) -> bool:
     if requested and presharded:
         raise DataError(
-            "dispatch_batches=True has the main process read for all, but this loader is its own process's share "
-            "already: leave dispatch_batches out, or give a loader of the whole data set"
+            "dispatch_batches=True makes the main process read for all, but this loader is one process's share: "
+            "remove dispatch_batches, or pass a loader of the complete data set"
         )
     if presharded:
         return False
@@ -118,7 +118,7 @@ def _dispatches(
     world = PartialState().num_processes
     if requested and mesh is None and processes != world:
         if world == 1:
-            return False  # a share of a world that is not there, as in a dry run: nobody could send it anything
+            return False  # a share of a simulated world, as in a dry run: there is no sender
         raise DataError(f"dispatch_batches=True reads for all {world} processes of the world, not for {processes}")
     return requested
 
@@ -159,7 +159,7 @@ def _make_seedable(base: DataLoader[Any], seed: int | None, distributed: bool) -
     )
 
 
-# Skip the first batches of a loader.
+# Skipping the first batches of a loader.
 
 
 class SkipBatchSampler(BatchSampler):
@@ -167,7 +167,7 @@ class SkipBatchSampler(BatchSampler):
 
     def __init__(self, batch_sampler: Any, skip_batches: int = 0) -> None:
         if skip_batches < 0:
-            raise ArgumentError(f"SkipBatchSampler: {skip_batches} batches cannot be skipped, it must be 0 or more")
+            raise ArgumentError(f"SkipBatchSampler: skip_batches must be 0 or more, got {skip_batches}")
         self.batch_sampler = batch_sampler
         self.skip_batches = skip_batches
         self.sampler: Any = getattr(batch_sampler, "sampler", None)
@@ -219,7 +219,7 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
     if isinstance(dataloader, PreparedLoader):
         return dataloader.skipping(num_batches)
     if num_batches < 0:
-        raise ArgumentError(f"skip_first_batches: {num_batches} batches cannot be skipped, it must be 0 or more")
+        raise ArgumentError(f"skip_first_batches: num_batches must be 0 or more, got {num_batches}")
     base = copy.copy(dataloader)
     if isinstance(base.dataset, IterableDataset):
         loader = DataLoaderShard.wrap(base, None)

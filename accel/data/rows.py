@@ -1,4 +1,4 @@
-"""Count, cut and join the rows of batches (nests of tensors and of lists), and drop the rows of repeated samples."""
+"""Rows of batches (nested tensors and lists): counting, cutting and joining them, and dropping repeated samples."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _is_object_list(data: Any) -> bool:
 def take_rows(batch: Any, rows: slice, process_index: int | None = None, num_processes: int | None = None) -> Any:
     """Return ``batch`` with only ``rows`` of its tensors and of its lists of one object per row.
 
-    The other arguments are passed to every ``slice_fn``, and unused here.
+    The other arguments, which every ``slice_fn`` receives, are unused.
     """
     size = count_rows(batch)
 
@@ -119,7 +119,7 @@ def _rebuild(like: Any, items: list[Any]) -> Any:
     return honor_type(like, iter(items))
 
 
-# Drop the rows of gathered results that stem from repeated samples.
+# Dropping the rows of gathered results that stem from repeated samples.
 
 
 def last_counts(state: GradientState) -> tuple[int, ...] | None:
@@ -163,5 +163,5 @@ def _is_repeated(leaf: torch.Tensor, processes: int) -> bool:
 
 
 def own_part(items: Any, counts: tuple[int, ...], rank: int) -> Any:
-    """Return the real samples' objects of this process's list of one object per sample."""
+    """Return ``items``, this process's list of one object per sample, without repeated samples."""
     return items[: counts[rank]] if isinstance(items, (list, tuple)) else items

@@ -1,8 +1,8 @@
 """The samples of a process in an epoch: pure arithmetic, no torch.
 
-An epoch of N samples is dealt in rounds. A round is one batch for each of P processes, b samples each: in
-round s, process r has the samples from (s·P + r)·b on. Accelerate documents this for whole batches dealt in
-turn as well as for split batches; only b differs.
+An epoch of N samples is distributed in rounds. A round is one batch for each of P processes, b samples each: in
+round s, process r has the samples from (s·P + r)·b on. Accelerate documents this for complete batches in turn
+as well as for split batches; only b differs.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSam
 from accel import collectives
 from accel.collectives.rng import host_rng_state, set_host_rng_state
 
-# Where torchdata keeps its own versions of torch's samplers, which its loader makes in their stead.
+# torchdata's versions of torch's samplers, which its loader creates in place of torch's.
 _TORCHDATA = "torchdata.stateful_dataloader.sampler"
 
 
@@ -77,12 +77,12 @@ def _is_torchdata(item: Any, name: str) -> bool:
 
 
 def _permutations(sampler: Any, generator: torch.Generator) -> torch.Tensor:
-    # The draws of torch's RandomSampler, kept as a tensor: a process lists its own share alone.
+    # The draws of torch's RandomSampler as a tensor: a process converts only its own share to a list.
     size, num_samples = len(sampler.data_source), sampler.num_samples
     full_passes, rest = divmod(num_samples, size)
     permutations = [torch.randperm(size, generator=generator) for _ in range(full_passes)]
     if rest or (type(sampler) is RandomSampler and generator is sampler.generator):
-        # torch draws a last permutation even to take none of it: a generator of the user's must go on from there.
+        # torch draws a last permutation even if it uses none of it: the user's generator must advance equally.
         permutations.append(torch.randperm(size, generator=generator)[:rest])
     return permutations[0] if len(permutations) == 1 else torch.cat(permutations)
 
@@ -152,13 +152,13 @@ class OrderRng:
     def drawing(self, replay: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
         """Use the main process's generator states, or ``replay``, in the block; yield the states at its start.
 
-        Afterwards the global generators of a process that had other states have those again.
+        Afterwards the global generators have the process's own states again, if those differed.
         """
         captured = self.capture()
         start = replay if replay is not None else self._agreed(captured)
         differs = bool(start) and start is not captured and not _states_equal(start, captured)
         if differs:
-            self.assume(start)
+            self.restore(start)
         try:
             yield start
         finally:
@@ -171,7 +171,7 @@ class OrderRng:
         start: dict[str, Any] = collectives.broadcast_object_list([captured])[0]
         return start
 
-    def assume(self, state: dict[str, Any]) -> None:
+    def restore(self, state: dict[str, Any]) -> None:
         """Restore what `capture` returned."""
         set_host_rng_state(state["host"])
         self.set_generator_states(state["generators"])

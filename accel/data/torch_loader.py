@@ -1,4 +1,4 @@
-"""Parts of the prepared loaders: torch's own loader made and changed, reading ahead, batches put on a device."""
+"""Parts of prepared loaders: creating and changing torch's loaders, reading ahead, moving batches to a device."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def preserve_rng(base: DataLoader[Any]) -> Iterator[None]:
 def make_loader(
     dataset: Any, stateful: bool, options: dict[str, Any]
 ) -> tuple[DataLoader[Any], BatchSamplerShard | None]:
-    """Return torch's loader, or with ``stateful`` torchdata's, and its batch sampler; ``None`` for a stream."""
+    """Return torch's or (``stateful``) torchdata's loader and its batch sampler, ``None`` for iterable data sets."""
     sharded = options.get("batch_sampler")
     base = loader_class(stateful)(dataset, **options)
     if isinstance(dataset, IterableDataset):
@@ -103,7 +103,7 @@ def get_sampler(dataloader: DataLoader[Any]) -> Any:
     return getattr(batch_sampler, "sampler", None)
 
 
-# Read ahead as far as the end of an accumulation window must be known, and no further.
+# Reading ahead, only as far as the end of an accumulation window must be known.
 
 
 def window_depth(state: GradientState) -> int:
@@ -160,7 +160,7 @@ class Lookahead(Iterator[Any]):
         return item
 
 
-# Put batches on a device, at little more than the cost of asking torch.
+# Moving batches to a device, at little more than the cost of torch's own calls.
 
 
 def to_device_fn(device: torch.device, non_blocking: bool) -> Callable[[Any], Any]:
@@ -177,12 +177,12 @@ def to_device_fn(device: torch.device, non_blocking: bool) -> Callable[[Any], An
         return send_to_device(batch, device)
 
     if PartialState._shared_state.get("backend") == xla.BACKEND:
-        return _Recording(move)
+        return _SyncedMove(move)
     return partial(send_to_device, device=device, non_blocking=True) if non_blocking else move
 
 
-class _Recording:
-    """A move that ends torch_xla's recording of the previous batch: one graph per step, not one per epoch."""
+class _SyncedMove:
+    """A move that first ends torch_xla's recording of the previous batch: one graph per step, not one per epoch."""
 
     def __init__(self, move: Callable[[Any], Any]) -> None:
         self._move = move

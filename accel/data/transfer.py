@@ -20,8 +20,7 @@ from accel.state import PartialState
 _HEADER = 8
 _HEADER_BYTES = 8 * _HEADER
 _ALIGNED = 16
-# Apart from what a script may send from process to process itself.
-_TAG = 7_015
+_TAG = 7_015  # a tag that a script's own messages are unlikely to have
 
 _group: Any = None
 
@@ -40,7 +39,7 @@ class Slot:
 
 
 def host_group() -> Any:
-    """Return a group of all processes for host memory, ``None`` if the world's own has it. All must call it."""
+    """Return a gloo group of all processes, ``None`` if the default group has gloo. All processes must call it."""
     global _group
     if not PartialState().use_distributed or "gloo" in str(PartialState().backend):
         return None
@@ -57,7 +56,7 @@ def _is_alive(group: Any) -> bool:
 
 
 class Encoder:
-    """An encoder of one process's batches as messages; it remembers the structure that it has sent."""
+    """An encoder of one process's batches as messages; it remembers the structure sent last."""
 
     def __init__(self) -> None:
         self._sent: bytes | None = None
@@ -78,10 +77,10 @@ class Encoder:
             b"" if note is None and not changed else pickle.dumps((structure if changed else None, note), protocol=5)
         )
         self._sent = structure
-        return _laid_out(header, tensors)
+        return _pack(header, tensors)
 
 
-def _laid_out(header: bytes, tensors: list[torch.Tensor]) -> torch.Tensor:
+def _pack(header: bytes, tensors: list[torch.Tensor]) -> torch.Tensor:
     end = _aligned(_HEADER_BYTES + len(header))
     message = torch.empty(end + sum(_aligned(t.nbytes) for t in tensors), dtype=torch.uint8)
     message[:_HEADER_BYTES] = 0
@@ -138,7 +137,7 @@ class Sender:
         self._in_flight: list[tuple[Any, torch.Tensor]] = []
 
     def open(self, sizes: list[int]) -> None:
-        """Send the sizes of the first messages: ``sizes[r]`` bytes to process r, 0 for none at all."""
+        """Send the sizes of the first messages: ``sizes[r]`` bytes for process r, 0 for no message."""
         self._send([torch.tensor([size]) for size in sizes])
 
     def send(self, messages: Sequence[torch.Tensor | None], following: list[int], remaining: int | None) -> None:
@@ -167,18 +166,18 @@ class Sender:
 
 
 class Receiver:
-    """The end of any other process."""
+    """Another process's end: receives its messages. ``remaining``: rounds from the received one on, if known."""
 
     def __init__(self, group: Any, *, pinned: bool) -> None:
         self._group = group
         self._pinned = pinned
         self._decoder = Decoder()
         self._next = 0
-        self.left: int | None = None
+        self.remaining: int | None = None
 
     @property
     def at_end(self) -> bool:
-        """True if nothing follows the message received last."""
+        """True if the message received last was the last one."""
         return self._next == 0
 
     def open(self) -> None:
@@ -193,5 +192,5 @@ class Receiver:
         dist.recv(message, 0, self._group, _TAG)
         header = message[:_HEADER_BYTES].view(torch.int64).tolist()
         self._next = header[0]
-        self.left = None if header[2] < 0 else header[2]
+        self.remaining = None if header[2] < 0 else header[2]
         return self._decoder.decode(message)

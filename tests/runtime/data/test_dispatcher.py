@@ -187,7 +187,7 @@ def _dealer(**how: Any) -> BatchSplitter:
 
 def test_a_loop_that_changes_its_batch_does_not_change_what_completes_the_last_round() -> None:
     rounds = []
-    for dealt in _dealer().deal(iter([torch.tensor([0.0, 1]), torch.tensor([2.0, 3]), torch.tensor([4.0])])):
+    for dealt in _dealer().rounds(iter([torch.tensor([0.0, 1]), torch.tensor([2.0, 3]), torch.tensor([4.0])])):
         rounds.append([part.tolist() for part in dealt.parts])
         dealt.parts[0].add_(100)
     assert rounds == [[[0, 1], [2, 3]], [[4], [0]]]

@@ -83,7 +83,7 @@ def test_what_is_shared_out_already_is_left_as_it_is(kind: str, config: dict[str
 def test_dispatching_a_share_is_refused() -> None:
     for outcome in outcomes(_already, "split by node", {"dispatch_batches": True}):
         assert outcome.error == "DataError"
-        assert "this loader is its own process's share already" in outcome.message
+        assert "this loader is one process's share" in outcome.message
 
 
 def _by_shards(dispatch: bool | None) -> list[Any]:
