@@ -1,5 +1,4 @@
-"""`Accelerator`, the object that a training script holds: its methods, by subject; not the work behind them,
-which is in the other rooms.
+"""`Accelerator`, the object that a training script holds: its methods, one module a subject.
 
 A façade over `accel.state` (this process), `accel.parallel` (distribution of models), `accel.precision`,
 `accel.data` (loaders), `accel.collectives` and `accel.checkpoint`.

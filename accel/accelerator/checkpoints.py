@@ -90,7 +90,7 @@ class CheckpointControl(Part):
     def _can_be_saved(self) -> bool:
         """True unless an open accumulation window holds gradients that cannot be saved."""
         window = self._run.window
-        return self.strategy.saves_held_back or not window.is_open or window.state.plugin.sync_each_batch
+        return self.strategy.saves_open_window or not window.is_open or window.state.plugin.sync_each_batch
 
     def save_state(
         self,
@@ -218,7 +218,7 @@ class CheckpointControl(Part):
         lacks; `CheckpointError`, on every process, if one cannot write.
         """
         folder = Path(save_directory)
-        streams = safe_serialization and self.strategy.spreads
+        streams = safe_serialization and self.strategy.shards_models
         state = self.strategy.model_state(model, full=False) if streams else self._full_state_dict(model)
         writes = is_writer(self.state, self.project_configuration.save_on_each_node)
 

@@ -1,6 +1,4 @@
-"""Distribution of models over the processes: one strategy a module, over a base that does nothing; not the types
-they compute in (`precision`).
-"""
+"""Distribution of models over processes: one strategy a module, over a base class that does nothing."""
 
 from __future__ import annotations
 

@@ -16,10 +16,10 @@ from accel.state import PartialState
 class Strategy:
     """The base strategy: models stay as they are, and methods work on full parameters."""
 
-    joins: ClassVar[bool] = False  # whether `uneven_inputs` has an effect
-    compiles_in_place: ClassVar[bool] = False  # whether modules must stay the objects that they are
-    spreads: ClassVar[bool] = False  # whether each process has a share of every model
-    saves_held_back: ClassVar[bool] = True  # whether gradients that wait for their window's end can be saved
+    joins: ClassVar[bool] = False  # True if `uneven_inputs` has an effect
+    compiles_in_place: ClassVar[bool] = False  # True if modules must stay the same objects
+    shards_models: ClassVar[bool] = False  # True if each process has a shard of every model
+    saves_open_window: ClassVar[bool] = True  # True if the gradients of an open accumulation window can be saved
 
     def __init__(self, state: PartialState) -> None:
         self.state = state
@@ -34,7 +34,7 @@ class Strategy:
         return collectives.gather(tensors)
 
     def gather_objects(self, items: Any) -> Any:
-        """Gather objects likewise; see `accel.collectives.gather_object`."""
+        """Gather objects as `gather` does tensors; see `accel.collectives.gather_object`."""
         return collectives.gather_object(items)
 
     def place(self, model: torch.nn.Module, evaluation: bool = False) -> torch.nn.Module:
@@ -46,12 +46,13 @@ class Strategy:
     ) -> tuple[list[torch.nn.Module], list[torch.optim.Optimizer]]:
         """Return ``models``, placed already, ready for training, and optimizers that step their parameters.
 
-        One for one. A model and its optimizer may come in different calls; either list may be empty.
+        Results are in the order of the arguments. A model and its optimizer may come in different calls; either list
+        may be empty.
         """
         return [self.wrap(model) for model in models], list(optimizers)
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Return ``model``, on its device already, as the callable for training."""
+        """Return ``model``, which is on its device, as the callable for training."""
         return model
 
     def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
@@ -78,7 +79,7 @@ class Strategy:
         torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
     def finish_pending(self) -> None:
-        """Make every model's ``parameters()`` those that optimizers step, whatever its last pass left."""
+        """Make every model's ``parameters()`` the tensors that optimizers step, whatever state its last pass left."""
 
     @property
     def keeps_shards(self) -> bool:

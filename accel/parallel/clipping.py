@@ -37,7 +37,7 @@ def _norm(groups: Sequence[Sequence[Any]], norm_type: float, device: torch.devic
 
 
 def _largest(groups: Sequence[Sequence[Any]], device: torch.device) -> torch.Tensor:
-    """Return the infinity norm. torch's own refuses empty shards, which small parameters leave on some ranks."""
+    """Return the infinity norm. torch's own rejects empty shards, which small parameters have on some ranks."""
     shares = [share(p.grad) for group in groups for p in group]
     maxima = [part.abs().max().to(device, torch.float64) for part in shares if part.numel()]
     largest = torch.stack(maxima).max() if maxima else torch.zeros((), dtype=torch.float64, device=device)
@@ -48,7 +48,7 @@ def _largest(groups: Sequence[Sequence[Any]], device: torch.device) -> torch.Ten
 def by_mesh(parameters: Iterable[torch.Tensor]) -> list[list[Any]]:
     """Group the parameters that have a gradient into lists for one operation each.
 
-    Raises `ArgumentError` for parameters that were listed while gathered and are freed by now.
+    Raises `ArgumentError` for parameters that were listed while gathered and have been freed since.
     """
     groups: defaultdict[Any, list[torch.Tensor]] = defaultdict(list)
     for parameter in [parameters] if isinstance(parameters, torch.Tensor) else parameters:
@@ -56,6 +56,6 @@ def by_mesh(parameters: Iterable[torch.Tensor]) -> list[list[Any]]:
             groups[getattr(parameter.grad, "device_mesh", None)].append(parameter)
         elif parameter.requires_grad and parameter.numel() and not parameter.untyped_storage().size():
             raise ArgumentError(
-                "clipping: these parameters were listed while the model had them gathered: give model.parameters()"
+                "clipping: these parameters were listed while the model had them gathered: pass model.parameters()"
             )
     return list(groups.values())

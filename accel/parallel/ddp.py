@@ -1,4 +1,4 @@
-"""Data parallel: every process has the whole model, and gradients are averaged as they become ready."""
+"""Data parallel: every process has the full model, and gradients are averaged as they become ready."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def sync_in_backward(model: torch.nn.Module) -> Iterator[None]:
         return
     previous = wrapped.require_backward_grad_sync, wrapped.require_forward_param_sync
     wrapped.require_backward_grad_sync = wrapped.require_forward_param_sync = True
-    # What a forward with synchronisation does last: without it the reducer does not expect these gradients.
+    # The last step of a synchronizing forward: without it the reducer does not expect these gradients.
     wrapped.reducer.prepare_for_backward([])
     try:
         yield

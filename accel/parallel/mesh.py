@@ -17,8 +17,8 @@ from accel.world.environment import read_int
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_NOT_HERE = {"cp": "context parallelism", "sp": "sequence parallelism", "tp": "tensor parallelism"}
-# What several dimensions are together, by Accelerate's names.
+_UNSUPPORTED = {"cp": "context parallelism", "sp": "sequence parallelism", "tp": "tensor parallelism"}
+# Combined dimensions, by Accelerate's names.
 _FLATTENED = {
     "dp": ("dp_replicate", "dp_shard"),
     "dp_shard_cp": ("dp_shard", "cp"),
@@ -32,7 +32,7 @@ class Mesh:
     ``device_mesh``: torch's device mesh; None in a world of one.
 
     Open sizes are set in ``config``: if models are ``sharded``, ``dp_shard_size`` is the rest of the world;
-    otherwise ``dp_replicate_size``. ``hybrid``: a replica is what fits a node.
+    otherwise ``dp_replicate_size``. ``hybrid``: every node has one replica.
 
     Raises `ArgumentError`, before any collective, if the product of the sizes is not the world size, or for a
     dimension that this version does not have.
@@ -60,8 +60,8 @@ class Mesh:
         return self.config.sizes
 
     def check(self) -> None:
-        """Raise `ArgumentError` for an impossible combination, in one line."""
-        for name, feature in _NOT_HERE.items():
+        """Raise `ArgumentError` for an impossible combination of sizes."""
+        for name, feature in _UNSUPPORTED.items():
             if self.sizes[name] > 1:
                 raise ArgumentError(
                     f"ParallelismConfig({name}_size={self.sizes[name]}): {feature} is not in this version of accel: "
@@ -72,7 +72,7 @@ class Mesh:
             listing = (
                 " × ".join(f"{name}_size={size}" for name, size in self.sizes.items() if size > 1) or "all sizes 1"
             )
-            raise ArgumentError(f"ParallelismConfig: {listing} is {total}, and this world has {world} processes")
+            raise ArgumentError(f"ParallelismConfig: {listing} is {total}, but this world has {world} processes")
 
     def rank(self, name: str) -> int:
         """Return this process's rank in a dimension."""
@@ -99,7 +99,7 @@ class Mesh:
 
         world = torch.arange(self.state.num_processes).view(tuple(self.sizes.values()))
         coordinates = (world == self.state.process_index).nonzero()[0].tolist()
-        # By its own members alone: torch has all processes of the world wait for the making of each group.
+        # Only its members create a group: by default all processes of the world would wait for each group.
         by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(world.numel())): dist.group.WORLD}  # type: ignore[dict-item]
         groups = []
         for axis in range(world.ndim):
@@ -115,7 +115,7 @@ class Mesh:
 
 
 def _resolve_open_dimension(config: ParallelismConfig, world: int, open_dimension: str) -> None:
-    """Set ``open_dimension`` to what the other dimensions leave of the world, unless its size was given."""
+    """Set ``open_dimension``, unless its size is explicit, to the world size divided by the other sizes."""
     if open_dimension in config.explicit_sizes or (
         config.explicit_sizes and open_dimension == "dp_replicate" and config.total_size > 1
     ):
@@ -131,7 +131,7 @@ def _resolve_by_node(config: ParallelismConfig, world: int) -> None:
     local_size = read_int(os.environ, "LOCAL_WORLD_SIZE", minimum=1) or world
     if world % local_size:
         raise ArgumentError(
-            f"HYBRID_SHARD: this node has {local_size} of {world} processes, so that nodes are not alike: "
-            "give parallelism_config=ParallelismConfig(dp_replicate_size=…, dp_shard_size=…)"
+            f"HYBRID_SHARD: this node has {local_size} of {world} processes, so nodes differ: "
+            "pass parallelism_config=ParallelismConfig(dp_replicate_size=…, dp_shard_size=…)"
         )
     config.dp_replicate_size, config.dp_shard_size = world // local_size, local_size

@@ -1,4 +1,4 @@
-"""Optimizers of sharded models: they step the shards, with their original groups and state."""
+"""Optimizers of sharded models, which step the shards with their original groups and state."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def check_known_parameters(
         for parameter in (p for group in stepped.param_groups for p in group["params"] if p.requires_grad):
             if id(parameter) not in known_ids:
                 raise ArgumentError(
-                    f"{type(stepped).__name__}: a parameter of shape {tuple(parameter.shape)} is of no prepared "
-                    "model, so that its steps would change nothing: prepare its model too, or list "
-                    "model.parameters() after prepare"
+                    f"{type(stepped).__name__}: a parameter of shape {tuple(parameter.shape)} belongs to no prepared "
+                    "model, so its steps would change nothing: prepare its model too, or list model.parameters() "
+                    "after prepare"
                 )
 
     handle = optimizer.register_step_pre_hook(check)

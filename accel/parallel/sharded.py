@@ -17,11 +17,11 @@ from accel.logging import get_logger
 from accel.parallel.activation_checkpointing import checkpoint_activations
 from accel.parallel.base import Strategy
 from accel.parallel.clipping import by_mesh, clip_norm
+from accel.parallel.materializer import WeightMaterializer
 from accel.parallel.mesh import Mesh
 from accel.parallel.optimizers import check_known_parameters, rebind_to_shards
 from accel.parallel.shares import full_state, gather_before_inference, is_sharded, reshard
 from accel.parallel.units import find_units, ignored_parameters, members_of, refuse_unshardable
-from accel.parallel.whole_weights import WeightMaterializer
 from accel.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel.state import AcceleratorState
 
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-# The models in a `no_sync` → what says whether their gradients are reduced.
+# A model in a `no_sync` → the function that switches the reduction of its gradients on or off.
 _deferring: WeakKeyDictionary[nn.Module, Callable[[bool], None]] = WeakKeyDictionary()
-_METHODS = ("generate",)  # methods beside `forward` that compute with the weights
+_METHODS = ("generate",)  # methods other than `forward` that compute with the weights
 
 
 class Sharded(Strategy):
@@ -42,8 +42,8 @@ class Sharded(Strategy):
     """
 
     joins = True
-    spreads = True
-    saves_held_back = False  # torch has them, and shows them to nobody
+    shards_models = True
+    saves_open_window = False  # torch holds these gradients and gives no access to them
     compiles_in_place = True
     state: AcceleratorState
 
@@ -115,7 +115,7 @@ class Sharded(Strategy):
             fully_shard(
                 unit,
                 mesh=self.mesh.sharding,
-                # Of the whole model's own parameters, the backward pass needs first what the forward needed last.
+                # The root unit's parameters are used last in the forward pass and first in the backward pass.
                 reshard_after_forward=None if unit is model else plugin.reshard_after_forward,
                 mp_policy=policy,
                 offload_policy=plugin.cpu_offload,
@@ -140,7 +140,7 @@ class Sharded(Strategy):
         return policy if isinstance(policy, MixedPrecisionPolicy) else MixedPrecisionPolicy()
 
     def finish_pending(self) -> None:
-        """Make every model's ``parameters()`` the shards, whatever its last pass left gathered."""
+        """Make every model's ``parameters()`` the shards, even if its last pass left some gathered."""
         for model in self._models:
             reshard(model)
 
@@ -148,7 +148,7 @@ class Sharded(Strategy):
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         """Keep the full gradients of the block's backward passes on their process, without reducing them.
 
-        With replicas, gradients are still reduced to shards, and only not between the replicas.
+        With replicas, gradients are still reduced to shards, but not between the replicas.
         """
         unwrapped: Any = self.unwrap(model)
         defer = (
@@ -174,8 +174,8 @@ class Sharded(Strategy):
     def uneven_inputs(self, models: Sequence[Any]) -> AbstractContextManager[Any]:
         """Raise `ArgumentError`: a process without batches would keep the others waiting."""
         raise ArgumentError(
-            "join_uneven_inputs is for DDP: with sharded models every process runs as many batches as the others; "
-            "leave it out, and keep even_batches=True"
+            "join_uneven_inputs is for DDP: with sharded models all processes must run the same number of batches. "
+            "Remove it, and keep even_batches=True"
         )
 
     def clip_grad_norm(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
@@ -235,7 +235,7 @@ def _prefetch(units: Sequence[Any]) -> None:
 
 
 def _reshard_after_evaluation(model: Any, args: Any, outputs: Any) -> None:
-    # A pass without a backward pass would leave the model's own parameters gathered, and with
-    # reshard_after_forward=False those of every unit: to list them meanwhile would give no shards.
+    # Without a backward pass the root unit's parameters, and with reshard_after_forward=False every unit's, would
+    # stay gathered, and model.parameters() would not be the shards.
     if not torch.is_grad_enabled():
         reshard(model)

@@ -33,7 +33,7 @@ def find_units(
 
 
 def unit_of(name: str, units: Iterable[str]) -> str:
-    """Return which of the named units contains the parameter or buffer called ``name``."""
+    """Return the name of the unit, among ``units``, that contains the parameter or buffer called ``name``."""
     owner = name.rpartition(".")[0]
     unit_names = set(units)
     while owner and owner not in unit_names:
@@ -50,7 +50,7 @@ def aliases(model: nn.Module) -> dict[torch.nn.Parameter, list[str]]:
 
 
 def ignored_parameters(model: nn.Module, ignored: Any) -> set[nn.Parameter]:
-    """Return the parameters of modules that are not sharded, given themselves or by a regular expression for names.
+    """Return the parameters of ``ignored``: modules, or a regular expression for modules' full names.
 
     Raises `ArgumentError` for an invalid expression, or one that matches no module's full name.
     """
@@ -60,10 +60,10 @@ def ignored_parameters(model: nn.Module, ignored: Any) -> set[nn.Parameter]:
         try:
             pattern = re.compile(ignored)
         except re.error as error:
-            raise ArgumentError(f"ignored_modules={ignored!r} is no regular expression: {error}") from None
+            raise ArgumentError(f"ignored_modules={ignored!r} is not a regular expression: {error}") from None
         modules = [module for name, module in model.named_modules() if pattern.fullmatch(name)]
         if not modules:
-            raise ArgumentError(f"ignored_modules={ignored!r}: no module of the {type(model).__name__} is called so")
+            raise ArgumentError(f"ignored_modules={ignored!r} matches no module of the {type(model).__name__}")
     else:
         modules = list(ignored or ())
     return {parameter for module in modules for parameter in module.parameters()}
@@ -72,7 +72,7 @@ def ignored_parameters(model: nn.Module, ignored: Any) -> set[nn.Parameter]:
 def members_of(
     units: Iterable[str], names: Mapping[nn.Parameter, list[str]], ignored: Container[nn.Parameter]
 ) -> dict[str, list[nn.Parameter]]:
-    """Return the parameters of every unit, except those that are not sharded."""
+    """Return the parameters of every unit, by its name, except ``ignored`` ones."""
     members: dict[str, list[nn.Parameter]] = {unit: [] for unit in units}
     for parameter, parameter_names in names.items():
         if parameter not in ignored:
@@ -91,14 +91,14 @@ def refuse_unshardable(
         for parameter in parameters:
             name = names[parameter][0]
             if parameter.ndim == 0:
-                raise ArgumentError(f"prepare: {name} has no dimension that can be sharded: make it by reshape(1)")
+                raise ArgumentError(f"prepare: {name} has no dimension that can be sharded: reshape it to (1,)")
             if parameter.requires_grad:
                 trained.setdefault(dtype(parameter), name)
         if len(trained) > 1:
             (kind, name), (other, second) = list(trained.items())[:2]
             raise ArgumentError(
                 f"prepare: {name} is {kind} and {second} is {other}, both trained in one unit ({unit or 'the model'}): "
-                "convert one, or make them parts of different units"
+                "convert one, or put them in different units"
             )
 
 
@@ -116,7 +116,7 @@ def _policy(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> Callabl
         if plugin.wraps is not None:
             raise ArgumentError(
                 f"transformer_based_wrap: a {type(model).__name__} has no _no_split_modules: "
-                "give transformer_cls_names_to_wrap (--fsdp_transformer_layer_cls_to_wrap)"
+                "pass transformer_cls_names_to_wrap (--fsdp_transformer_layer_cls_to_wrap)"
             )
     min_params = UNIT_SIZE if plugin.min_num_params is None else plugin.min_num_params
     return partial(size_based_auto_wrap_policy, min_num_params=min_params) if min_params else None
@@ -139,7 +139,7 @@ def _own_classes(model: nn.Module) -> set[type[nn.Module]]:
 
 
 def _select_by_policy(model: nn.Module, policy: Callable[..., bool], ignored: set[int]) -> list[nn.Module]:
-    """Return the modules that a policy of `torch.distributed.fsdp.wrap` chooses, children first."""
+    """Return the modules that ``policy`` (of `torch.distributed.fsdp.wrap`) selects, children first."""
     chosen: list[nn.Module] = []
     covered: set[int] = set(ignored)
 
@@ -161,7 +161,7 @@ def _select_by_policy(model: nn.Module, policy: Callable[..., bool], ignored: se
 
 
 def _without_ties(model: nn.Module, units: set[str], ignored: set[int]) -> set[str]:
-    """Return units that share no parameter; one that does is merged into the unit around it."""
+    """Return ``units`` without those that share parameters: they are merged into the unit around them."""
     while True:
         owners: defaultdict[int, set[str]] = defaultdict(set)
         for name, parameter in model.named_parameters(remove_duplicate=False):

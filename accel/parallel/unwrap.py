@@ -12,7 +12,7 @@ _WRAPPERS = (DistributedDataParallel, DataParallel)
 
 def compiled_inside(model: nn.Module) -> nn.Module | None:
     """Return the module from which ``model`` was compiled, as a whole or by its regions, or ``None``."""
-    # torch.compile keeps the original as a submodule, `compile_regions` beside them; asking so needs no torch._dynamo.
+    # torch.compile stores the original as a submodule, `compile_regions` as an attribute. No torch._dynamo is needed.
     original = model._modules.get("_orig_mod")
     return vars(model).get("_orig_mod") if original is None else original
 
@@ -78,6 +78,6 @@ def _compiled_like(model: nn.Module, inner: nn.Module) -> nn.Module:
         while isinstance(model, _WRAPPERS):
             model = model.module
         return model
-    # A wrapper of its own: to put `inner` into that of `model` would leave training without its gradient exchange.
+    # A new wrapper: with `inner` in the wrapper of `model`, training would no longer exchange gradients.
     compiled: nn.Module = type(model)(inner, model.dynamo_ctx)
     return compiled

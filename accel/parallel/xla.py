@@ -24,7 +24,7 @@ class Xla(Strategy):
         self._models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._no_sync_depth = 0
-        # The parameter that a model had before it came to the device → the one it has there.
+        # The parameter that a model had before it was moved to the device → its parameter there.
         self._device_parameters: Any = WeakIdKeyDictionary()
 
     def place(self, model: torch.nn.Module, evaluation: bool = False) -> torch.nn.Module:
@@ -64,10 +64,10 @@ class Xla(Strategy):
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
         """Return a context manager whose backward passes do not synchronize gradients."""
-        return self._holding()
+        return self._without_sync()
 
     @contextmanager
-    def _holding(self) -> Iterator[None]:
+    def _without_sync(self) -> Iterator[None]:
         self._no_sync_depth += 1
         try:
             yield

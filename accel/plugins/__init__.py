@@ -1,4 +1,4 @@
-"""What a script may say about how it wants to train: one dataclass a topic, each with working defaults."""
+"""Plug-ins, the options of a training script: one dataclass a topic, each with working defaults."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _DYNAMO_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-
 
 
 def __getattr__(name: str) -> Any:
-    # Their module looks for libraries, which a script that trains in 16 or 32 bits need not wait for.
+    # Imported on use: their module looks for libraries that training in 16 or 32 bits does not need.
     if name in RECIPES:
         from accel import fp8_recipes
 
@@ -174,8 +174,8 @@ class DataLoaderConfiguration:
         if self.already_sharded and (self.dispatch_batches or self.split_batches):
             flag = "dispatch_batches" if self.dispatch_batches else "split_batches"
             raise ArgumentError(
-                f"DataLoaderConfiguration(already_sharded=True, {flag}=True): each process has its own share already, "
-                f"so there is nothing to share out: leave one of the two out"
+                f"DataLoaderConfiguration(already_sharded=True, {flag}=True): each process already has its share: "
+                "remove one of the two"
             )
 
 
@@ -185,7 +185,7 @@ class ProjectConfiguration:
 
     ``automatic_checkpoint_naming``: ``save_state()`` writes ``project_dir/checkpoints/checkpoint_<iteration>``
         and keeps the newest ``total_limit``.
-    ``save_on_each_node``: the nodes share no file system, so that each keeps a whole copy.
+    ``save_on_each_node``: each node keeps a complete copy, as the nodes share no file system.
 
     If the environment variable ``ACCEL_PROJECT_ROOT`` is set, each node keeps its own checkpoints, and relative
     directories are below that root.
@@ -204,7 +204,7 @@ class ProjectConfiguration:
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: str | None = None) -> None:
-        """Set ``project_dir``, and also ``logging_dir`` if it is not given."""
+        """Set ``project_dir``, and also ``logging_dir`` if it is not set."""
         self.project_dir = under_project_root(project_dir)
         self.logging_dir = self.project_dir if self.logging_dir is None else under_project_root(self.logging_dir)
 
@@ -212,7 +212,7 @@ class ProjectConfiguration:
     def checkpoints(self) -> Path:
         """The folder of automatically named checkpoints. Raises `ArgumentError` without a project directory."""
         if self.project_dir is None:
-            raise ArgumentError("automatic_checkpoint_naming needs a project_dir: give Accelerator(project_dir=…)")
+            raise ArgumentError("automatic_checkpoint_naming needs a project_dir: pass Accelerator(project_dir=…)")
         return Path(self.project_dir) / "checkpoints"
 
 
@@ -296,7 +296,7 @@ class TorchDynamoPlugin(KwargsHandler):
             self.mode = env.get(_DYNAMO + "MODE") or "default"
         one_of(self.mode, _DYNAMO_MODES, source="TorchDynamoPlugin(mode=…)")
         if self.options and self.mode != "default":
-            raise ArgumentError(f"TorchDynamoPlugin: give mode={self.mode!r} or options, not both")
+            raise ArgumentError(f"TorchDynamoPlugin: pass mode={self.mode!r} or options, not both")
         if self.fullgraph is None:
             self.fullgraph = read_flag(env, _DYNAMO + "USE_FULLGRAPH")
         if self.dynamic is None and _DYNAMO + "USE_DYNAMIC" in env:
@@ -313,7 +313,7 @@ class TorchDynamoPlugin(KwargsHandler):
         return {name: value for name, value in super().to_kwargs().items() if name != "use_regional_compilation"}
 
     def default_values(self) -> dict[str, Any]:
-        """Return the defaults of `torch.compile`; ``"no"`` is a backend of accel's."""
+        """Return the defaults of `torch.compile`; the backend ``"no"`` is accel's own."""
         return {
             "backend": "no",
             "mode": "default",
@@ -339,7 +339,7 @@ def _orthogonalizes(hooks: Any) -> bool:
 def _unnamed(hook: Any) -> Any:
     import torch
 
-    # torch refuses hooks of certain names without NCCL. Gloo, too, adds bf16.
+    # torch accepts hooks with bf16 in their names only with NCCL, although Gloo can add bf16 too.
     if torch.distributed.get_backend() != "gloo":
         return hook
     return lambda state, bucket: hook(state, bucket)
@@ -352,7 +352,7 @@ def _activity(name: str) -> ProfilerActivity:
     by_name = {activity.name.lower(): activity for activity in supported}
     match = by_name.get(name)
     if match is None and name == "cuda":
-        return ProfilerActivity.CUDA  # torch records nothing of it where there is none, and says so itself
+        return ProfilerActivity.CUDA  # without CUDA, torch itself warns and records nothing
     if match is None:
         raise ArgumentError(
             f"ProfileKwargs(activities=…): this build of torch cannot record {name!r}, only {list(by_name)}"

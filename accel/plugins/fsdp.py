@@ -21,8 +21,8 @@ STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID
 PREFETCHES = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
 STATES = ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")
 WRAPS = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
-UNIT_SIZE = 100_000_000  # parameters from which a module is a unit of its own, where nobody says otherwise
-_KEPT = ("FULL_SHARD", "HYBRID_SHARD")  # those that reshard after the forward
+UNIT_SIZE = 100_000_000  # default number of parameters that make a module a unit of its own
+_RESHARDING = ("FULL_SHARD", "HYBRID_SHARD")  # strategies that reshard after the forward
 _RESHARDS = {"true": True, "yes": True, "false": False, "no": False, "no_reshard": False}
 _DTYPES = {"fp32": torch.float32, "no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _POLICY = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs", "buffer_dtype")
@@ -70,14 +70,14 @@ class FullyShardedDataParallelPlugin:
     transformer_cls_names_to_wrap: list[str] | str | None = None
     min_num_params: int | None = None
     activation_checkpointing_offload: bool = None  # type: ignore[assignment]
-    # What the fields above come to.
+    # Derived from the fields above.
     hybrid: bool = field(default=False, init=False, repr=False)  # sharded on a node, replicated over nodes
     whole: bool = field(default=False, init=False, repr=False)  # NO_SHARD: data parallel, nothing is sharded
     wraps: str | None = field(default=None, init=False, repr=False)  # one of WRAPS; None: the model's own, or size
 
     def __post_init__(self) -> None:
         env = os.environ
-        self._foreign: list[str] = []  # what has no equal in version 2
+        self._unsupported: list[str] = []  # settings without an equivalent in version 2
         version = self.fsdp_version or env.get("FSDP_VERSION") or "2"
         old = one_of(str(version), ("1", "2"), source=_source(self.fsdp_version, "fsdp_version", "FSDP_VERSION")) == "1"
         self.fsdp_version = 2
@@ -114,13 +114,13 @@ class FullyShardedDataParallelPlugin:
             reshard = env.get("FSDP_RESHARD_AFTER_FORWARD", "true")
         if not isinstance(reshard, (bool, int)):
             parsed = _RESHARDS.get(str(reshard).lower())
-            if parsed is None:  # a strategy, as version 1 takes it here
+            if parsed is None:  # a strategy, which version 1 accepts here
                 strategy, source = reshard, reshard_source
             reshard = parsed is not False
         if strategy is not None:
             strategy_name = _named(strategy, STRATEGIES, source)
             self.hybrid, self.whole = strategy_name.startswith("HYBRID"), strategy_name == "NO_SHARD"
-            reshard = reshard if strategy_name in _KEPT else False
+            reshard = reshard if strategy_name in _RESHARDING else False
         self.reshard_after_forward = reshard
 
     def _resolve_prefetch(self, env: Mapping[str, str], old: bool) -> None:
@@ -131,16 +131,18 @@ class FullyShardedDataParallelPlugin:
             source = _source(self.backward_prefetch, "backward_prefetch", "FSDP_BACKWARD_PREFETCH")
             choice = _named(prefetch, PREFETCHES, source)
             if choice != "BACKWARD_PRE":
-                self._foreign.append(f"backward_prefetch={choice}: parameters are gathered ahead of the backward pass")
+                self._unsupported.append(
+                    f"backward_prefetch={choice}: parameters are gathered ahead of the backward pass"
+                )
         self.backward_prefetch = None
         if self.forward_prefetch is None:
             self.forward_prefetch = read_flag(env, "FSDP_FORWARD_PREFETCH")
         if not self.limit_all_gathers:
-            self._foreign.append("limit_all_gathers=False: they are always limited")
+            self._unsupported.append("limit_all_gathers=False: they are always limited")
         if self.use_orig_params is None and old:
             self.use_orig_params = read_flag(env, "FSDP_USE_ORIG_PARAMS", True)
         if self.use_orig_params is False:
-            self._foreign.append("use_orig_params=False: parameters stay the script's own")
+            self._unsupported.append("use_orig_params=False: parameters stay the script's own")
         self.use_orig_params = None
 
     def _resolve_units(self, env: Mapping[str, str]) -> None:
@@ -167,7 +169,7 @@ class FullyShardedDataParallelPlugin:
         requested = read_flag(env, "FSDP_OFFLOAD_PARAMS") if self.cpu_offload is None else self.cpu_offload
         if isinstance(requested, OffloadPolicy):
             return
-        # torch's own pins memory, which only its CUDA builds can.
+        # torch's default pins memory, which requires CUDA.
         policy = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
         self.cpu_offload = policy if getattr(requested, "offload_params", requested) else OffloadPolicy()
 
@@ -180,7 +182,7 @@ class FullyShardedDataParallelPlugin:
         source = _source(explicit, "state_dict_type", "FSDP_STATE_DICT_TYPE")
         type_name = _named(requested, STATES, source)
         if type_name == "LOCAL_STATE_DICT":
-            raise ArgumentError(f"{source}: LOCAL_STATE_DICT is of flat parameters: use SHARDED_STATE_DICT")
+            raise ArgumentError(f"{source}: LOCAL_STATE_DICT holds flat parameters: use SHARDED_STATE_DICT")
         self.state_dict_type = StateDictType[type_name]
 
     def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:
@@ -197,14 +199,14 @@ class FullyShardedDataParallelPlugin:
             kind = _dtype(mixed_precision)
             self.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=kind, reduce_dtype=torch.float32)
             return
-        # That of version 1 casts inputs at the root alone, which is where they are not of the right type yet.
+        # A policy of version 1 casts inputs only at the root, where they do not have the right type yet.
         old = {name: getattr(mixed_precision, name, None) for name in ("param_dtype", "reduce_dtype", "buffer_dtype")}
         fields = mixed_precision if isinstance(mixed_precision, Mapping) else old
         dtypes = {name: _dtype(value) for name, value in fields.items() if name in _POLICY and value is not None}
         for name in mixed_precision if isinstance(mixed_precision, Mapping) else ():
             one_of(name, _POLICY, source=f"{_NAME}(mixed_precision_policy=…)")
         if dtypes.pop("buffer_dtype", None) is not None:
-            self._foreign.append("buffer_dtype: buffers keep their type")
+            self._unsupported.append("buffer_dtype: buffers keep their type")
         self.mixed_precision_policy = MixedPrecisionPolicy(**{"reduce_dtype": torch.float32, **dtypes})
 
     def world_options(self) -> dict[str, str]:
@@ -215,13 +217,13 @@ class FullyShardedDataParallelPlugin:
         return {"backend": "cpu:gloo,cuda:nccl"} if needs_both else {}
 
     def _warn_unsupported(self, old: bool) -> None:
-        foreign = self.__dict__.pop("_foreign")
+        unsupported = self.__dict__.pop("_unsupported")
         if old:
-            foreign = ["fsdp_version=1: models are sharded by fully_shard (version 2)", *foreign]
+            unsupported = ["fsdp_version=1: models are sharded by fully_shard (version 2)", *unsupported]
         if self.whole:
-            foreign.append("NO_SHARD: models are trained by DDP")
-        if foreign and os.environ.get("RANK", "0") == "0":
-            warnings.warn(f"{_NAME}: {'; '.join(foreign)}. docs/migrating.md has all settings", stacklevel=4)
+            unsupported.append("NO_SHARD: models are trained by DDP")
+        if unsupported and os.environ.get("RANK", "0") == "0":
+            warnings.warn(f"{_NAME}: {'; '.join(unsupported)}. docs/migrating.md has all settings", stacklevel=4)
 
 
 _NAME = FullyShardedDataParallelPlugin.__name__
@@ -232,7 +234,7 @@ def _source(explicit: Any, argument: str, variable: str) -> str:
 
 
 def _named(value: Any, names: tuple[str, ...], source: str) -> str:
-    """Return one of ``names``, written in any case, as its number from 1 on, or as a member of torch's enum."""
+    """Return the member of ``names`` for ``value``: a name in any case, its number (from 1), or torch's enum member."""
     word = str(getattr(value, "name", value)).upper().removeprefix("_")
     if word.isdigit() and 1 <= int(word) <= len(names):
         return names[int(word) - 1]

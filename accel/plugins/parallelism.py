@@ -1,4 +1,4 @@
-"""Settings of the dimensions of parallelism."""
+"""`ParallelismConfig`, the sizes of the dimensions of parallelism."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ class ParallelismConfig:
     tp_handler: Any = None
     cp_handler: Any = None
     sp_handler: Any = None
-    device_mesh: Any = field(default=None, init=False)  # as an `Accelerator` has made it
+    device_mesh: Any = field(default=None, init=False)  # set by an `Accelerator`
 
     def __post_init__(self) -> None:
-        self.explicit_sizes: set[str] = set()  # the sizes that somebody gave
+        self.explicit_sizes: set[str] = set()  # dimensions whose size an argument or a variable sets
         for name in DIMENSIONS:
             self._resolve_size(f"{name}_size")
         for name, supported in (("cp_backend", "torch"), ("sp_backend", "deepspeed")):
@@ -60,7 +60,7 @@ class ParallelismConfig:
         size = getattr(self, name)
         if size is None:
             size = read_int(os.environ, _VARIABLES[name], minimum=1)
-            size = None if size == 1 else size  # what launchers export where nothing was asked for
+            size = None if size == 1 else size  # launchers export 1 by default
         elif not isinstance(size, int) or size < 1:
             raise ArgumentError(f"ParallelismConfig({name}={size!r}): a whole number from 1 on")
         if size is not None:
@@ -148,10 +148,12 @@ class ParallelismConfig:
     def get_device_mesh(self, device_type: str | None = None) -> Any:
         """Return the `Accelerator`'s mesh. Raises `ArgumentError` without one, and for another device type."""
         if self.device_mesh is None:
-            raise ArgumentError("ParallelismConfig.get_device_mesh: give it to an Accelerator first, which makes it")
+            raise ArgumentError(
+                "ParallelismConfig.get_device_mesh: no mesh yet: pass the config to an Accelerator first"
+            )
         if device_type not in (None, self.device_mesh.device_type):
             raise ArgumentError(
-                f"ParallelismConfig.get_device_mesh({device_type!r}): the mesh is of {self.device_mesh.device_type}"
+                f"ParallelismConfig.get_device_mesh({device_type!r}): the mesh is on {self.device_mesh.device_type}"
             )
         return self.device_mesh
 

@@ -1,6 +1,4 @@
-"""Numeric precision: the base class computes in the types the model has, the others override what differs; not how a
-model is spread (`parallel`).
-"""
+"""Numeric precision: a base class that computes in the model's own types, and mixed precision over it."""
 
 from __future__ import annotations
 
@@ -31,5 +29,5 @@ def choose_precision(
             raise PrecisionError(f"mixed_precision='bf16' is not supported by {device}: use 'fp16' or 'no'")
         return LowPrecision(device, torch.bfloat16, autocast)
     if device.type not in ("cuda", "xpu"):
-        raise PrecisionError(f"mixed_precision='fp16' needs a GPU, this process runs on {device}: use 'bf16' or 'no'")
+        raise PrecisionError(f"mixed_precision='fp16' needs a GPU, but this process uses {device}: use 'bf16' or 'no'")
     return HalfPrecision(device, autocast, scaler)

@@ -11,11 +11,7 @@ from accel.plugins import AutocastKwargs
 
 
 class Precision:
-    """Computation in the types of the model.
-
-    A precision wraps the forward of models, opens autocast regions, and scales for fp16 between loss and
-    gradients and between gradients and optimizer.
-    """
+    """Computation in the types of the model. Subclasses wrap forwards, run autocast and scale fp16 gradients."""
 
     scaler: torch.amp.GradScaler | None = None
 

@@ -1,5 +1,4 @@
-"""Experiment trackers: one a module, each under the interface of `GeneralTracker`; not which of them a run has
-(`accelerator/trackers.py`).
+"""Experiment trackers: one module a tracker, each under the interface of `GeneralTracker`.
 
 A tracker's package is imported only when that tracker starts; names here are imported at their first use.
 """

@@ -1,4 +1,4 @@
-"""Base classes of trackers, and what they log as plain numbers and text."""
+"""Base classes of trackers, and the conversion of values to plain numbers and text."""
 
 from __future__ import annotations
 
@@ -54,10 +54,8 @@ class GeneralTracker:
     """
 
     main_process_only: bool = True
-    # Whether a call of `log` may wait for a server, so that a long wait must be said.
-    waits_for_server: ClassVar[bool] = False
-    # What a user can do where the server cannot be used.
-    offline: ClassVar[str] = ""
+    waits_for_server: ClassVar[bool] = False  # True if `log` may wait for a server: long waits are then reported
+    offline: ClassVar[str] = ""  # how to log without the server, for messages
 
     def __init__(self, _blank: bool = False) -> None:
         if _blank:
@@ -125,20 +123,10 @@ class NoTracker(GeneralTracker):
         return False
 
 
-def known_values(values: Any, caller: str) -> Mapping[str, Any]:
-    """Return ``values`` if they are a mapping; else raise `ArgumentError` in the name of ``caller``."""
-    if not isinstance(values, Mapping):
-        raise ArgumentError(f"{caller} takes a dict from names to values, got {type(values).__name__}")
-    return values
-
-
-# The base of trackers whose package hands out a run with a configuration, and takes all else by itself.
-
-
 class RunTracker(GeneralTracker):
     """Base of a tracker whose ``start`` sets ``.run``, an object with ``config`` and ``finish``.
 
-    ``run_name`` is the package's project; ``kwargs`` go to the package's function that begins a run.
+    ``run_name`` is the package's project; ``kwargs`` go to the package's function that starts a run.
     """
 
     requires_logging_directory = False
@@ -166,7 +154,7 @@ class RunTracker(GeneralTracker):
         self.run.finish()
 
 
-# Plain values: tensors, numpy's scalars and arrays turned into Python's own.
+# Plain values: tensors, and numpy's scalars and arrays, converted to Python's own types.
 
 _PLAIN = (int, float, str, bool, type(None))
 _warned: set[tuple[str, str]] = set()
@@ -224,11 +212,11 @@ def is_number(value: Any) -> bool:
     return isinstance(value, (int, float))
 
 
-def warn_skipped(tracker: str, name: str, value: Any, takes: str) -> None:
-    """Warn, once per tracker and name, that ``value`` is not logged because the tracker only accepts ``takes``."""
+def warn_skipped(tracker: str, name: str, value: Any, accepted: str) -> None:
+    """Warn, once per tracker and name, that ``value`` is not logged because the tracker only accepts ``accepted``."""
     if (tracker, name) not in _warned:
         _warned.add((tracker, name))
-        logger.warning("tracker %r takes %s: %r is left out (%s)", tracker, takes, name, type(value).__name__)
+        logger.warning("tracker %r accepts only %s: skipped %r (%s)", tracker, accepted, name, type(value).__name__)
 
 
 def table_rows(
@@ -238,7 +226,5 @@ def table_rows(
     if dataframe is not None:
         return dataframe
     if data is None:
-        from accel.errors import ArgumentError
-
         raise ArgumentError(f"log_table of tracker {tracker!r} needs data=… or dataframe=…")
     return [columns, *data] if columns else data

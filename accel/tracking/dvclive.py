@@ -1,4 +1,4 @@
-"""DVCLive: files that DVC keeps with the code."""
+"""DVCLive: files that DVC versions with the code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Isolate training from trackers: try the server first, survive outages, report long waits, raise the rest."""
+"""Isolation of training from trackers: check servers first, survive outages, report long waits, raise other errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from accel.tracking.base import GeneralTracker
 
 logger = logging.getLogger(__name__)
 
-# Reach the server first: some packages try for minutes or for ever.
+# Checking that a server is reachable: some packages try to connect for minutes, or for ever.
 
 TIMEOUT_S = 10.0
 _PORTS = {"http": 80, "https": 443}
@@ -51,19 +51,18 @@ SLOW_S = 10.0
 FIRST_PAUSE_S = 15.0
 LONGEST_PAUSE_S = 600.0
 
-# What a disk or a network says that is not the script's fault and may pass.
+# Errors of a disk or a network that are not the script's fault and may pass.
 _TRANSIENT_ERRNOS = frozenset(
     {
         errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE, errno.EROFS, errno.EAGAIN,
         errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTUNREACH, errno.EHOSTDOWN,
     }
 )  # fmt: skip
-# Of HTTP's refusals, those that ask to come again: request timeout, too many requests.
-_LATER = (408, 429)
+_RETRYABLE_STATUSES = (408, 429)  # request timeout, too many requests
 
 
 class IsolatedTracker:
-    """A guard around one tracker of one process.
+    """One tracker of one process, whose outages do not stop training.
 
     When the tracker's server or disk fails during training, it logs a warning, drops records, and retries after
     15 s, then after twice as long each time, up to 10 min. The number of lost records is logged when the tracker
@@ -91,7 +90,7 @@ class IsolatedTracker:
         except Exception as error:
             if is_outage(self.tracker, error):
                 logger.warning(
-                    "tracker %r cannot start now, and training goes on without it: %s%s",
+                    "tracker %r cannot start, training continues without it: %s%s",
                     self._name, first_line(error), self._hint(),
                 )  # fmt: skip
                 return False
@@ -102,7 +101,7 @@ class IsolatedTracker:
 
     def store(self, config: dict[str, Any]) -> None:
         """Store the configuration; log an outage."""
-        with self._surviving("its configuration is not stored"), warn_if_slow(f"tracker {self._name!r}"):
+        with self._tolerating_outage("configuration not stored"), warn_if_slow(f"tracker {self._name!r}"):
             self.tracker.store_init_configuration(config)
 
     def log(self, values: dict[str, Any], step: int | None, options: Mapping[str, Any]) -> None:
@@ -118,7 +117,7 @@ class IsolatedTracker:
         except Exception as error:
             if not is_outage(self.tracker, error):
                 raise
-            self._rest(error)
+            self._back_off(error)
         else:
             if self._pause:
                 self._pause = 0.0
@@ -126,7 +125,7 @@ class IsolatedTracker:
 
     def finish(self) -> None:
         """Finish the tracker; log an outage and the number of lost records."""
-        with self._surviving("it is not closed in order"), warn_if_slow(f"tracker {self._name!r} to finish"):
+        with self._tolerating_outage("run not closed"), warn_if_slow(f"tracker {self._name!r} to finish"):
             self.tracker.finish()
         if self._lost_records:
             logger.warning("tracker %r lost %d records", self._name, self._lost_records)
@@ -135,29 +134,28 @@ class IsolatedTracker:
         try:
             url = self.tracker.server()
         except (AttributeError, ImportError, KeyError):
-            # Another version of the package keeps the address elsewhere: then it is left to the package.
-            url = None
+            url = None  # another version of the package stores the address elsewhere
         if url is not None:
             check_reachable(url)
 
-    def _rest(self, error: BaseException) -> None:
+    def _back_off(self, error: BaseException) -> None:
         self._lost_records += 1
         if not self._pause:
             logger.warning(
-                "tracker %r fails, and training goes on; records are lost until it works again: %s",
+                "tracker %r failed, training continues; records are lost until it works again: %s",
                 self._name, first_line(error),
             )  # fmt: skip
         self._pause = min(self._pause * 2 or FIRST_PAUSE_S, LONGEST_PAUSE_S)
         self._retry_at = time.monotonic() + self._pause
 
     @contextmanager
-    def _surviving(self, consequence: str) -> Iterator[None]:
+    def _tolerating_outage(self, consequence: str) -> Iterator[None]:
         try:
             yield
         except Exception as error:
             if not is_outage(self.tracker, error):
                 raise
-            logger.warning("tracker %r fails, %s: %s", self._name, consequence, first_line(error))
+            logger.warning("tracker %r failed, %s: %s", self._name, consequence, first_line(error))
 
     def _hint(self) -> str:
         return f"; {self.tracker.offline}" if self.tracker.offline else ""
@@ -176,10 +174,10 @@ def is_outage(tracker: GeneralTracker, error: BaseException) -> bool:
 def _is_transient(error: OSError) -> bool:
     if isinstance(error, (ConnectionError, TimeoutError)) or error.errno in _TRANSIENT_ERRNOS:
         return True
-    # The errors of `requests` and of a name that does not resolve are OSErrors without a number of the system's; of
-    # these, a malformed address and a server's refusal of a request will not pass.
+    # Errors of `requests` and of name resolution are OSErrors without a system error number. Malformed addresses and
+    # requests that the server rejects are permanent.
     status = getattr(getattr(error, "response", None), "status_code", 0)
-    permanent = isinstance(error, ValueError) or (400 <= status < 500 and status not in _LATER)
+    permanent = isinstance(error, ValueError) or (400 <= status < 500 and status not in _RETRYABLE_STATUSES)
     return (error.errno is None or error.errno < 0) and not permanent
 
 

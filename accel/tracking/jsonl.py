@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 SCHEMA = 1
 FILE = "metrics.jsonl"
-# Characters that some readers, `str.splitlines` among them, take for the end of a line; JSON itself escapes the others.
+# Characters that some readers, such as `str.splitlines`, take for the end of a line; JSON itself escapes the others.
 _LINE_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
 
 
@@ -116,7 +116,7 @@ class JSONLTracker(GeneralTracker):
     @property
     def _lines(self) -> _Lines:
         if self._file is None:
-            raise TrackerError("tracker 'jsonl' is not open: call start() first, and nothing after finish()")
+            raise TrackerError("tracker 'jsonl' is not open: use it between start() and finish()")
         return self._file
 
     def _write(self, kind: str, **content: Any) -> None:
@@ -170,13 +170,13 @@ def read_records(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
             if isinstance(record, dict):
                 yield _restore(record)
             else:
-                logger.warning("%s: line %d is damaged and left out", os.fspath(path), number)
+                logger.warning("%s: skipped line %d, which is damaged", os.fspath(path), number)
 
 
 def read_history(path: str | os.PathLike[str], run: str | None = None) -> list[dict[str, Any]]:
-    """Return the ``log`` records of one run (default: the last one begun) as if it had never been interrupted.
+    """Return the ``log`` records of one run (default: the last one started) as if it had never been interrupted.
 
-    If a run restarted from an earlier step, records of its former attempts from that step on are left out.
+    If a run restarted from an earlier step, records of its former attempts from that step on are omitted.
     """
     records = list(read_records(path))
     if run is None:
@@ -208,7 +208,7 @@ def _encode(record: dict[str, Any]) -> bytes:
     if nonfinite:
         content["nonfinite"] = nonfinite
     text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).translate(_LINE_ENDS)
-    # A lone surrogate (from an undecodable file name) becomes the escape that JSON has for it.
+    # A lone surrogate (from an undecodable file name) becomes its JSON escape.
     return text.encode("utf-8", "backslashreplace") + b"\n"
 
 

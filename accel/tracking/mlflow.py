@@ -10,7 +10,7 @@ from accel.errors import ArgumentError
 from accel.tracking.base import GeneralTracker, is_number, on_main_process, plain, scalars, warn_skipped
 from accel.world.environment import read_flag
 
-# MLflow's own words for its server's state: mlflow/protos/databricks.proto, ErrorCode.
+# MLflow's error codes of an unavailable server: mlflow/protos/databricks.proto, ErrorCode.
 _UNAVAILABLE = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_EXCEEDED", "DEADLINE_EXCEEDED")
 
 
@@ -85,7 +85,7 @@ class MLflowTracker(GeneralTracker):
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Log ``values`` as parameters; one too long for MLflow is left out with a warning."""
+        """Log ``values`` as parameters; one too long for MLflow is skipped with a warning."""
         import mlflow
         from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH, MAX_PARAMS_TAGS_PER_BATCH
 
@@ -160,5 +160,5 @@ def _tags(tags: dict[str, Any] | str | None) -> dict[str, Any] | None:
     except ValueError:
         read = None
     if not isinstance(read, dict):
-        raise ArgumentError(f'MLflow tags {tags!r} are no JSON object, like {{"team": "speech"}}')
+        raise ArgumentError(f'MLflow tags {tags!r} are not a JSON object such as {{"team": "speech"}}')
     return read

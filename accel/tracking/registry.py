@@ -45,7 +45,7 @@ LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {
 
 @dataclass(frozen=True)
 class _Needs:
-    """Alternative packages, one of which a tracker needs; the first is the one to install."""
+    """Packages of which a tracker needs one; messages name the first."""
 
     packages: tuple[str, ...] = ()
 
@@ -70,7 +70,7 @@ _NEEDS = {
 @cache
 def _installed(package: str) -> bool:
     spec = find_spec(package)
-    # A folder of that name beside the script, such as the wandb/ that a run leaves, is found too, but has no file.
+    # A folder of that name on sys.path, such as the wandb/ of a run, has a spec without an origin.
     return spec is not None and spec.origin is not None
 
 
@@ -97,7 +97,7 @@ def _check_class(tracker_class: Any, source: str) -> None:
     if not (isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)):
         raise ArgumentError(f"{source} takes a subclass of GeneralTracker, got {tracker_class!r}")
     if not isinstance(getattr(tracker_class, "name", None), str) or not tracker_class.name:  # type: ignore[attr-defined]
-        raise ArgumentError(f"{source}: {tracker_class.__name__} lacks the class attribute name, a text")
+        raise ArgumentError(f"{source}: {tracker_class.__name__} lacks the class attribute name, a str")
     if not hasattr(tracker_class, "requires_logging_directory"):
         raise ArgumentError(
             f"{source}: {tracker_class.__name__} lacks the class attribute requires_logging_directory, True or False"
@@ -109,7 +109,7 @@ def filter_trackers(
 ) -> list[Choice]:
     """Return the trackers in ``log_with``, each once: names as `LoggerType` or text, instances and classes as given.
 
-    ``"all"`` selects every available one; without ``logging_dir``, those that need it are left out with a
+    ``"all"`` selects every available one; without ``logging_dir``, those that need it are skipped with a
     warning. Raises `ArgumentError` for an unknown name, a package that is not installed, and a named tracker that
     needs a directory if ``logging_dir`` is missing.
     """
@@ -142,7 +142,7 @@ def _all(logging_dir: str | os.PathLike[str] | None) -> list[Choice]:
         else:
             kinds.append(kind)
     if skipped:
-        logger.warning("log_with='all' leaves out %s: no project_dir or logging_dir is given", ", ".join(skipped))
+        logger.warning("log_with='all' skips %s: pass project_dir or logging_dir to use it", ", ".join(skipped))
     return kinds
 
 
@@ -159,8 +159,8 @@ def _check_choice(selector: Any, logging_dir: str | os.PathLike[str] | None) -> 
     name = name_of(choice)
     if kind.requires_logging_directory and logging_dir is None:  # type: ignore[attr-defined]
         raise ArgumentError(
-            f"log_with={name!r} needs a directory: give Accelerator(project_dir=…) or "
-            f"ProjectConfiguration(logging_dir=…)"
+            f"log_with={name!r} needs a directory: pass Accelerator(project_dir=…) or "
+            "ProjectConfiguration(logging_dir=…)"
         )
     return choice
 

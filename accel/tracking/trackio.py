@@ -34,5 +34,5 @@ class TrackioTracker(RunTracker):
         import trackio
         from trackio import context_vars
 
-        # Trackio's own function also forgets the run, which it would otherwise finish again when Python ends.
+        # Trackio's own function also resets the current run, which Trackio would otherwise finish again at exit.
         (trackio if context_vars.current_run.get() is self.run else self.run).finish()

@@ -62,7 +62,7 @@ def _fp16_on_cpu() -> None:
 def test_fp16_without_a_gpu_is_one_line() -> None:
     ended = outcomes(_fp16_on_cpu, processes=1, env={"ACCELERATE_USE_CPU": "1"})[0]
     assert ended.error == "PrecisionError"
-    assert ended.message == "mixed_precision='fp16' needs a GPU, this process runs on cpu: use 'bf16' or 'no'"
+    assert ended.message == "mixed_precision='fp16' needs a GPU, but this process uses cpu: use 'bf16' or 'no'"
 
 
 def half(**scaling: Any) -> HalfPrecision:

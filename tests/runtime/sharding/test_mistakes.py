@@ -99,29 +99,29 @@ def _no_value() -> Any:
 
 
 CASES: list[tuple[Callable[[], Any], str]] = [
-    (_sizes, "ParallelismConfig: dp_replicate_size=2 × dp_shard_size=2 is 4, and this world has 2 processes"),
+    (_sizes, "ParallelismConfig: dp_replicate_size=2 × dp_shard_size=2 is 4, but this world has 2 processes"),
     (_divides, "ParallelismConfig: dp_replicate_size=3 does not divide the 2 processes of this world"),
     (_tensors, "ParallelismConfig(tp_size=2): tensor parallelism is not in this version of accel: leave it out"),
-    (_unsharded, "ParallelismConfig(dp_shard_size=2) shards models: give fsdp_plugin=FullyShardedDataParallelPlugin() "
+    (_unsharded, "ParallelismConfig(dp_shard_size=2) shards models: pass fsdp_plugin=FullyShardedDataParallelPlugin() "
                  "too (--use_fsdp)"),
     (_class, "Could not find the transformer layer class Blok in the model. It has Block, Decoder, Embedding, "
              "LayerNorm, Linear, ModuleList"),
-    (_scalar, "prepare: temperature has no dimension that can be sharded: make it by reshape(1)"),
+    (_scalar, "prepare: temperature has no dimension that can be sharded: reshape it to (1,)"),
     (_types, "prepare: 0.weight is torch.float32 and 1.weight is torch.bfloat16, both trained in one unit (the model): "
-             "convert one, or make them parts of different units"),
-    (_stranger, "SGD: a parameter of shape (5,) is of no prepared model, so that its steps would change nothing: "
+             "convert one, or put them in different units"),
+    (_stranger, "SGD: a parameter of shape (5,) belongs to no prepared model, so its steps would change nothing: "
                 "prepare its model too, or list model.parameters() after prepare"),
-    (_joined, "join_uneven_inputs is for DDP: with sharded models every process runs as many batches as the others; "
-              "leave it out, and keep even_batches=True"),
+    (_joined, "join_uneven_inputs is for DDP: with sharded models all processes must run the same number of "
+              "batches. Remove it, and keep even_batches=True"),
     (_local_sgd, "LocalSGD averages whole models: sharded ones have no process of their own to train in"),
-    (_stale, "clipping: these parameters were listed while the model had them gathered: give model.parameters()"),
-    (_other, "prepare: the Linear of process 1 is not that of process 0: names, shapes, types or requires_grad of "
-             "parameters differ"),
+    (_stale, "clipping: these parameters were listed while the model had them gathered: pass model.parameters()"),
+    (_other, "prepare: the Linear of process 1 differs from that of process 0 in names, shapes, types or "
+             "requires_grad of parameters"),
     (_late, "fsdp_plugin was asked after this process began without: give it to the first Accelerator or "
             "AcceleratorState"),
     (_wrong, "Accelerator(fsdp_plugin=…) must be a FullyShardedDataParallelPlugin, not str"),
     (_no_value, "prepare: weight is on the meta device on the main process too, and a Odd has no reset_parameters: "
-                "give FullyShardedDataParallelPlugin(param_init_fn=…)"),
+                "pass FullyShardedDataParallelPlugin(param_init_fn=…)"),
 ]  # fmt: skip
 
 

@@ -164,7 +164,7 @@ def test_a_precision_is_a_name_a_policy_or_its_fields() -> None:
         ("VERSION", "3", "environment variable FSDP_VERSION: '3' is none of 1, 2"),
         ("SHARDING_STRATEGY", "ful_shard", "SHARDING_STRATEGY: 'ful_shard' is none of FULL_SHARD, .*mean"),
         ("RESHARD_AFTER_FORWARD", "fals", "AFTER_FORWARD: 'fals' is none of FULL_SHARD"),
-        ("STATE_DICT_TYPE", "LOCAL_STATE_DICT", "LOCAL_STATE_DICT is of flat parameters: use SHARDED_STATE_DICT"),
+        ("STATE_DICT_TYPE", "LOCAL_STATE_DICT", "LOCAL_STATE_DICT holds flat parameters: use SHARDED_STATE_DICT"),
         (
             "AUTO_WRAP_POLICY",
             "SIZE",
@@ -195,7 +195,7 @@ def test_sizes_are_read_and_are_1_otherwise(monkeypatch: pytest.MonkeyPatch) -> 
         ParallelismConfig(tp_size=0)
     with pytest.raises(ArgumentError, match=r"ParallelismConfig\(cp_backend=…\): 'ring' is none of torch"):
         ParallelismConfig(cp_backend="ring")
-    with pytest.raises(ArgumentError, match="give it to an Accelerator first"):
+    with pytest.raises(ArgumentError, match="pass the config to an Accelerator first"):
         config.get_device_mesh()
 
 

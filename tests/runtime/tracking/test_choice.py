@@ -73,7 +73,7 @@ def test_all_is_every_one_that_is_installed(tmp_path: Path, nothing_installed: N
 
 def test_all_leaves_out_what_has_no_directory(nothing_installed: None, caplog: pytest.LogCaptureFixture) -> None:
     assert filter_trackers("all") == []
-    assert caplog.messages == ["log_with='all' leaves out jsonl: no project_dir or logging_dir is given"]
+    assert caplog.messages == ["log_with='all' skips jsonl: pass project_dir or logging_dir to use it"]
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_all_leaves_out_what_has_no_directory(nothing_installed: None, caplog: p
          "trackio, jsonl, all; did you mean 'wandb'?"),
         ([3, "jsonl"], "log_with=3 (int) is none of"),
         (int, "log_with takes a subclass of GeneralTracker, got <class 'int'>"),
-        ("jsonl", "log_with='jsonl' needs a directory: give Accelerator(project_dir=…) or "
+        ("jsonl", "log_with='jsonl' needs a directory: pass Accelerator(project_dir=…) or "
          "ProjectConfiguration(logging_dir=…)"),
     ],
 )  # fmt: skip
@@ -200,7 +200,7 @@ def test_mlflow_reads_its_variables_first(monkeypatch: pytest.MonkeyPatch) -> No
     assert (tracker.experiment_name, tracker.run_id, tracker.tags) == ("named", "abc", {"team": "vision"})
     assert tracker.nested_run is True
     monkeypatch.setenv("MLFLOW_TAGS", "team=vision")
-    with pytest.raises(ArgumentError, match="are no JSON object"):
+    with pytest.raises(ArgumentError, match="are not a JSON object"):
         MLflowTracker("digits")
 
 

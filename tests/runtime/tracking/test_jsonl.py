@@ -166,7 +166,7 @@ def test_a_line_cut_short_costs_itself_alone(cut: int, tmp_path: Path, caplog: p
     assert path.read_bytes().startswith(whole)
     # Cut by its newline alone, the line is whole all the same.
     assert logged(path) == [(0, {"loss": 1.0})] * (2 if cut == 1 else 1) + [(1, {"loss": 2.0})]
-    assert ("line 3 is damaged" in caplog.text) == (cut != 1)
+    assert ("skipped line 3, which is damaged" in caplog.text) == (cut != 1)
 
 
 def test_a_run_that_begins_again_replaces_what_it_repeats(tmp_path: Path) -> None:
@@ -239,7 +239,7 @@ def test_a_full_disk_costs_records_and_not_the_training(tmp_path: Path) -> None:
     said = run_one(fill_the_disk, str(tmp_path))
     steps = [step for step, _ in logged(tmp_path / "digits/metrics.jsonl")]
     assert steps == [0, 6, 7, 8]
-    assert ["fails, and training goes on" in text for text in said] == [True, False, False]
+    assert ["failed, training continues" in text for text in said] == [True, False, False]
     assert said[1:] == [
         "tracker 'jsonl' works again; records lost so far: 5",
         "tracker 'jsonl' lost 5 records",

@@ -175,7 +175,7 @@ def test_the_environment_asks_for_compilation() -> None:
 def test_a_plugin_that_cannot_be_used_is_named() -> None:
     with pytest.raises(ArgumentError, match=r"mode=…\): 'fast' is none of default"):
         TorchDynamoPlugin(backend="eager", mode="fast")
-    with pytest.raises(ArgumentError, match="give mode='max-autotune' or options, not both"):
+    with pytest.raises(ArgumentError, match="pass mode='max-autotune' or options, not both"):
         TorchDynamoPlugin(mode="max-autotune", options={"epilogue_fusion": True})
 
 

@@ -1,7 +1,6 @@
 """The full values of a unit's parameters, the same on every process, just before it is sharded.
 
-Units are handled one at a time, so that a process only ever holds its shards, one full unit and the model as
-given.
+Units are handled one at a time, so that a process only ever holds its shards, one full unit and the original model.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from accel.errors import ArgumentError
 from accel.parallel.units import aliases
 
 _SHORT = (torch.float16, torch.bfloat16)
-_TRIM_BYTES = 64 << 20  # bytes of weights; giving memory back takes as long as sharding a tenth as many
+_TRIM_BYTES = 64 << 20  # bytes of weights; returning memory takes a tenth of the time that sharding them does
 
 
 class WeightMaterializer:
@@ -50,11 +49,11 @@ class WeightMaterializer:
         self.names = aliases(model)
         self.is_main = dist.get_rank() == 0
         self._materialized = 0  # bytes
-        self._missing = _agree(model, self.names)
+        self._missing = _parameters_without_value(model, self.names)
         if self._missing and not broadcast:
             raise ArgumentError(
-                f"prepare: {self._missing[0]} is on the meta device, where it has no value, "
-                "and sync_module_states=False says that every process has its own: leave that out"
+                f"prepare: {self._missing[0]} is on the meta device and has no value, but with "
+                "sync_module_states=False every process keeps its own: remove sync_module_states"
             )
 
     def dtype(self, parameter: torch.Tensor) -> torch.dtype:
@@ -66,7 +65,7 @@ class WeightMaterializer:
     def materialize(self, parameters: Iterable[nn.Parameter]) -> None:
         """Put ``parameters`` on the device, with their values, under all of their names."""
         parameters = list(parameters)
-        if self._materialized >= _TRIM_BYTES:  # most of which is in shards by now
+        if self._materialized >= _TRIM_BYTES:  # most of these weights are sharded by now
             _trim_malloc()
             self._materialized = 0
         self._materialized += sum(parameter.nbytes for parameter in parameters)
@@ -122,7 +121,7 @@ class WeightMaterializer:
         if reset is None and not inits:
             raise ArgumentError(
                 f"prepare: {names[0]} is on the meta device on the main process too, and a {type(module).__name__} has "
-                "no reset_parameters: give FullyShardedDataParallelPlugin(param_init_fn=…)"
+                "no reset_parameters: pass FullyShardedDataParallelPlugin(param_init_fn=…)"
             )
         module.to_empty(device=self.device, recurse=False)
         with torch.no_grad():
@@ -139,7 +138,7 @@ def _trim_malloc() -> None:
         trim(0)
 
 
-def _agree(model: nn.Module, names: Mapping[nn.Parameter, list[str]]) -> list[str]:
+def _parameters_without_value(model: nn.Module, names: Mapping[nn.Parameter, list[str]]) -> list[str]:
     """Return the parameters without a value on the main process. Raises `ArgumentError` if models differ."""
     signature = [
         (parameter_names[0], tuple(p.shape), str(p.dtype), p.requires_grad) for p, parameter_names in names.items()
@@ -148,8 +147,8 @@ def _agree(model: nn.Module, names: Mapping[nn.Parameter, list[str]]) -> list[st
     differing = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if differing:
         raise ArgumentError(
-            f"prepare: the {type(model).__name__} of process {differing[0]} is not that of process 0: "
-            "names, shapes, types or requires_grad of parameters differ"
+            f"prepare: the {type(model).__name__} of process {differing[0]} differs from that of process 0 "
+            "in names, shapes, types or requires_grad of parameters"
         )
     without_value = [[parameter_names[0] for p, parameter_names in names.items() if p.is_meta]]
     missing: list[str] = collectives.broadcast_object_list(without_value)[0]
