@@ -1,5 +1,4 @@
-"""One training script, any cluster: the runtime (`Accelerator`) and the command line; not where jobs run
-(`schedulers`).
+"""One training script, any cluster: the runtime (`Accelerator`) and the command line.
 
 ``import accel`` loads only this table: a public name is imported from its module at its first use, so that
 the command line starts without torch.

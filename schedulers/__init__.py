@@ -1,5 +1,4 @@
-"""Job submission and monitoring: what to run (`JobSpec`), where (`Target`), and the jobs (`Job`, `Store`); not
-what runs in them (`accel`), which nothing here imports.
+"""Job submission and monitoring: what to run (`JobSpec`), where (`Target`), and the jobs (`Job`, `Store`).
 
 Needs no torch and never imports `accel`. Every name is imported when it is first used.
 """

@@ -75,17 +75,25 @@ def test_every_public_name_is_there(package: str) -> None:
     assert [name for name in module.__all__ if not hasattr(module, name)] == []
 
 
-def test_each_room_says_in_its_docstring_what_the_document_says() -> None:
+def test_each_package_has_the_same_description_in_its_docstring_and_in_the_document() -> None:
     text = (ROOT / "docs/architecture.md").read_text()
-    tree = text[text.index("## The rooms") : text.index("## Words")]
+    tree = text[text.index("## Packages") : text.index("## Glossary")]
     top, written = "", {}
     for line in re.sub(r"\n +(?=[^- ])", " ", tree).splitlines():
         if match := re.fullmatch(r"( *)- `(\w+)/`: (.*)", line):
             top = top if match[1] else match[2]
             written[f"{top}/{match[2]}" if match[1] else top] = match[3]
-    rooms = ["accel", "schedulers"]
-    rooms += [path.parent.relative_to(ROOT).as_posix() for top in rooms for path in (ROOT / top).glob("*/__init__.py")]
-    assert written == {room: _first_paragraph(ROOT / room / "__init__.py") for room in rooms}
+    inits = [path for top in ("accel", "schedulers") for path in (ROOT / top).glob("*/__init__.py")]
+    packages = ["accel", "schedulers", *(path.parent.relative_to(ROOT).as_posix() for path in inits)]
+    assert written == {package: _first_paragraph(ROOT / package / "__init__.py") for package in packages}
+
+
+def test_the_way_of_a_submit_names_files_that_exist() -> None:
+    text = (ROOT / "docs/architecture.md").read_text()
+    way = text[text.index("## The way of a submit") : text.index("## Packages")]
+    paths = re.findall(r"`((?:accel|schedulers)/[\w/]+\.py)`", way)
+    assert len(re.findall(r"^\d+\. ", way, re.MULTILINE)) == 10
+    assert [path for path in paths if not (ROOT / path).is_file()] == []
 
 
 def _first_paragraph(path: Path) -> str:
@@ -93,10 +101,11 @@ def _first_paragraph(path: Path) -> str:
     return " ".join(docstring.partition("\n\n")[0].split())
 
 
-def test_words_of_the_document_name_modules_that_are_there() -> None:
+def test_the_glossary_names_modules_that_exist() -> None:
     text = (ROOT / "docs/architecture.md").read_text()
-    words = [line.split("|") for line in text[text.index("## Words") :].splitlines() if line.startswith("| ")][2:]
-    assert 0 < len(words) <= 40
+    glossary = text[text.index("## Glossary") : text.index("## Layers")]
+    words = [line.split("|") for line in glossary.splitlines() if line.startswith("| ")][2:]
+    assert 0 < len(words) <= 60
     for _, word, _, where, _ in words:
         for path in re.findall(r"`([^`]+)`", where):
             assert list(ROOT.glob(path)), f"{word}: {path}"

@@ -1,5 +1,4 @@
-"""Models larger than the memory: created empty, planned over devices, loaded piece by piece, run with offload;
-not what `accel estimate-memory` prints (`estimate`).
+"""Models larger than memory: empty weights, device maps, loading piece by piece, offload to host and disk.
 
 Like ``accel`` itself, the package is a table: a name is imported from its module on first access.
 """

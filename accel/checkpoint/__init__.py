@@ -1,6 +1,4 @@
-"""Checkpoints: written whole or not at all, verified when read, never executed as code; not `Accelerator.save_state`
-and its like (`accelerator/checkpoints.py`).
-"""
+"""Checkpoints: written atomically, verified when read, never executed as code."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The command line: one command a module, imported only when it runs; not what a command does, which is in
-the other rooms and in `schedulers`.
+"""The command line: one module a command, imported only when it runs.
 
 A command's module has `add_arguments(parser)` and `run(args) -> int`, or `run_argv(argv) -> int` if it does
 not parse everything after the command (a script's own arguments).

@@ -1,5 +1,4 @@
-"""Collective operations on nested tensors: gather, reduce, broadcast, and random states; not the process group
-(`world`).
+"""Collective operations on nested tensors: gather, reduce, broadcast, and random states.
 
 Nested tensors take as few collectives as possible: gather and broadcast pack every tensor, of any type, into
 one buffer of bytes; reduce needs one per data type. Every process must call the same operation with the same

@@ -1,3 +1,1 @@
-"""The commands under the names of Accelerate's documents, `python -m accel.commands.launch`; not their code, which
-is in `cli`.
-"""
+"""The commands under the names of Accelerate's documents: `python -m accel.commands.launch`."""

@@ -1,5 +1,4 @@
-"""`import accelerate`, answered by accel, for code that cannot change its import; nothing that is used
-without it.
+"""`import accelerate` answered by accel, for code that cannot change its import.
 
 Import this package before anything that imports `accelerate`::
 

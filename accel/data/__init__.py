@@ -1,5 +1,4 @@
-"""Data loaders: which samples are whose (`batch_sampler`), in which order (`shuffle`), on which device
-(`loader`); not data sets.
+"""Data loaders: sharding over processes (`batch_sampler`), shuffling (`shuffle`), device placement (`loader`).
 
 With `dispatcher` the main process reads, and sends each process its part.
 """

@@ -1,3 +1,1 @@
-"""What this machine and this installation are, read so that nothing broken or slow gets in the way; not whether
-training works (`selftest`).
-"""
+"""The report of `accel env`: machine, packages and devices; a broken driver or package cannot hang or crash it."""

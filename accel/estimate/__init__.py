@@ -1,3 +1,1 @@
-"""How much memory a model will take, from its description: no weights are read, no memory is allocated; not its
-placement (`big_models`).
-"""
+"""Memory estimates of `accel estimate-memory`, from a model's description: nothing is loaded or allocated."""

@@ -1,3 +1,1 @@
-"""`accel launch` on this node: devices, ranks, signals, exit, the report of a failure; not what its flags mean
-(`settings`).
-"""
+"""`accel launch` on this node: devices, ranks, signals, exit codes and failure reports."""

@@ -1,3 +1,1 @@
-"""The checks that `accel test` runs in a world of processes (``python -m accel.sanity``); not the tests of accel
-(`tests/`).
-"""
+"""The checks of `accel test`, which run in a world of processes (``python -m accel.sanity``)."""

@@ -1,5 +1,4 @@
-"""The settings of a launch, each described once, from which flags, files, prompts and documents are made; not what
-is done with them (`launch`).
+"""The settings of a launch, each described once: flags, files, prompts and documents are generated from them.
 
 `accel launch`'s parser and help, the configuration file and its validation, the variables of the workers, the
 questionnaire of `accel config` and the pages in `docs/reference` are all generated from `GROUPS`.

@@ -1,3 +1,1 @@
-"""The parts of a training step: the optimizer, the scheduler, accumulation and compilation; not the loop, which
-is the user's.
-"""
+"""The parts of a training step: optimizer, scheduler, accumulation and compilation."""

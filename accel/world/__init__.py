@@ -1,3 +1,1 @@
-"""The world of processes and the machine below it: environment, process group, devices, packages; not what processes
-exchange (`collectives`).
-"""
+"""The world of processes and the machine below it: environment, process group, devices, packages."""

@@ -1,3 +1,1 @@
-"""Named targets: accel.yaml, the schema of options, references to secrets; not the options of one target (its
-`options.py`).
-"""
+"""Named targets: `accel.yaml`, the schema of target options, and references to secrets."""

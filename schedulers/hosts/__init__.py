@@ -1,3 +1,1 @@
-"""Machines reached over SSH: names and keys, connections, files, checks, supervisors, and jobs (`hosts/jobs/`:
-placing, sending, following, clearing); not the choice of machines (`ssh`).
-"""
+"""Machines over SSH: connections, host keys, files, preflight, supervisors, and jobs on them (`hosts/jobs/`)."""

@@ -1,3 +1,1 @@
-"""Operations on jobs, the same for every target: submit, poll, follow, attach, recover, prune; not a target's
-own part (its room).
-"""
+"""Operations on jobs, the same for every target: submit, poll, follow, attach, recover, prune."""

@@ -1,1 +1,3 @@
-"""The Kubernetes target: one object per job, whose pods run `accel launch`. The charts (`helm/`) must equal it."""
+"""The Kubernetes target: one object a job, whose pods run `accel launch`. The charts (`helm/`) create the same
+objects.
+"""

@@ -1,3 +1,1 @@
-"""This machine as a target: jobs that outlive the terminal, and queue for its GPUs and processors; not the ranks
-(`accel/launch/`).
-"""
+"""The local target: jobs on this machine that outlive the terminal and queue for its GPUs and processors."""

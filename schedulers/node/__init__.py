@@ -1,3 +1,1 @@
-"""Programs sent to hosts, which run them with Python 3.8 or later and its standard library only; not what sends
-them (`hosts`).
-"""
+"""Programs sent to hosts, for Python 3.8 or later with its standard library."""

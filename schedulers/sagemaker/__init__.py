@@ -1,1 +1,1 @@
-"""Amazon SageMaker: training jobs whose containers run `accel launch`. The launcher is in `accel/launch/`."""
+"""The SageMaker target: training jobs whose containers run `accel launch`."""

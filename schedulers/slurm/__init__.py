@@ -1,1 +1,1 @@
-"""Slurm, on its login node or over SSH (`hosts`): a batch job per job, with `accel launch` on each node."""
+"""The Slurm target: a batch job per job, with `accel launch` on each node; on a login node or over SSH."""

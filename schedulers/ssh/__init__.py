@@ -1,3 +1,1 @@
-"""Machines that share nothing, over SSH: a supervisor on each runs the job and needs no client; not SSH itself
-(`hosts`).
-"""
+"""The SSH target: machines that share nothing; a supervisor on each runs the job and needs no client."""

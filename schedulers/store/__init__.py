@@ -1,1 +1,1 @@
-"""The job store (one directory per job) and the snapshots of code; not operations on jobs (`jobs`)."""
+"""The job store (one directory per job) and the snapshots of code."""

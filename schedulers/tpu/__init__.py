@@ -1,1 +1,1 @@
-"""Google Cloud TPUs: slices whose hosts run `accel launch`. `accel tpu-config` is in `accel/launch/tpu/`."""
+"""The TPU target: slices of Google Cloud TPUs, whose hosts run `accel launch`."""
