@@ -5,7 +5,7 @@ local/supervisor.json   the supervisor's identity, node and PID namespace; writt
 local/supervisor.lock   locked while the supervisor or the launcher lives, the only proof that the job runs
 local/cancel            a cancel request, from where the supervisor cannot be signalled
 local/progress.json     the supervisor's progress, for people: waiting for what, running since when
-exit.json               the result: written once, whole or not at all
+exit.json               the result: written once, completely or not at all
 logs/                   see `schedulers.store.log_lines`; launch.jsonl: `accel launch`'s events of attempts
 """
 

@@ -75,11 +75,11 @@ class Supervisor:
             self._await_dependencies()
             env = self._await_slots()
             status = self._set_up(env) or self._launch(env)
-        except _LaunchFailed as problem:
-            status = problem.status
+        except _NotLaunched as error:
+            status = error.status
         except (SchedulerError, OSError) as error:
             status = Status(state=State.FAILED, reason=Reason.SETUP, message=str(error))
-        except Exception as error:  # a defect of ours must not lose the job
+        except Exception as error:  # our defect must not lose the job
             traceback.print_exc()
             log_path = self._files.logs / "supervisor.txt"
             status = Status(
@@ -120,7 +120,7 @@ class Supervisor:
     def _check_cancelled(self) -> None:
         if self._cancelled:
             status = Status(state=State.CANCELLED, reason=Reason.USER, message="cancelled before it started")
-            raise _LaunchFailed(status)
+            raise _NotLaunched(status)
 
     def _set_status(self, state: State, message: str = "", reason: Reason = Reason.NONE) -> None:
         status = Status(state=state, reason=reason, message=message, observed_at=time.time())
@@ -141,8 +141,8 @@ class Supervisor:
                 self._sleep(_NOTE_S)
             status = dependency.result()
             if status.state is not State.SUCCEEDED:
-                message = f"job {job_id}, which it was to run after, {status.state.value}"
-                raise _LaunchFailed(Status(state=State.CANCELLED, reason=Reason.DEPENDENCY, message=message))
+                message = f"job {job_id} (--after) {status.state.value}"
+                raise _NotLaunched(Status(state=State.CANCELLED, reason=Reason.DEPENDENCY, message=message))
 
     def _await_slots(self) -> dict[str, str]:
         """Wait for the job's turn, GPUs and processors; return the environment that makes only those GPUs visible."""
@@ -157,7 +157,7 @@ class Supervisor:
             try:
                 slot_names, reason = self._slots.try_acquire(requests)
             except NotEnoughSlots as error:
-                raise _LaunchFailed(Status(state=State.FAILED, reason=Reason.NO_CAPACITY, message=str(error))) from None
+                raise _NotLaunched(Status(state=State.FAILED, reason=Reason.NO_CAPACITY, message=str(error))) from None
             if not reason:
                 return visible(slot_names, devices)
             if reason != last_reason:
@@ -257,7 +257,7 @@ class Supervisor:
             return Status(state=State.FAILED, reason=Reason(failure["reason"]), exit_code=failure["exit_code"],
                           attempt=attempt, message=_message(failure))  # fmt: skip
         message = self._last_log_line() or f"accel launch ended with exit code {code}"
-        if code < 0:  # it had no time to say anything: the last words are a rank's
+        if code < 0:  # it could report nothing: its log's last line is a rank's
             message = f"accel launch was killed by {signal_name(-code)}"
         return Status(state=State.FAILED, reason=self._refusal(), exit_code=_as_exit_code(code), attempt=attempt,
                       message=message.removeprefix("accel launch: "))  # fmt: skip
@@ -292,12 +292,12 @@ class Supervisor:
                 time.sleep(1)
         with contextlib.suppress(OSError):
             atomic_files.sync_directory(str(self._files.directory))
-            for name in _REPORTS:  # gives back what was reserved
+            for name in _REPORTS:  # frees what was reserved
                 path = self._files.logs / name
                 os.truncate(path, path.stat().st_size)
 
 
-class _LaunchFailed(Exception):
+class _NotLaunched(Exception):
     def __init__(self, status: Status) -> None:
         super().__init__(status.message)
         self.status = status

@@ -52,12 +52,12 @@ def main() -> None:
 def clear_job(root: str, job: str) -> str | None:
     """Delete the job's directory; return why, if it cannot be. A missing one is no error."""
     if not JOB.match(job):
-        return "it is no job id"
+        return "not a job id"
     directory = os.path.join(root, "jobs", job)
     if supervised(directory):
         return "its supervisor still runs"
     end_remaining(directory)
-    # Renamed first: what is half removed must not look like a job.
+    # Renamed first: a half removed directory must not look like a job.
     grave = os.path.join(root, "jobs", f"{GRAVE}{job}-{os.urandom(3).hex()}")
     with contextlib.suppress(FileNotFoundError):
         os.rename(directory, grave)
@@ -72,7 +72,7 @@ def end_remaining(directory: str) -> None:
     if os.path.exists(state) and not os.path.exists(result):
         import subprocess
 
-        with contextlib.suppress(subprocess.TimeoutExpired):  # how it ended need not be written where all of it goes
+        with contextlib.suppress(subprocess.TimeoutExpired):  # its result is deleted in any case
             argv = [sys.executable, "-I", program, directory]
             subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=ENDING_S)
 

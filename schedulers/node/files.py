@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     Step = dict[str, Any]
 
 CHUNK = 1 << 20
-STALL_S = 120  # a sender that is cut off leaves no process behind
+STALL_S = 120  # then the process of a client that was cut off ends
 STALE_S = 86400
 
 
@@ -56,7 +56,7 @@ def write_reply(line: object) -> None:
 
 
 def on_stall(*_: object) -> None:
-    raise InvalidRequest(f"nothing came for {STALL_S} s")
+    raise InvalidRequest(f"no data for {STALL_S} s")
 
 
 def explain(error: OSError) -> str:
@@ -70,8 +70,8 @@ def explain(error: OSError) -> str:
     return f"{path}: {(error.strerror or str(error)).lower()}"
 
 
-def place(root: str, path: str) -> str:
-    """Return a path below the root. Raises Refused for one outside it."""
+def path_below(root: str, path: str) -> str:
+    """Return a path below the root. Raises InvalidRequest for one outside it."""
     parts = path.split("/")
     if not path or path.startswith("/") or ".." in parts or "." in parts or not all(parts):
         raise InvalidRequest(f"{path!r} is not a path inside {root}")
@@ -141,21 +141,21 @@ def sync_directory(path: str) -> None:
 
 
 def put(root: str, step: Step) -> bool:
-    path = place(root, step["path"])
+    path = path_below(root, step["path"])
     check_free_space(root, step["size"], path)
     write_atomically(path, step["size"], step["mode"])
     return True
 
 
 def blob_path(root: str, digest: str) -> str:
-    return place(root, f"blobs/{digest}")
+    return path_below(root, f"blobs/{digest}")
 
 
 def blob(root: str, step: Step) -> bool:
     """Store a blob under its digest; request it only if it is missing. Return True if it was sent."""
     path = blob_path(root, step["digest"])
     if os.path.exists(path):
-        os.utime(path)  # in use: what removes old ones can see that
+        os.utime(path)  # its last use, for the removal of old ones
         write_reply({"need": False})
         return False
     sweep(os.path.dirname(path), step.get("unused_s"))
@@ -174,16 +174,16 @@ def sweep(directory: str, unused_s: float | None) -> None:
         try:
             if max_age_s is not None and time.time() - entry.stat().st_mtime > max_age_s:
                 os.unlink(entry.path)
-        except FileNotFoundError:  # somebody else was quicker
+        except FileNotFoundError:  # another process was quicker
             continue
 
 
 def check_free_space(root: str, size: int, path: str) -> None:
-    """Raise Refused for a file that does not fit, before it is sent."""
+    """Raise InvalidRequest for a file that does not fit, before it is sent."""
     fs_stats = os.statvfs(root)
     free = fs_stats.f_bavail * fs_stats.f_frsize
     if free < size:
-        raise InvalidRequest(f"disk full: {path} needs {megabytes(size)}, and {megabytes(free)} are free")
+        raise InvalidRequest(f"disk full: {path} needs {megabytes(size)}, but {megabytes(free)} are free")
 
 
 def megabytes(size: int) -> str:
@@ -194,13 +194,13 @@ def unpack(root: str, step: Step) -> bool:
     """Unpack a tar blob to a directory, which appears only complete. Return False if it was there."""
     import shutil
 
-    digest, destination = step["digest"], place(root, step["path"])
+    digest, destination = step["digest"], path_below(root, step["path"])
     parent, name = os.path.split(destination)
     marker = os.path.join(parent, f".{name}.digest")
     if os.path.lexists(destination):
         if os.path.exists(marker) and open(marker).read() == digest:  # noqa: SIM115  # ends with the program
             return False
-        raise InvalidRequest(f"{destination} is there, and is something else")
+        raise InvalidRequest(f"{destination} exists with other content")
     source = blob_path(root, digest)
     check_digest(source, digest)
     check_free_space(root, os.path.getsize(source), destination)
@@ -226,7 +226,7 @@ def finish(temporary: str, destination: str, marker: str, digest: str) -> None:
     try:
         os.rename(temporary, destination)
     except OSError:
-        # Two at once: the other one was quicker, with the same content.
+        # Another process was quicker, perhaps with the same content.
         if not (os.path.isdir(destination) and open(marker).read() == digest):  # noqa: SIM115
             raise
         shutil.rmtree(temporary, ignore_errors=True)
@@ -242,10 +242,10 @@ def check_digest(path: str, digest: str) -> None:
             for data in iter(lambda: file.read(CHUNK), b""):
                 hashed.update(data)
     except FileNotFoundError:
-        raise InvalidRequest(f"there is no blob {digest}") from None
+        raise InvalidRequest(f"blob {digest} does not exist") from None
     if hashed.hexdigest() != digest:
         os.unlink(path)
-        raise InvalidRequest(f"{path} was damaged on this disk, and is removed: send it again")
+        raise InvalidRequest(f"{path} was damaged on this disk and is removed: send it again")
 
 
 def extract(source: str, top: str) -> None:
@@ -256,7 +256,7 @@ def extract(source: str, top: str) -> None:
     remaining = os.path.getsize(source)
     with tarfile.open(source, "r:", encoding="utf-8", errors="surrogateescape") as tar:
         for member in tar:
-            full_path = place(top, member.name)
+            full_path = path_below(top, member.name)
             remaining -= member.size
             if member.issparse() or member.size < 0 or remaining < 0:  # a sparse one can be larger than the archive
                 raise InvalidRequest(f"{member.name!r} in {source} would write more than the archive holds")
@@ -289,7 +289,7 @@ def extract(source: str, top: str) -> None:
 
 def remove(root: str, step: Step) -> bool:
     """Delete a file, or a directory with its contents. Return True if it existed."""
-    path = place(root, step["path"])
+    path = path_below(root, step["path"])
     if not os.path.lexists(path):
         return False
     if os.path.isdir(path) and not os.path.islink(path):

@@ -80,7 +80,7 @@ def write_reply(line: dict[str, Any], contents: list[bytes]) -> None:
 def directory_of(root: str, step: Step) -> str:
     job = str(step["job"])
     if not JOB.match(job):
-        raise InvalidRequest(f"{job!r} is no job id")
+        raise InvalidRequest(f"{job!r} is not a job id")
     return os.path.join(root, "jobs", job)
 
 
@@ -213,7 +213,7 @@ def _logs_of(root: str, step: Step) -> tuple[str, bool, bool]:
     The step's `over` decides the last where no supervisor here can.
     """
     directory = directory_of(root, step)
-    # Asked before reading: what is written after this is read the next time.
+    # Tested before reading: later text is read the next time.
     over = os.path.exists(os.path.join(directory, "exit.json"))
     return (
         os.path.join(directory, "logs"),
@@ -245,7 +245,7 @@ def start(root: str, step: Step, contents: list[bytes]) -> dict[str, str]:
     """Start supervisors, several at a time; return a problem for each job whose supervisor could not be started."""
     import subprocess
 
-    own_umask = os.umask(login_umask)  # what the ranks get
+    own_umask = os.umask(login_umask)  # which the ranks inherit
     secrets = json.dumps(step["secrets"]).encode()
     problems = {}
     jobs = list(step["nodes"].items())

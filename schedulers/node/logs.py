@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 LOG = re.compile(r"(?:rank-(?P<rank>\d+)\.a(?P<attempt>\d+)|node-\d+|setup|slurm)\.log\Z")
 ATTEMPT = re.compile(r"a(\d+)\Z")
 NOTES = "sizes.jsonl"
-MAX_NOTES_BYTES = 4 << 20  # bytes; a line more than that, and old notes are thinned out to half of it
-FINEST = 64  # of a note's age: how far from the next one it stays when notes are thinned out
+MAX_NOTES_BYTES = 4 << 20  # above it, old notes are thinned out to half of it
+FINEST = 64  # thinned out, notes are 1/FINEST of their age apart
 BLOCK = 1 << 16
 LONGEST_EVENT = 1 << 20
 FULL_BYTES = 1 << 16
@@ -82,9 +82,9 @@ def opened(path: str) -> BinaryIO | None:
 
 
 class Clock:
-    """A recorder of log sizes over time, from which lines, which carry no time, are found by it.
+    """A recorder of log sizes over time: lines carry no time, and are found by the sizes at it.
 
-    The notes take MOST_NOTES bytes at most: recent ones are a second apart, older ones a share of their age.
+    The notes have MAX_NOTES_BYTES at most: recent ones are a second apart, older ones a share of their age.
     full: the disk of the logs has been full, so lines may be missing.
     """
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     Request = dict[str, Any]
 
-LIFETIME_S = 600  # whoever asked is long gone
+LIFETIME_S = 600  # the client is long gone
 SIOCGIFCONF = 0x8912
 NVML = "libnvidia-ml.so.1"
 TOKEN_BYTES = 64
@@ -69,7 +69,7 @@ def facts(request: Request) -> dict[str, Any]:
         "addresses": addresses(),
         "queue": queue(os.path.expanduser(request["root"])),
     }
-    report["time"] = time.time()  # last: how old it is when it arrives is what the caller can tell best
+    report["time"] = time.time()  # last: the caller compares it with the time of the reply
     return report
 
 
@@ -148,7 +148,7 @@ def nvml_gpus() -> int | str:
         return ""
     status = library.nvmlInit_v2()
     if status != 0:
-        return f"NVML does not start (error {status}; 18 is another version of the library than of the driver)"
+        return f"NVML does not start (error {status}; 18: library and driver differ in version)"
     count = ctypes.c_uint()
     return int(count.value) if library.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0 else "NVML counts no GPUs"
 
@@ -296,7 +296,7 @@ def number(path: str) -> int:
 
 def listen(request: Request) -> dict[str, Any]:
     """Listen on the first free port (0 is any), for IPv4 and, if possible, for IPv6."""
-    problem = "no port was asked for"
+    problem = "no ports were given"
     for port in request["ports"]:
         try:
             ipv4_server = socket.create_server(("", port), family=socket.AF_INET, backlog=256)

@@ -88,11 +88,11 @@ class Relay:
         self.progress_at = time.monotonic()
         self.have = os.path.exists(self.path)
         if self.have:
-            os.utime(self.path)  # in use: what removes old ones can see that
+            os.utime(self.path)  # its last use, for the removal of old ones
             self.content.file = os.open(self.path, os.O_RDONLY)
             self.content.have = os.fstat(self.content.file).st_size
 
-    # Getting it.
+    # Receiving.
 
     def get(self, source: list[Any] | None) -> None:
         if self.content.failed:
@@ -123,7 +123,7 @@ class Relay:
                 content.grow(len(chunk))
             os.fsync(content.file)
             if hashed.hexdigest() != self.digest:
-                raise InvalidRequest("it arrived damaged")
+                raise InvalidRequest("the blob arrived damaged")
             os.replace(temporary, self.path)
         except BaseException:
             with contextlib.suppress(FileNotFoundError):
@@ -144,21 +144,21 @@ class Relay:
             peer_nonce, own_nonce = exactly(connection, NONCE), os.urandom(NONCE)
             connection.sendall(own_nonce + self.proof(b"get", peer_nonce, own_nonce))
             if not hmac.compare_digest(exactly(connection, NONCE), self.proof(b"give", peer_nonce, own_nonce)):
-                raise InvalidRequest(f"{address} is not of this job")
+                raise InvalidRequest(f"{address} is not a host of this job")
             connection.settimeout(STALL_S)
             remaining = self.size
             while remaining:
-                # Nobody says anything on the input meanwhile: what can be read there is its end.
+                # Nothing comes on the input meanwhile: it is readable only at its end.
                 readable = select.select([connection.fileno(), 0], [], [], STALL_S)[0]
                 if 0 in readable:
-                    raise InvalidRequest("nobody waits for it any more")
+                    raise InvalidRequest("the client is gone")
                 chunk = connection.recv(min(CHUNK, remaining)) if readable else b""
                 if not chunk:
-                    raise InvalidRequest(f"{address} broke off")
+                    raise InvalidRequest(f"{address} closed the connection")
                 remaining -= len(chunk)
                 yield chunk
 
-    # Passing it on.
+    # Forwarding.
 
     def listen(self, ports: list[int]) -> int | None:
         for port in ports:
@@ -215,7 +215,7 @@ def exactly(connection: socket.socket, count: int) -> bytes:
     while len(data) < count:
         chunk = connection.recv(count - len(data))
         if not chunk:
-            raise InvalidRequest("the other host said too little")
+            raise InvalidRequest("the other host closed the connection")
         data += chunk
     return data
 

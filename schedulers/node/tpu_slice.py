@@ -72,7 +72,7 @@ def heartbeat(settings: dict[str, Any]) -> tuple[int | None, bool]:
 
 
 def directories(settings: dict[str, Any]) -> list[str]:
-    """Return where the job may be: below the home of any user."""
+    """Return the paths where the job may be: below the home of any user."""
     root = settings["root"]
     homes = {user.pw_dir for user in pwd.getpwall()} | set(glob.glob("/home/*"))  # OS Login lists no users
     roots = [home + root[1:] for home in homes] if root.startswith("~") else [root]

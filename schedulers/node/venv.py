@@ -4,7 +4,7 @@ It reads one line of JSON:
 
     {"root": "~/.accel", "files": {"requirements.txt": "…"}, "version": null, "make": true}
 
-Standard input then stays open: its end means that nobody waits any more. It prints one line,
+Standard input then stays open: its end means that the client is gone. It prints one line,
 `{"python": "/…/envs/<digest>/bin/python", "made": true}` (`null` if there is none and none was to be made) or
 `{"error": "…"}`.
 
@@ -39,9 +39,9 @@ TAIL = 8192
 ERROR_LINES = 2
 INSTALL = ["-m", "pip", "install", "--no-input", "--disable-pip-version-check", "--no-color"]
 
-running: list[int] = []  # the process groups that end with the asker
+running: list[int] = []  # process groups to kill when the client is gone
 building = threading.Event()
-over = threading.Event()
+client_gone = threading.Event()
 
 
 class InvalidRequest(Exception):
@@ -51,10 +51,10 @@ class InvalidRequest(Exception):
 def main() -> None:
     os.umask(0o077)
     request = json.loads(sys.stdin.buffer.readline())
-    threading.Thread(target=end_with_the_asker, daemon=True).start()
+    threading.Thread(target=exit_with_client, daemon=True).start()
     try:
         root = os.path.expanduser(request["root"])
-        line: dict[str, Any] = find_environment(root, request["files"], request["version"], request["make"])
+        line: dict[str, Any] = provide_environment(root, request["files"], request["version"], request["make"])
     except InvalidRequest as error:
         line = {"error": str(error)}
     except OSError as error:
@@ -65,12 +65,12 @@ def main() -> None:
     os._exit(0)  # the thread that reads must not be waited for
 
 
-def end_with_the_asker() -> None:
+def exit_with_client() -> None:
     while os.read(0, 4096):
         pass
-    over.set()
+    client_gone.set()
     kill_children()
-    if not building.is_set():  # else what is half made has to be removed first
+    if not building.is_set():  # else `provide_environment` removes what is half built
         os._exit(1)
 
 
@@ -80,7 +80,7 @@ def kill_children() -> None:
             os.killpg(group, signal.SIGKILL)
 
 
-def find_environment(root: str, files: dict[str, str], version: str | None, make: bool) -> dict[str, Any]:
+def provide_environment(root: str, files: dict[str, str], version: str | None, make: bool) -> dict[str, Any]:
     key = [SCHEMA, version, sys.version, sys.executable, sys.prefix, sorted(files.items())]
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()
     top = os.path.join(root, "envs")
@@ -91,7 +91,7 @@ def find_environment(root: str, files: dict[str, str], version: str | None, make
     os.makedirs(top, mode=0o700, exist_ok=True)
     lock = locked(directory + ".lock")
     if is_complete(directory):
-        os.utime(os.path.join(directory, MARKER))  # in use: what removes old ones can see that
+        os.utime(os.path.join(directory, MARKER))  # its last use, for the removal of old ones
         return {"python": python, "made": False}
     shutil.rmtree(directory, ignore_errors=True)
     building.set()
@@ -123,11 +123,11 @@ def locked(path: str) -> int:
 def build(directory: str, python: str, files: dict[str, str], version: str | None, lock: int) -> None:
     log = directory + ".log"
     with open(log, "wb"):
-        pass  # of this try only
+        pass  # emptied: it is of this try only
     if version:
-        make_from_other_python(directory, version, log, lock)
+        create_from_other_python(directory, version, log, lock)
     else:
-        make_from_this_python(directory, log, lock)
+        create_from_this_python(directory, log, lock)
     if subprocess.call([python, "-m", "pip", "--version"], **quietly(directory)) != 0:
         run([python, "-m", "ensurepip", "--default-pip"], log, lock, "ensurepip")
     requirements_dir = os.path.join(directory, "requirements")
@@ -141,15 +141,15 @@ def build(directory: str, python: str, files: dict[str, str], version: str | Non
     os.close(os.open(os.path.join(directory, MARKER), os.O_WRONLY | os.O_CREAT, 0o600))
 
 
-def make_from_this_python(directory: str, log: str, lock: int) -> None:
+def create_from_this_python(directory: str, log: str, lock: int) -> None:
     in_venv = sys.prefix != sys.base_prefix
     flags = [] if in_venv else ["--system-site-packages"]
     run([sys.executable, "-m", "venv", "--without-pip", *flags, directory], log, lock, "venv")
     if in_venv:
-        see_packages_of_this_one(directory)
+        expose_own_packages(directory)
 
 
-def make_from_other_python(directory: str, version: str, log: str, lock: int) -> None:
+def create_from_other_python(directory: str, version: str, log: str, lock: int) -> None:
     """Create it with uv and without this Python's packages, which another Python cannot use."""
     places = (os.environ.get("PATH", os.defpath), os.path.expanduser("~/.local/bin"))
     uv = shutil.which("uv", path=os.pathsep.join(places))
@@ -162,7 +162,7 @@ def make_from_other_python(directory: str, version: str, log: str, lock: int) ->
     run([uv, "venv", *flags, "--python", version, directory], log, lock, f"uv venv --python {version}")
 
 
-def see_packages_of_this_one(directory: str) -> None:
+def expose_own_packages(directory: str) -> None:
     """Make this virtual environment's packages visible in the new one, to which they are not the system's."""
     purelib = sysconfig.get_path("purelib", "posix_prefix", {"base": directory, "platbase": directory})
     lines = [f"import site; site.addsitedir({path!r})\n" for path in site.getsitepackages()]
@@ -184,12 +184,12 @@ def run(argv: list[str], log: str, lock: int, name: str) -> None:
         popen_options = {**quietly(os.path.dirname(log)), "stdout": output, "stderr": output}
         process = subprocess.Popen(argv, pass_fds=(lock,), start_new_session=True, **popen_options)
         running.append(process.pid)
-        if over.is_set():
+        if client_gone.is_set():
             kill_children()
         status = process.wait()
         running.remove(process.pid)
-    if over.is_set():
-        raise InvalidRequest("nobody waits for it any more")
+    if client_gone.is_set():
+        raise InvalidRequest("the client is gone")
     if status != 0:
         raise InvalidRequest(f"{name} failed (status {status}): {last_errors(log)} (all of it: {log})")
 

@@ -186,7 +186,7 @@ def test_a_snapshot_is_unpacked_as_it_was(files: Files, there: Path, snapshot: B
     assert files.unpack(snapshot, "jobs/2/code") is False  # sent before, and there now all the same
     assert (there / "jobs/2/code/run.sh").exists()
     files.put({"jobs/3/code": b"a file"})
-    with pytest.raises(RemoteError, match=r"jobs/3/code is there, and is something else$"):
+    with pytest.raises(RemoteError, match=r"jobs/3/code exists with other content$"):
         files.unpack(snapshot, "jobs/3/code")
 
 

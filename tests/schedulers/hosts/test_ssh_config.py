@@ -73,7 +73,7 @@ def test_a_proxy_command_has_its_tokens_filled_in(config: str) -> None:
 
 
 def test_keys_that_a_command_knows_are_not_passed_over_in_silence(config: str) -> None:
-    with pytest.raises(ConfigError, match=r"^asks: KnownHostsCommand is set in the SSH configuration, but accel supports"):
+    with pytest.raises(ConfigError, match=r"^asks: KnownHostsCommand is set in the SSH configuration, but accel "):
         resolve(Host(name="asks"), config)
 
 

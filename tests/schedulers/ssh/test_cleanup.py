@@ -188,7 +188,7 @@ def test_what_a_killed_clearing_left_is_removed_by_the_next(pool: Pool, ssh_host
     jobs = top(ssh_hosts) / "jobs"
     (jobs / ".old-1-abc/code").mkdir(parents=True)
     (jobs / "2.claims").mkdir()
-    assert clear_old(pool, "2", "../x", "none") == {"../x": "it is no job id"}
+    assert clear_old(pool, "2", "../x", "none") == {"../x": "not a job id"}
     assert not list(jobs.iterdir())
     assert stat.S_IMODE(jobs.stat().st_mode) & 0o022 == 0
 
