@@ -1,4 +1,4 @@
-"""Graceful cancellation: archive the logs, delete the job's object, and let its pods end in their grace period."""
+"""Cancel jobs: archive the logs and delete the job's object; its pods end within their grace period."""
 
 from __future__ import annotations
 

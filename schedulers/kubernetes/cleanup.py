@@ -1,4 +1,4 @@
-"""Removal of finished jobs' objects, and of everything that an interrupted submit left."""
+"""Remove the objects of finished jobs and the leftovers of interrupted submits."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from .native_id import Native
 from .options import KubernetesOptions
 from .status import job_states
 
-# A selector is a part of a URL.
-_BATCH_SIZE = 50
+_BATCH_SIZE = 50  # ids in one selector: it is part of a URL
 
 
 def clear(api: Api, options: KubernetesOptions, jobs: Sequence[Native]) -> list[str]:
@@ -43,14 +42,14 @@ def _clear(api: Api, options: KubernetesOptions, jobs: Sequence[Native], remaini
     first = jobs[0]
     by_label = {names.label_value(native.job_id): native for native in jobs}
     workloads: list[dict[str, Any]] = []
-    with contextlib.suppress(NotFound):  # the kind is not there any more
+    with contextlib.suppress(NotFound):  # the cluster no longer has the kind
         list_path = api.path(first.api_version, first.plural, namespace=first.namespace)
         workloads = api.call("GET", list_path, query={"labelSelector": names.selector_of(by_label)}).get("items") or []
     for workload in workloads:
         metadata = workload["metadata"]
         label = metadata["labels"][names.JOB_ID]
         if not by_label[label].owns(workload):
-            del by_label[label]  # a later object of the name is another job's, and so is all that has the label
+            del by_label[label]  # a later object has the name: it and everything with the label belong to another job
             continue
         status = job_states.status_of({**workload, "kind": first.kind})
         job = by_label[label].job_id
@@ -77,7 +76,7 @@ def _delete(api: Api, path: str, job: str, remaining: dict[str, str]) -> None:
 
 
 def _objects_by_name(api: Api, options: KubernetesOptions, jobs: Sequence[Native]) -> Iterator[tuple[str, str]]:
-    """Yield (path, job id) of objects created before the job's object and under its name."""
+    """Yield (path, job id) of objects that have the name of the job's object and were created before it."""
     for native in jobs:
         if native.workload == "trainjob":
             yield api.path(API_VERSION, RUNTIME_PLURAL, native.name, namespace=native.namespace), native.job_id
@@ -88,7 +87,7 @@ def _objects_by_name(api: Api, options: KubernetesOptions, jobs: Sequence[Native
 def _labelled(
     api: Api, options: KubernetesOptions, native: Native, jobs: Mapping[str, Native]
 ) -> Iterator[tuple[str, str]]:
-    """Yield (path, job id) of objects without an owner to be deleted with. `jobs`: by their label."""
+    """Yield (path, job id) of objects without an owner. `jobs`: label value -> native id."""
     if not jobs:
         return
     query = {"labelSelector": names.selector_of(jobs)}
@@ -101,7 +100,7 @@ def _labelled(
                 api.call("GET", api.path("v1", plural, namespace=native.namespace), query=query).get("items") or []
             )
         except Forbidden:
-            continue  # whoever may not see them has made none
+            continue  # without this permission none were created
         for resource in resources:
             metadata = resource["metadata"]
             if not metadata.get("ownerReferences"):

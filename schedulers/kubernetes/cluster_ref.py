@@ -26,7 +26,7 @@ class ClusterRef:
     """The cluster and the code of a submitted job.
 
     kubeconfig, context: None in a pod of the cluster.
-    snapshot: the digest of the code directory, packed; None if the code is in the image.
+    snapshot: the digest of the packed code directory; None if the code is in the image.
     """
 
     namespace: str
@@ -34,13 +34,13 @@ class ClusterRef:
     context: str | None = None
     snapshot: str | None = None
 
+    @classmethod
+    def of(cls, access: Access, snapshot: str | None) -> ClusterRef:
+        return cls(namespace=access.namespace, kubeconfig=access.files, context=access.context, snapshot=snapshot)
+
     def options(self, options: KubernetesOptions) -> KubernetesOptions:
         """Return the target's options for that cluster."""
         return replace(options, kubeconfig=self.kubeconfig, context=self.context, namespace=self.namespace)
-
-
-def cluster_ref(access: Access, snapshot: str | None) -> ClusterRef:
-    return ClusterRef(namespace=access.namespace, kubeconfig=access.files, context=access.context, snapshot=snapshot)
 
 
 def read(jobs: Path, job_id: str) -> ClusterRef | None:
@@ -56,7 +56,7 @@ def read(jobs: Path, job_id: str) -> ClusterRef | None:
 
 
 def write(jobs: Path, job_id: str, ref: ClusterRef) -> None:
-    """Write the job's cluster to disk. Raises StoreError."""
+    """Store the job's cluster. Raises StoreError."""
     path = str(jobs / job_id / _FILE)
     try:
         os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)

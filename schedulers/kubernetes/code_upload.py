@@ -19,7 +19,6 @@ from .client.api import Api, hang_up
 from .client.errors import ApiError, Forbidden, NotFound
 from .manifests import build
 from .manifests import code_delivery as delivery
-from .manifests.build import with_digest
 from .manifests.code_delivery import Code, Object
 from .options import KubernetesOptions, ObjectStore
 from .status import reasons
@@ -32,9 +31,9 @@ logger = logging.getLogger(__name__)
 def pack(
     spec: JobSpec, options: KubernetesOptions, home: Path, previous_digest: str | None
 ) -> tuple[str | None, bytes | None]:
-    """Return the digest of the code directory and the packed code; (None, None) if the image has the code.
+    """Return the digest of the code directory and the packed code, or (None, None) if the image has the code.
 
-    `previous_digest`: the digest of an earlier submit, used again while its snapshot exists. Raises SnapshotError.
+    `previous_digest`: the digest of an earlier submit, reused if its snapshot exists. Raises SnapshotError.
     """
     if options.code == "image":
         return None, None
@@ -71,13 +70,13 @@ def upload(
     return code, data if code.kind == "configmap" else None
 
 
-# An object store that speaks the S3 API: code is named by its digest, so what is there once is never sent again.
+# Object stores with the S3 API. Files are named by the code's digest, so existing code is not uploaded again.
 
 _MISSING = ("404", "NoSuchKey", "NotFound")
 
 
 def put_in_object_store(store: ObjectStore, code: Code, data: bytes, target: str) -> None:
-    """Upload the code with our credentials, unless it is there. Raises SubmitError: nothing was created yet."""
+    """Upload the code with our credentials, unless it exists there. Raises SubmitError."""
     subject = f"target {target}: code_store {store.url}"
     try:
         import boto3
@@ -89,7 +88,7 @@ def put_in_object_store(store: ObjectStore, code: Code, data: bytes, target: str
     key = "/".join([*(segment for segment in parts.path.split("/") if segment), code.file])
     config = Config(retries={"mode": "standard", "max_attempts": 3}, connect_timeout=10, read_timeout=60)
     try:
-        # Not the package's own session, which keeps what it found of credentials for ever.
+        # Not the package's default session, which caches credentials forever.
         client = boto3.Session().client("s3", endpoint_url=store.endpoint, region_name=store.region, config=config)
         if not _is_uploaded(client, parts.netloc, key, len(data)):
             client.put_object(Bucket=parts.netloc, Key=key, Body=data, ContentType="application/gzip")
@@ -106,23 +105,22 @@ def _is_uploaded(client: Any, bucket: str, key: str, size: int) -> bool:
     try:
         return bool(client.head_object(Bucket=bucket, Key=key)["ContentLength"] == size)
     except ClientError as error:
-        # Who may write and not list is told 403 of what is not there: the PUT says whether that was all.
+        # Without the permission to list, a missing object gives 403. The PUT reports real refusals.
         if error.response.get("Error", {}).get("Code") in (*_MISSING, "403"):
             return False
         raise
 
 
-# A PersistentVolumeClaim, written through a pod that has it mounted; code is named by its digest.
+# PersistentVolumeClaims, written through a pod that mounts them. Files are named by the code's digest.
 
-# A volume may have to be attached, and an image pulled.
-_START_S = 600.0
+_START_S = 600.0  # to attach a volume and pull an image
 _PAUSE_S = 0.25
-_LOOK_S = 5.0  # before it is said why it does not start, and said again
+_REPORT_S = 5.0  # between warnings about a pod that does not start
 _IDLE_S = 60.0
-_PIECE = 256 << 10
+_CHUNK = 256 << 10
 _STDOUT, _STDERR = 1, 2
 
-# Runs in the pod. Exec cannot end the input alone, so the length is told; nobody who looks sees half.
+# Runs in the pod. Exec cannot close the input alone, so the program gets the length. It renames the complete file.
 READER = """\
 import hashlib, os, sys, time
 path, size = sys.argv[1], int(sys.argv[2])
@@ -132,24 +130,24 @@ if os.path.exists(path) and os.path.getsize(path) == size:
     sys.exit(0)
 for name in os.listdir(os.path.dirname(path)):
     old = os.path.join(os.path.dirname(path), name)
-    # Of a reader that was killed; nobody else's name ends so.
+    # Left by a killed reader; no other file has this suffix.
     if name.endswith(".part") and time.time() - os.path.getmtime(old) > 3600:
         os.unlink(old)
 part = "%s.%s.part" % (path, os.urandom(4).hex())
 try:
-    whole = hashlib.sha256()
+    received = hashlib.sha256()
     with open(part, "wb") as out:
         print("send", flush=True)
         while size:
             data = sys.stdin.buffer.read1(min(size, 1 << 20))
             if not data:
                 raise SystemExit("accel: the code ended %d bytes early" % size)
-            whole.update(data)
+            received.update(data)
             out.write(data)
             size -= len(data)
         out.flush()
         os.fsync(out.fileno())
-    if whole.hexdigest() != digest:
+    if received.hexdigest() != digest:
         raise SystemExit("accel: the code was damaged on its way")
     os.chmod(part, 0o444)
     os.rename(part, path)
@@ -188,22 +186,22 @@ def check_claim(api: Api, pod: Object) -> None:
     except NotFound:
         raise SubmitError(f"{api.label}: code_claim: there is no claim {claim} in namespace {api.namespace}") from None
     except Forbidden:
-        pass  # then the pod will say it
+        pass  # the pod reports it
 
 
 def _wait_until_running(api: Api, pod: Object) -> None:
-    """Wait until the pod runs; an earlier submit's serves too. Recreate a pod that has ended, once."""
-    manifest = with_digest(pod)
+    """Wait until the pod runs, also one of an earlier submit. Recreate a pod that has ended, once."""
+    manifest = build.with_digest(pod)
     path = submit.path_of(api, pod)
     deadline = time.monotonic() + _START_S
     recreated = False
-    delay = _StartReporter(api, pod)
+    reporter = _StartReporter(api, pod)
     live = _create_pod(api, manifest, deadline)
     while (phase := (live.get("status") or {}).get("phase")) != "Running":
         finished = phase in ("Succeeded", "Failed")
         problem = _obstacle(live) if not finished or recreated else None
         if problem is None and time.monotonic() > deadline:
-            problem = delay.describe(live, f"it has not started in {_START_S:g} s")
+            problem = reporter.describe(live, f"it has not started in {_START_S:g} s")
         if problem is not None:
             raise SubmitError(_message_prefix(api, pod) + problem)
         if finished:
@@ -211,7 +209,7 @@ def _wait_until_running(api: Api, pod: Object) -> None:
             with contextlib.suppress(NotFound):
                 api.call("DELETE", path, query={"gracePeriodSeconds": "0"})
         else:
-            delay.report(live)
+            reporter.report(live)
             time.sleep(_PAUSE_S)
         try:
             live = api.call("GET", path) if not finished else _create_pod(api, manifest, deadline)
@@ -225,19 +223,19 @@ class _StartReporter:
     def __init__(self, api: Api, pod: Object) -> None:
         self._api, self._pod = api, pod
         self._last_report = ""
-        self._next = time.monotonic() + _LOOK_S
+        self._next = time.monotonic() + _REPORT_S
 
     def report(self, live: Mapping[str, Any]) -> None:
         if time.monotonic() < self._next:
             return
-        self._next = time.monotonic() + _LOOK_S
+        self._next = time.monotonic() + _REPORT_S
         message = self.describe(live, "it has not started yet")
         if message != self._last_report:
             self._last_report = message
             logger.warning("%s", one_line(_message_prefix(self._api, self._pod) + message))
 
     def describe(self, live: Mapping[str, Any], summary: str) -> str:
-        """Return `summary` with the reason of the scheduler, the kubelet or, if they have none, their events."""
+        """Return `summary` with the reason that the pod's status or, failing that, its events give."""
         from .status import job_states, watch
         from .status import query as queries
 
@@ -254,7 +252,7 @@ def _message_prefix(api: Api, pod: Object) -> str:
 
 
 def _end_reason(api: Api, pod: Object) -> str | None:
-    """Return why a pod that seemed to run no longer does, or None."""
+    """Return the reason why a pod that has run no longer does, or None."""
     with contextlib.suppress(ApiError, Unreachable):
         return _obstacle(api.call("GET", submit.path_of(api, pod)))
     return None
@@ -271,11 +269,11 @@ def _create_pod(api: Api, manifest: Object, deadline: float) -> Mapping[str, Any
 
 
 def _obstacle(pod: Mapping[str, Any]) -> str | None:
-    """Return why the pod will certainly not run, or None."""
+    """Return the reason why the pod certainly cannot run, or None."""
     for container in (pod.get("status") or {}).get("containerStatuses") or []:
         state = container.get("state") or {}
         reason = str((state.get("waiting") or {}).get("reason") or "")
-        # A pull that failed once may not fail the next time.
+        # The kubelet retries a failed pull.
         if reason != "ErrImagePull" and reasons.WAITING.get(reason, ("", ""))[1]:
             return (
                 f"{reasons.WAITING[reason][1]}: {container.get('image')}: {state['waiting'].get('message') or reason}"
@@ -288,7 +286,7 @@ def _obstacle(pod: Mapping[str, Any]) -> str | None:
 
 def _send(api: Api, pod: str, argv: list[str], data: bytes) -> None:
     client = api.connect(pod, argv, container="loader", stdin=True, binary=True)
-    from websocket import WebSocketException  # there, now that there is a connection
+    from websocket import WebSocketException  # installed, since there is a connection
 
     replies = _ExecReader(client, api)
     try:
@@ -297,8 +295,8 @@ def _send(api: Api, pod: str, argv: list[str], data: bytes) -> None:
             return
         if reply != b"send":
             raise SubmitError(f"{api.label}: the code cannot be put into the claim: {replies.problem(reply)}")
-        for offset in range(0, len(data), _PIECE):
-            client.write_channel(0, data[offset : offset + _PIECE])
+        for offset in range(0, len(data), _CHUNK):
+            client.write_channel(0, data[offset : offset + _CHUNK])
         reply = replies.line()
         if reply != b"done":
             raise SubmitError(f"{api.label}: the code cannot be put into the claim: {replies.problem(reply)}")
@@ -319,7 +317,7 @@ class _ExecReader:
         self._error = b""
 
     def line(self) -> bytes:
-        """Return its next line, empty at its end. Raises Unreachable when none comes within a minute."""
+        """Return the next line, empty at the end of output. Raises Unreachable if none comes within a minute."""
         deadline = time.monotonic() + _IDLE_S
         while b"\n" not in self._out:
             if not self._client.is_open():

@@ -19,7 +19,7 @@ from .manifests import build
 from .manifests import code_delivery as delivery
 from .options import KubernetesOptions
 
-# Pods of a Job that is accepted are refused where the namespace enforces its standard.
+# A namespace that enforces its standard accepts the Job with this warning, and refuses its pods.
 _NO_PODS = "would violate PodSecurity"
 _QUERY = {"dryRun": "All", "fieldValidation": "Strict", "fieldManager": "accel"}
 
@@ -27,8 +27,8 @@ _QUERY = {"dryRun": "All", "fieldValidation": "Strict", "fieldManager": "accel"}
 def review(api: Api, spec: JobSpec, options: KubernetesOptions, job_id: str) -> list[str]:
     """Return a line for each object or field that the cluster would refuse or drop. Nothing is created there.
 
-    Other warnings of the API server are logged. Trainer's webhook checks the runtime of a TrainJob first, and so
-    reports nothing else.
+    Other warnings of the API server are logged. Trainer's webhook stops at a TrainJob's missing runtime, and reports
+    nothing else.
 
     Raises Unreachable, ConfigError, SnapshotError.
     """
@@ -37,7 +37,7 @@ def review(api: Api, spec: JobSpec, options: KubernetesOptions, job_id: str) -> 
         build.check_restarts(spec, options, api.version, api.target)
         manifests = _built(api, spec, options, job_id)
     except Forbidden:
-        manifests = _built(api, spec, options, job_id)  # the answer to each object will say it
+        manifests = _built(api, spec, options, job_id)  # the reply to each object reports it
     except SpecError as error:
         return [str(error)]
     lines: list[str] = []
@@ -68,7 +68,7 @@ def _lines(api: Api, manifest: delivery.Object) -> Iterator[str]:
     try:
         reply = api.call("POST", submit.list_of(api, manifest), body=manifest, query=_QUERY, on_warning=warnings.append)
     except ApiError as error:
-        if not submit.lacks_runtime(error):  # which is made first, and by a dry run not at all
+        if not submit.lacks_runtime(error):  # a submit creates it first, a dry run never
             yield str(error)
     else:
         for text in warnings:

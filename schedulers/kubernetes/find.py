@@ -1,4 +1,4 @@
-"""Discovery of jobs that another machine submitted, by their label. An annotation holds the job spec."""
+"""Discover jobs that another machine submitted, by their label. An annotation holds the job spec."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def jobs(api: Api, options: KubernetesOptions) -> list[JobSummary]:
 
 
 def _job_summary(kind: str, workload: dict[str, Any]) -> JobSummary:
-    """Return a job with the name and nodes of its annotation, else of its labels and the object."""
+    """Return a summary, with name and nodes from the annotation, else from the labels and the object."""
     metadata = workload["metadata"]
     job_id, name = metadata["labels"][names.JOB_ID], metadata["labels"].get(names.NAME) or metadata["name"]
     nodes = job_states.nodes_of(workload) or 1

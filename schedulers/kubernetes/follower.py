@@ -19,26 +19,26 @@ logger = logging.getLogger(__name__)
 
 
 class Follower:
-    """A reader of the statuses and logs of one target's jobs. Sends no request before its first use. Thread-safe.
+    """The statuses and logs of one target's jobs. Sends no request before its first use. Thread-safe.
 
-    ttl: the cluster removes jobs by itself some time after their end.
+    ttl: True if the cluster removes jobs some time after their end.
     """
 
     def __init__(self, api: Api, *, ttl: bool = False) -> None:
         self._api = api
         self._ttl = ttl
         self._reader = Reader(api)
-        self._over: set[str] = set()
+        self._finished: set[str] = set()
         self._waits_since_read: dict[str, int] = {}  # native id -> waits since its logs were read
 
     def statuses(self, natives: Sequence[Native]) -> tuple[dict[str, Status], dict[str, str]]:
         """Return the status of each job, and the reason for each that could not be queried.
 
-        A job whose object is gone has failed: the API server is certain of it. Raises ApiError for a refused query.
+        A job whose object is gone has failed. Raises ApiError for a refused query.
         """
         statuses, unreachable = query.statuses(self._api, natives, ttl=self._ttl)
         finished = {native for native, status in statuses.items() if status.state.final}
-        self._over |= finished
+        self._finished |= finished
         for native in natives:
             if str(native) in finished:
                 watch.release(self._api, native)
@@ -49,7 +49,7 @@ class Follower:
 
         Logs a warning if the job's logs will be deleted with its pods and the caller does not read them.
         """
-        self._reader.followed(native)
+        self._reader.mark_followed(native)
         watcher = watch.shared(self._api, native)
         changed = watcher.wait(timeout_s)
         wait_count = self._waits_since_read[str(native)] = self._waits_since_read.get(str(native), 0) + 1
@@ -64,7 +64,7 @@ class Follower:
         Raises Unreachable, and an ApiError when the server refuses the query.
         """
         self._waits_since_read[str(native)] = 0
-        return self._reader.read(native, since, directory, finished=str(native) in self._over)
+        return self._reader.read(native, since, directory, finished=str(native) in self._finished)
 
     def cursor_at(self, native: Native, when: float, directory: Path | None) -> Cursor:
         """Return the cursor of the logs at that time (seconds since the epoch), to the second."""

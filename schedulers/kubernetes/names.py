@@ -16,17 +16,17 @@ JOB_ID = "accel.dev/job-id"
 NAME = "accel.dev/name"
 DIGEST = "accel.dev/digest"
 SPEC = "accel.dev/spec"
-END = "accel.dev/end"  # why the job failed, noted for when its pods are gone
+END = "accel.dev/end"  # the failure, recorded before the pods are gone
 MANAGED_BY = "app.kubernetes.io/managed-by"
 KUEUE_QUEUE = "kueue.x-k8s.io/queue-name"
 KUEUE_PRIORITY = "kueue.x-k8s.io/priority-class"
-# A label and an annotation of what a JobSet makes.
+# A label and an annotation of a JobSet's Jobs and pods.
 RESTART_ATTEMPT = "jobset.sigs.k8s.io/restart-attempt"
 # A label (Kubernetes 1.28) and an annotation of the pods of an Indexed Job.
 COMPLETION_INDEX = "batch.kubernetes.io/job-completion-index"
-# Labels of the pods of a JobSet of several Jobs: which of them, and how many pods each has.
+# Labels of the pods of a JobSet of several Jobs: the Job's index, and the number of pods of each Job.
 JOB_INDEX, SLICE_HOSTS = "jobset.sigs.k8s.io/job-index", "accel.dev/slice-hosts"
-# The container that trains, in the pods of one operator or another.
+# The training container's name; it depends on the operator.
 MAIN = ("pytorch", "node")
 
 _MAX_LABEL = 63
@@ -70,12 +70,12 @@ def labels(name: str, job_id: str) -> dict[str, str]:
 
 
 def selector(job_id: str) -> str:
-    """Return the label selector of everything that belongs to the job."""
+    """Return the label selector of the job's objects."""
     return f"{JOB_ID}={label_value(job_id)}"
 
 
 def selector_of(jobs: Iterable[str]) -> str:
-    """Return the label selector of everything that belongs to these jobs, by their label values."""
+    """Return the label selector of these jobs' objects. `jobs`: their label values."""
     return f"{JOB_ID} in ({','.join(sorted(jobs))})"
 
 
@@ -93,6 +93,6 @@ def node_of(pod: Mapping[str, Any]) -> int | None:
         return int(index) + (int(job) * int(hosts) if job.isdigit() and hosts.isdigit() else 0)
     if replica is None or not replica.isdigit():
         return None
-    # Workers of a world that cannot grow come after the master.
+    # Workers come after the master, unless the pods say that there is none.
     is_elastic = attributes.get(f"{PREFIX}elastic") == "true"
     return int(replica) + (1 if kind == "worker" and not is_elastic else 0)

@@ -1,4 +1,4 @@
-"""Native ids of Kubernetes jobs, `pytorchjob/NAMESPACE/OBJECT/JOB/UID`: the object, and the id in the store."""
+"""Native ids of Kubernetes jobs, `pytorchjob/NAMESPACE/OBJECT/JOB/UID`: the object, and accel's job id."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Native:
 
     @property
     def selector(self) -> str:
-        """The label selector of everything that belongs to the job."""
+        """The label selector of the job's objects."""
         return names.selector(self.job_id)
 
     @classmethod

@@ -19,7 +19,7 @@ Security = Literal["restricted", "baseline", "privileged"]
 # Slices of TPUs on GKE: https://cloud.google.com/kubernetes-engine/docs/concepts/tpus
 TPU_RESOURCE, TPU_LABEL = "google.com/tpu", "cloud.google.com/gke-tpu-accelerator"
 TPU_TOPOLOGY = "cloud.google.com/gke-tpu-topology"
-# What the device plug-ins call their devices, and the label by which their nodes are told apart.
+# Vendor -> the resource of its device plug-in, and the node label with the type of the devices.
 VENDORS: Mapping[str, tuple[str, str]] = {
     "nvidia": ("nvidia.com/gpu", "nvidia.com/gpu.product"),
     "amd": ("amd.com/gpu", "amd.com/gpu.product-name"),
@@ -38,7 +38,7 @@ _MAX_ID = 2**31 - 1
 
 @dataclass(frozen=True, kw_only=True)
 class Toleration:
-    """A taint that the pods tolerate. `operator` defaults to Equal with a value, else Exists; no `key` is every key."""
+    """A toleration of the pods. `operator` defaults to Equal with a value, else to Exists; no `key` means every key."""
 
     key: str | None = None
     operator: Literal["Equal", "Exists"] | None = None
@@ -89,10 +89,10 @@ class KubernetesOptions:
     """The options of a Kubernetes target in `accel.yaml`.
 
     kubeconfig, context: the file, instead of $KUBECONFIG and ~/.kube/config, and the context in it.
-    namespace:       of all objects; default: the context's.
+    namespace:       the namespace of all objects; default: the context's.
     workload:        pytorchjob (Kubeflow's training operator), jobset, job (Indexed Job and a Service, without an
                      operator) or trainjob (Kubeflow Trainer v2).
-    image:           for the pods of jobs without --image.
+    image:           the container image of jobs without --image.
     image_pull_policy, image_pull_secrets, service_account, priority_class: as in a pod.
     python:          the interpreter in the image that has accel; default: the command `accel` on the PATH.
     cpu:             train on the CPU even if there are GPUs.
@@ -106,10 +106,10 @@ class KubernetesOptions:
     gpu:             the vendor of the GPUs that --gpus counts.
     gpu_resource:    another resource name for the GPUs (`nvidia.com/mig-1g.10gb`).
     gpu_label:       the node label whose value --accelerator selects.
-    tpu_topology:    of a slice on GKE, such as 2x2x2, with `gpu: tpu`: --gpus counts the chips of a host, and
+    tpu_topology:    a slice's topology on GKE, such as 2x2x2, with `gpu: tpu`: --gpus counts the chips of a host, and
                      the number of nodes follows.
     slices:          the number of TPU slices that work together (workload jobset).
-    accelerators:    the values of --accelerator instead: name -> node labels.
+    accelerators:    the values of --accelerator, instead of `gpu_label`: name -> node labels.
     resources:       further resources of each pod: `{rdma/hca_shared_devices_a: 1, ephemeral-storage: 100Gi}`.
     host_network:    the pods use their nodes' network.
     ipc_lock:        the pods may pin memory (RDMA). `host_network`, `ipc_lock` and a volume's `host_path` need
@@ -117,12 +117,12 @@ class KubernetesOptions:
     node_selector, tolerations, affinity, volumes: the nodes that pods may run on, and the pods' mounts.
     queue, queue_priority: Kueue's LocalQueue and WorkloadPriorityClass.
     volcano_queue:   Volcano's queue; Volcano then schedules all pods or none.
-    suspend:         create the job suspended, for somebody else to resume.
+    suspend:         create the job suspended.
     ttl_s:           seconds after its end until the cluster removes the job and its logs.
     pod_security:    the Pod Security Standard of the pods.
     read_only_root_filesystem: the image's files are read-only; /tmp and HOME are the pod's own. Not with `setup`.
     run_as_user, run_as_group, fs_group: numeric ids, for images whose user is root or has no number.
-    labels, annotations: further ones, of the job and its pods.
+    labels, annotations: further labels and annotations of the job and its pods.
     patch:           a strategic merge patch for the job's object, applied last; `pod_patch` is one for its pods.
     """
 
@@ -190,7 +190,7 @@ def _problems(options: KubernetesOptions) -> Iterator[str]:
     yield from _name_problems(options)
     yield from _code_problems(options)
     yield from _label_problems(options)
-    yield from _place_problems(options)
+    yield from _placement_problems(options)
     yield from _slice_problems(options)
     yield from _queue_problems(options)
     yield from _security_problems(options)
@@ -263,7 +263,7 @@ def _label_problems(options: KubernetesOptions) -> Iterator[str]:
                 yield f"accelerators: {accelerator}: {key}={value} is not a node label"
 
 
-def _place_problems(options: KubernetesOptions) -> Iterator[str]:
+def _placement_problems(options: KubernetesOptions) -> Iterator[str]:
     for key, value in options.resources.items():
         if key in ("cpu", "memory") or key == gpu_resource(options):
             flag = {"cpu": "--cpus", "memory": "--memory"}.get(key, "--gpus")
@@ -284,18 +284,18 @@ def _place_problems(options: KubernetesOptions) -> Iterator[str]:
     mounts: set[str] = set()
     for volume in options.volumes:
         yield from _volume_problems(volume, mounts)
-        mounts.add(_place(volume))
+        mounts.add(_mount_path(volume))
 
 
 def _volume_problems(volume: Volume, mounts: set[str]) -> Iterator[str]:
     subject = f"volumes: {volume.mount}"
     sources = [key for key in _SOURCES if getattr(volume, key) is not None]
-    if not volume.mount.startswith("/") or ":" in volume.mount or _place(volume) == "/":
+    if not volume.mount.startswith("/") or ":" in volume.mount or _mount_path(volume) == "/":
         yield f"volumes: mount must be a directory such as /data, not {volume.mount!r}"
-    if _place(volume) in _RESERVED_MOUNTS:
-        advice = " (shm_gb in the job's resources is its size)" if _place(volume) == "/dev/shm" else ""
+    if _mount_path(volume) in _RESERVED_MOUNTS:
+        advice = " (shm_gb in the job's resources is its size)" if _mount_path(volume) == "/dev/shm" else ""
         yield f"{subject}: accel mounts something there itself{advice}"
-    if _place(volume) in mounts:
+    if _mount_path(volume) in mounts:
         yield f"{subject} is given twice"
     if len(sources) != 1:
         yield f"{subject} needs one of {', '.join(_SOURCES)}, and has {' and '.join(sources) or 'none'}"
@@ -309,13 +309,11 @@ def _volume_problems(volume: Volume, mounts: set[str]) -> Iterator[str]:
         yield f"{subject}: source must be one volume source such as {{csi: {{driver: …}}}}"
 
 
-def _place(volume: Volume) -> str:
-    """Return the volume's mount path in normal form."""
+def _mount_path(volume: Volume) -> str:
     return posixpath.normpath(f"/{volume.mount.lstrip('/')}")
 
 
 def _slice_problems(options: KubernetesOptions) -> Iterator[str]:
-    """Yield a line for each invalid option of TPU slices."""
     if options.slices < 1:
         yield f"slices must be 1 or more, not {options.slices}"
     if options.tpu_topology is None:

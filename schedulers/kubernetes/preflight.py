@@ -20,7 +20,7 @@ _HEADER = ["what", "found"]
 _REVIEWS = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
 _MAX_WORKERS = 8
 _NAME = "accel-check"
-# Opening a WebSocket is a GET; Kubernetes 1.35 and later ask for create too.
+# Opening a WebSocket is a GET; Kubernetes 1.35 and later require create too.
 _EXEC = ("get", "create")
 
 
@@ -32,7 +32,7 @@ class _Report:
 
 
 def check(api: Api, options: KubernetesOptions, gpus: int) -> CheckReport:
-    """Check, without changes, the cluster for `gpus` GPUs per node. Raises Unreachable, SchedulerError."""
+    """Check the cluster, for `gpus` GPUs per node, without changing it. Raises Unreachable, SchedulerError."""
     report = _Report()
     access = api.access
     report.rows.append(["API server", f"{access.display_url}, as {access.user_label}"])
@@ -57,7 +57,7 @@ def _kinds(api: Api, options: KubernetesOptions, report: _Report) -> None:
 
 
 def _namespace(api: Api, report: _Report) -> None:
-    """Check the namespace with a dry-run create in it: few users may read namespaces themselves."""
+    """Check the namespace by a dry-run create in it: few users may read namespaces."""
     state = "there"
     try:
         body = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": _NAME}}
@@ -68,12 +68,12 @@ def _namespace(api: Api, report: _Report) -> None:
     except Forbidden as error:
         state = "not known" if "quota" not in str(error) else "there"
     except ApiError:
-        pass  # of that name, or refused by somebody who looks at ConfigMaps: the namespace is there
+        pass  # such as an existing name or a webhook's refusal: the namespace exists
     report.rows.append([f"namespace {api.namespace}", state])
 
 
 def required_permissions(options: KubernetesOptions) -> dict[tuple[str, str], tuple[str, ...]]:
-    """Return (API group, resource) -> the verbs needed to submit, follow and remove jobs of this target."""
+    """Return (API group, resource) -> the verbs needed for jobs of this target."""
     builder = BUILDERS[options.workload]
     managed_verbs = ("create", "get", "list", "patch", "delete")
     permissions: dict[tuple[str, str], tuple[str, ...]] = {
@@ -97,7 +97,7 @@ def required_permissions(options: KubernetesOptions) -> dict[tuple[str, str], tu
 
 
 def _optional(options: KubernetesOptions) -> dict[tuple[str, str], tuple[tuple[str, ...], str]]:
-    """Return (API group, resource) -> the verbs beyond `required_permissions` that a feature uses, and the feature."""
+    """Return (API group, resource) -> the optional verbs, and the effect of lacking them."""
     builder = BUILDERS[options.workload]
     reason = "Without it nobody knows why a job failed once its pods are gone"
     permissions: dict[tuple[str, str], tuple[tuple[str, ...], str]]
@@ -153,7 +153,7 @@ def _claim(api: Api, options: KubernetesOptions, report: _Report) -> None:
         report.failures.append(f"{api.label}: code_claim: there is no claim {options.code_claim} in {api.namespace}")
         phase = "not there"
     except Forbidden:
-        return  # said among what it may not
+        return  # `_permissions` reports it
     else:
         phase = str((claim.get("status") or {}).get("phase") or "Pending")
         modes = (claim.get("spec") or {}).get("accessModes") or []
@@ -194,7 +194,7 @@ def _nodes(api: Api, options: KubernetesOptions, gpus: int, report: _Report) -> 
 
 
 def _list_if_allowed(api: Api, path: str) -> Iterator[dict[str, Any]]:
-    """Yield the items of an informative list, or none if we may not read it."""
+    """Yield the items of a list, or none without the permission to read it."""
     try:
         yield from api.call("GET", path).get("items") or []
     except Forbidden:

@@ -23,14 +23,14 @@ from .native_id import Native
 from .options import KubernetesOptions
 
 _STDIN, _STDOUT, _STDERR, _STATUS, _RESIZE = 0, 1, 2, 3, 4
-# So little fits whenever the socket says that something does: a send never waits, and so never for us to read.
-_PIECE = 4096
+# This fits whenever the socket is writable: a send never blocks, which could deadlock with the peer's sends.
+_CHUNK = 4096
 _SHELL = ("sh", "-c", "command -v bash >/dev/null && exec bash || exec sh")
 
-# Runs in the pod where the input is no terminal, and becomes the program. Older servers cannot end the input alone, so
-# it arrives in frames, each after its length; an empty one is its end. A child forwards the frames. When they break
-# off, the caller is gone, and the child ends the program. containerd also closes the input as soon as the program has
-# closed one output: the child holds both open until the program has ended.
+# Runs in the pod if the input is not a terminal, and then executes the program. Older servers cannot close the input
+# alone. So it arrives in frames after their length, and an empty frame is its end. A child forwards the frames; if they
+# stop, the caller is gone, and the child ends the program. containerd also closes the input when the program has closed
+# one output: the child keeps both outputs open until the program has ended.
 FEEDER = """\
 import os, select, signal, sys, time
 def forward(program, writing):
@@ -64,8 +64,8 @@ def forward(program, writing):
                 os.close(writing)
                 writing = None
 def end(program):
-    for each in (signal.SIGTERM, signal.SIGKILL):
-        os.kill(program, each)
+    for signum in (signal.SIGTERM, signal.SIGKILL):
+        os.kill(program, signum)
         for _ in range(50):
             if os.getppid() != program:
                 return
@@ -102,7 +102,7 @@ def run(api: Api, native: Native, options: KubernetesOptions, node: int, argv: S
         pod, command, container=container, tty=terminal, stdin=sys.stdin is not None, namespace=native.namespace,
         binary=True,
     )  # fmt: skip
-    from websocket import WebSocketException  # there, now that there is a connection
+    from websocket import WebSocketException  # installed, since there is a connection
 
     session = _Session(client, framed=not terminal)
     try:
@@ -110,7 +110,7 @@ def run(api: Api, native: Native, options: KubernetesOptions, node: int, argv: S
             status = session.run()
     except (OSError, WebSocketException) as error:
         if isinstance(error, BrokenPipeError) and session.printing:
-            raise  # whoever reads our output is gone
+            raise  # the reader of our output is gone
         raise api.unreachable(error) from None
     finally:
         hang_up(client)
@@ -193,7 +193,7 @@ class _Session:
             columns, lines = os.get_terminal_size(sys.stdout.fileno())
             self._client.write_channel(_RESIZE, json.dumps({"Width": columns, "Height": lines}))
         if self._waiting and ready.get(socket.fileno(), 0) & select.POLLOUT:
-            chunk, self._waiting = self._waiting[:_PIECE], self._waiting[_PIECE:]
+            chunk, self._waiting = self._waiting[:_CHUNK], self._waiting[_CHUNK:]
             self._client.write_channel(_STDIN, chunk)
         if sys.stdin is not None and sys.stdin.fileno() in ready:
             self._read()
@@ -216,7 +216,7 @@ class _Session:
 
 @contextlib.contextmanager
 def _raw_terminal(resized: Callable[[], None]) -> Iterator[None]:
-    """Send every key to the program, also those for signals; restore the terminal at the end."""
+    """Pass all keys to the program, including those for signals. Restore the terminal at the end."""
     import termios
     import tty
 
@@ -224,7 +224,7 @@ def _raw_terminal(resized: Callable[[], None]) -> Iterator[None]:
     attributes = termios.tcgetattr(descriptor)
     handler = signal.signal(signal.SIGWINCH, lambda *_: resized())
     try:
-        tty.setraw(descriptor, termios.TCSADRAIN)  # what was typed already is for the program
+        tty.setraw(descriptor, termios.TCSADRAIN)  # keeps input that was typed before
         resized()
         yield
     finally:

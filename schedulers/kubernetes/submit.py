@@ -1,8 +1,8 @@
 """Idempotent creation of a job's objects: each is created once, even by repeated or interrupted submits.
 
-All names derive from the job's id. An existing object is this job's if it has the digest that ours would
-have; any other object of that name belongs to somebody else and stays. API servers check quotas and webhooks
-before existence, so any refusal may be of an existing object:
+All names derive from the job's id. An existing object is this job's if it has the digest of the one to create;
+any other object of that name stays. API servers check quotas and webhooks before existence, so after any refusal
+the object may exist:
 https://github.com/kubernetes/kubernetes/issues/106842
 """
 
@@ -34,16 +34,16 @@ _PLURAL_BY_KIND: Mapping[str, str] = {
     "PodGroup": "podgroups",
     RUNTIME_KIND: RUNTIME_PLURAL,
 }
-# What goes with the job's object as soon as it is made.
+# The kinds that have an owner as soon as the job's object exists, and are deleted with it.
 _OWNED_KINDS = ("ConfigMap", "Service")
 _PLURALS = {**{builder.KIND: builder.PLURAL for builder in BUILDERS.values()}, **_PLURAL_BY_KIND}
 _MERGE = "application/merge-patch+json"
-# What is made that a field the cluster does not know is refused, and not dropped (from Kubernetes 1.25 on).
+# From Kubernetes 1.25 on, unknown fields are refused instead of dropped.
 _STRICT = {"fieldValidation": "Strict", "fieldManager": "accel"}
-_TIMES = 5
-# What is refused for a moment only is asked for again, for so long, after pauses of about so much.
-_TRANSIENT_S, _FIRST_S, _LAST_S = 20.0, 0.1, 1.0
-# Trainer looks for the runtime in a cache, which follows what was made a moment ago.
+_MAX_TRIES = 5
+# Transient refusals are retried for this long, with pauses that grow between these limits.
+_TRANSIENT_S, _MIN_PAUSE_S, _MAX_PAUSE_S = 20.0, 0.1, 1.0
+# Trainer looks for the runtime in a cache, which may lag behind.
 _NO_RUNTIME_YET = "must be created before the TrainJob"
 
 logger = logging.getLogger(__name__)
@@ -71,21 +71,21 @@ def submit(
 ) -> Mapping[str, Any]:
     """Create the job's object and everything that belongs to it. Return the object as the cluster has it.
 
-    Raises SubmitError for a refusal, after removing everything that was created; Unreachable when the outcome is
-    unknown or incomplete: the same call completes it.
+    Raises SubmitError for a refusal, after removing everything that was created; Unreachable if the outcome is
+    unknown or incomplete: a repeated call completes it.
     """
     manifests = build.build(spec, options, job_id, code, target=api.target, data=data)
-    return _all(api, manifests, build.with_digest(manifests.workload, spec))
+    return _create_all(api, manifests, build.with_digest(manifests.workload, spec))
 
 
-def _all(api: Api, manifests: build.Manifests, workload: Object) -> Mapping[str, Any]:
+def _create_all(api: Api, manifests: build.Manifests, workload: Object) -> Mapping[str, Any]:
     created: list[Object] = []
     new = False
     try:
         for manifest in manifests.first:
             create(api, build.with_digest(manifest))
             created.append(manifest)
-        live, new = _created(api, workload)
+        live, new = _get_or_create(api, workload)
         created.append(workload)
         owner = _with_kind(live, workload)
         for manifest in manifests.first:
@@ -95,30 +95,30 @@ def _all(api: Api, manifests: build.Manifests, workload: Object) -> Mapping[str,
             created.append(manifest)
     except (ApiError, NameTaken, ConfigError) as error:
         refusal = create_rejected(error) if isinstance(error, ApiError) else error
-        existing = None if new else _earlier(api, workload)
-        if existing is not None and _has_begun(api, existing):
+        existing = None if new else _existing_workload(api, workload)
+        if existing is not None and _has_started(api, existing):
             logger.warning("%s; the job runs since an earlier submit, and is left as it is", one_line(str(refusal)))
             return existing
         leftover = _remove(api, created if existing is None else [*created, workload])
         if leftover:
-            # It may run: neither failed nor gone, until somebody has the answer.
+            # The job may run, so its outcome is unknown.
             raise Unreachable(f"{refusal}; {leftover} is there and could not be removed again") from None
         raise refusal from None
     return owner
 
 
 def create(api: Api, manifest: Object) -> dict[str, Any]:
-    """Return the object as the cluster has it; create it if needed. Raises Taken, ApiError, Unreachable."""
-    return _created(api, manifest)[0]
+    """Return the object as the cluster has it; create it if needed. Raises NameTaken, ApiError, Unreachable."""
+    return _get_or_create(api, manifest)[0]
 
 
-def _created(api: Api, manifest: Object) -> tuple[dict[str, Any], bool]:
-    """Return the object, and True if this call created it for certain."""
-    for _ in range(_TIMES):
+def _get_or_create(api: Api, manifest: Object) -> tuple[dict[str, Any], bool]:
+    """Return the object, and True if this call certainly created it."""
+    for _ in range(_MAX_TRIES):
         try:
-            return _posted(api, manifest), True
+            return _post_with_retries(api, manifest), True
         except ApiError as error:
-            already_exists = isinstance(error, Conflict) and error.reason_word == "AlreadyExists"
+            already_exists = isinstance(error, Conflict) and error.reason == "AlreadyExists"
             try:
                 live = _get_existing(api, manifest)
             except Forbidden as forbidden:
@@ -130,9 +130,9 @@ def _created(api: Api, manifest: Object) -> tuple[dict[str, Any], bool]:
     raise Unreachable(f"{api.label}: {object_label(manifest)} comes and goes: somebody else removes it again and again")
 
 
-def _posted(api: Api, manifest: Object) -> dict[str, Any]:
+def _post_with_retries(api: Api, manifest: Object) -> dict[str, Any]:
     """Post the object, with retries while the refusal is transient."""
-    deadline, pause = time.monotonic() + _TRANSIENT_S, _FIRST_S
+    deadline, pause = time.monotonic() + _TRANSIENT_S, _MIN_PAUSE_S
     while True:
         try:
             return _post(api, manifest)
@@ -140,12 +140,12 @@ def _posted(api: Api, manifest: Object) -> dict[str, Any]:
             if not _is_transient(error) or time.monotonic() > deadline:
                 raise
         time.sleep(pause * random.uniform(0.5, 1.5))
-        pause = min(_LAST_S, 2 * pause)
+        pause = min(_MAX_PAUSE_S, 2 * pause)
 
 
 def _is_transient(error: ApiError) -> bool:
     """Return True for a transient refusal: a conflict at a quota (kubernetes/kubernetes#67761), or no runtime yet."""
-    return (isinstance(error, Conflict) and error.reason_word == "Conflict") or lacks_runtime(error)
+    return (isinstance(error, Conflict) and error.reason == "Conflict") or lacks_runtime(error)
 
 
 def lacks_runtime(error: ApiError) -> bool:
@@ -165,7 +165,7 @@ def _post(api: Api, manifest: Object) -> dict[str, Any]:
     try:
         return api.call("POST", path, body=manifest, query=_STRICT, on_warning=on_warning)
     except Unreachable:
-        # If the first one got through, the second is told that it is there, or refused.
+        # If the first request arrived, the second is refused because the object exists.
         return api.call("POST", path, body=manifest, query=_STRICT, on_warning=on_warning)
 
 
@@ -182,7 +182,7 @@ def _get_existing(api: Api, manifest: Object) -> dict[str, Any] | None:
         return None
 
 
-def _earlier(api: Api, workload: Object) -> Object | None:
+def _existing_workload(api: Api, workload: Object) -> Object | None:
     """Return the job's object if an earlier submit created it, else None. Raises Unreachable."""
     try:
         live = _get_existing(api, workload)
@@ -191,10 +191,10 @@ def _earlier(api: Api, workload: Object) -> Object | None:
         return None
 
 
-def _has_begun(api: Api, workload: Object) -> bool:
-    """Return True if a pod has started or the pods cannot be listed. Missing objects would then come too late."""
+def _has_started(api: Api, workload: Object) -> bool:
+    """Return True if a pod has started or the pods cannot be listed."""
     from .status import job_states
-    from .status import query as queries  # of no use to a submit that is taken
+    from .status import query as queries  # only a refused submit needs it
 
     query = {"labelSelector": f"{names.JOB_ID}={workload['metadata']['labels'][names.JOB_ID]}"}
     try:
@@ -205,7 +205,7 @@ def _has_begun(api: Api, workload: Object) -> bool:
 
 
 def _with_kind(live: Mapping[str, Any], manifest: Object) -> dict[str, Any]:
-    """Add API version and kind, which servers omit in lists and some in single objects."""
+    """Add API version and kind, which servers omit in lists, and some also in single objects."""
     return {**live, "apiVersion": manifest["apiVersion"], "kind": manifest["kind"]}
 
 
@@ -221,7 +221,7 @@ def _check_ours(api: Api, manifest: Object, live: dict[str, Any]) -> dict[str, A
         raise BeingDeleted(f"{api.label}: {object_label(manifest)} is being deleted, and not by this submit")
     owners = manifest["metadata"].get("ownerReferences")
     if owners and live["metadata"].get("ownerReferences") != owners:
-        # Of an earlier object of the same name: it would be removed with that one.
+        # Its owner is an earlier object of the same name, with which it would be removed.
         return _patch_owner(api, manifest, owners)
     return live
 
@@ -243,7 +243,7 @@ def delete(api: Api, manifest: Object) -> None:
 
 
 def _remove(api: Api, manifests: Sequence[Object]) -> str | None:
-    """Delete the objects, the last first. Return the name of one that stays and has no owner, else None."""
+    """Delete the objects in reverse order. Return the name of one that stays and has no owner, else None."""
     leftover = None
     for manifest in reversed(manifests):
         try:

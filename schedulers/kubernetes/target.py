@@ -53,8 +53,8 @@ class KubernetesTarget:
     def submit(self, plan: Plan) -> str:
         """Create the job's object and everything that belongs to it, exactly once.
 
-        Raises SubmitError when the cluster refuses it, and nothing of it is left there; SpecError, ConfigError;
-        Unreachable when the outcome is unknown or incomplete: the same call finds out.
+        Raises SubmitError if the cluster refuses it, after removing what was created; SpecError, ConfigError;
+        Unreachable if the outcome is unknown or incomplete: a repeated call completes it.
         """
         from . import cluster_ref, code_upload, submit
         from .native_id import Native
@@ -64,7 +64,7 @@ class KubernetesTarget:
         api = self._cluster(previous).api
         self._check_kind(api, spec, sent=previous is not None)
         digest, data = code_upload.pack(spec, self._options, self._jobs.parent, previous.snapshot if previous else None)
-        ref = cluster_ref.cluster_ref(api.access, digest)
+        ref = cluster_ref.ClusterRef.of(api.access, digest)
         if ref != previous:
             cluster_ref.write(self._jobs, plan.job_id, ref)
         code, configmap_data = code_upload.upload(api, spec, self._options, plan.job_id, data)
@@ -74,8 +74,8 @@ class KubernetesTarget:
     def _check_kind(self, api: Api, spec: JobSpec, *, sent: bool) -> None:
         """Check the workload against the cluster, in the first request to it.
 
-        While nothing was `sent`, an unreachable cluster raises SubmitError: nothing of the job can be there. Later it
-        may be there, and all errors but Forbidden become Unreachable.
+        Before the first submit (`sent` is False) an unreachable cluster raises SubmitError: no object can exist yet.
+        Later one may exist, and Unauthorized and ConfigError also become Unreachable.
         """
         from .client.errors import Forbidden, Unauthorized
         from .manifests import build
@@ -84,7 +84,7 @@ class KubernetesTarget:
             build.check_kind(self._options, api.versions(), self.name)
             build.check_restarts(spec, self._options, api.version, self.name)
         except Forbidden:
-            pass  # then the answer to what is made will say it
+            pass  # creating the objects reports it
         except (Unreachable, Unauthorized, ConfigError) as error:
             if sent:
                 raise Unreachable(str(error)) from None
@@ -95,8 +95,8 @@ class KubernetesTarget:
     def poll(self, native_ids: Sequence[str]) -> Mapping[str, Status]:
         """Query jobs with one list for each kind of object and one of the pods, or from a running watch.
 
-        Raises Unreachable, with the answers so far, when a cluster cannot be queried about the others;
-        ConfigError or ApiError when it is the only cluster.
+        Raises Unreachable, with the statuses of the others, if some jobs could not be queried; ConfigError or ApiError
+        if all jobs are in one cluster and it refuses the query.
         """
         statuses: dict[str, Status] = {}
         placements, unreachable = parse_ids(self._native_and_cluster, native_ids)
@@ -117,7 +117,7 @@ class KubernetesTarget:
         return statuses
 
     def wait(self, native_id: str, timeout_s: float) -> bool | None:
-        """Wait until the job may be over. Return None if it cannot be watched."""
+        """Wait until the job may be over (True) or the timeout (False). Return None if it cannot be watched."""
         native, cluster = self._native_and_cluster(native_id)
         return self._follower(cluster).wait(native, timeout_s)
 
@@ -151,14 +151,14 @@ class KubernetesTarget:
         return shell.run(cluster.api, native, self._options, node, argv, terminal=terminal)
 
     def review(self, plan: Plan) -> list[str]:
-        """Validate every object by a dry run on the API server. Raises Unreachable, ConfigError."""
+        """Return the problems that a dry run on the API server reports. Raises Unreachable, ConfigError."""
         from . import dry_run
 
         spec = JobSpec.from_json(plan.settings["spec"])
         return dry_run.review(self._cluster(None).api, spec, self._options, plan.job_id)
 
     def find(self, job_id: str) -> DiscoveredJob | None:
-        """Find a job that this machine submitted anywhere, or another machine to the same namespace."""
+        """Find a job of this machine in any cluster, or of another machine in the target's namespace."""
         from . import cluster_ref, find
 
         return find.find(self._cluster(cluster_ref.read(self._jobs, job_id)).api, self._options, job_id)
@@ -176,7 +176,7 @@ class KubernetesTarget:
         return preflight.check(self._cluster(None).api, self._options, gpus)
 
     def clear(self, jobs: Mapping[str, str | None]) -> list[str]:
-        """Delete the jobs' objects that the cluster's own time limit (`ttl_s`) has not deleted."""
+        """Delete the jobs' objects that still exist. Return a line for each job that could not be cleared."""
         from . import cleanup
 
         groups: dict[int, tuple[_Cluster, list[Native]]] = {}

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 # Each Job of a JobSet has a node pool to itself: https://jobset.sigs.k8s.io/docs/tasks/tpu_multislice/
 _EXCLUSIVE = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
-# The label's values: how many dimensions their topologies have, and the chips of a host that is a slice by itself. The
-# hosts of larger slices have four.
+# Value of TPU_LABEL -> the dimensions of its topologies, and the possible chips of a single-host slice. The hosts of
+# larger slices have four chips.
 _MACHINES: Mapping[str, tuple[int, tuple[int, ...]]] = {
     "tpu-v4-podslice": (3, (4,)),
     "tpu-v5p-slice": (3, (4,)),
@@ -29,7 +29,7 @@ _MACHINES: Mapping[str, tuple[int, tuple[int, ...]]] = {
     "tpu-v6e-slice": (2, (1, 4, 8)),
 }
 _CHIPS = 4
-# Variables of several slices, by which libtpu finds the others. GKE gives each pod its place in its own.
+# Variables with which libtpu finds the other slices. GKE sets those for the pod's place in its own slice.
 MEGASCALE = ("MEGASCALE_NUM_SLICES", "MEGASCALE_SLICE_ID", "MEGASCALE_COORDINATOR_ADDRESS")
 
 
@@ -39,7 +39,7 @@ def with_slice_nodes(spec: JobSpec, options: KubernetesOptions) -> JobSpec:
 
 
 def check(spec: JobSpec, options: KubernetesOptions, labels: Mapping[str, str], subject: str) -> None:
-    """Raise SpecError for a job that the slices cannot run. `labels`: of its nodes."""
+    """Raise SpecError for a job that the slices cannot run. `labels`: its node selector."""
     if options.tpu_topology is not None:
         for problem in _problems(spec, options, options.tpu_topology, labels.get(TPU_LABEL)):
             raise SpecError(f"{subject}: {problem}")
@@ -72,7 +72,7 @@ def _problems(spec: JobSpec, options: KubernetesOptions, topology: str, kind: st
 
 
 def warnings(options: KubernetesOptions, labels: Mapping[str, str]) -> list[str]:
-    """Return a line if the job selects an unknown kind of nodes."""
+    """Return a warning if the job selects an unknown kind of nodes. `labels`: its node selector."""
     kind = labels.get(TPU_LABEL)
     if options.tpu_topology is None or kind is None or kind in _MACHINES:
         return []
@@ -83,13 +83,13 @@ def selector(options: KubernetesOptions) -> dict[str, str]:
     return {} if options.tpu_topology is None else {TPU_TOPOLOGY: options.tpu_topology}
 
 
-def notes(spec: JobSpec, options: KubernetesOptions) -> dict[str, str]:
+def annotations(spec: JobSpec, options: KubernetesOptions) -> dict[str, str]:
     """Return a JobSet's annotations that place each Job on a node pool of its own."""
     return dict(_EXCLUSIVE) if options.tpu_topology is not None and spec.nodes > 1 else {}
 
 
 def pod_labels(spec: JobSpec, options: KubernetesOptions) -> dict[str, str]:
-    """Return the label, for pods of several slices, from which `names.node_of` computes the node."""
+    """Return the label from which `names.node_of` computes the node, if there are several slices."""
     return {names.SLICE_HOSTS: str(spec.nodes // options.slices)} if options.slices > 1 else {}
 
 

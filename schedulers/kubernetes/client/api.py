@@ -1,6 +1,6 @@
-"""One API server as one user: plain dictionaries there and back, over the official client's `ApiClient`.
+"""A client of one API server as one user: requests, watches and exec with plain dictionaries.
 
-Importing that takes 0.25 s, which only the first request pays.
+It uses the official client's `ApiClient`, whose import takes 0.25 s: only the first request pays that.
 """
 
 from __future__ import annotations
@@ -24,44 +24,9 @@ from .kubeconfig import Access
 if TYPE_CHECKING:
     import urllib3
 
-
-# Exec: a program in a container that runs, over the official client's websocket.
-
-
-def open_exec(
-    configuration: Any, access: Access, auth_headers: list[tuple[str, str]], url: str, subject: str, *, binary: bool
-) -> Any:
-    """Return the client's WSClient, authenticated by `auth_headers`. Raises ApiError, Unreachable, ConfigError."""
-    import websocket
-    from kubernetes.stream import ws_client
-
-    # It passes these two headers on and no others: those of impersonation follow in lines of their own.
-    protocols = f"{ws_client.V5_CHANNEL_PROTOCOL},{ws_client.V4_CHANNEL_PROTOCOL}"
-    extra_lines = "".join(f"\r\n{name}: {value}" for name, value in auth_headers if name != "authorization")
-    headers = {**dict(auth_headers), "sec-websocket-protocol": protocols + extra_lines}
-    client_class: Any = ws_client.WSClient
-    try:
-        return client_class(configuration, "ws" + url.removeprefix("http"), headers, capture_all=False, binary=binary)
-    except websocket.WebSocketBadStatusException as error:
-        body = error.resp_body or b""
-        raise error_of(error.status_code, bytes(body), subject=subject, user=access.user_label) from None
-    except (websocket.WebSocketException, OSError) as error:
-        raise unreachable(error, subject, access.display_url, configuration.proxy) from None
-
-
-def hang_up(client: Any) -> None:
-    """Shut the connection down without a closing handshake. Raises OSError, WebSocketException.
-
-    The handshake would block, and leaves the socket open if the server is gone first.
-    """
-    client.sock.shutdown()
-
-
-# Requests and watches.
-
 _RETRY_DELAYS_S = (0.1, 0.4, 1.0)
 _LONGEST_WAIT_S = 5.0
-# Whether a request may be made again of which it is not known if it arrived: the second is then the same as the first.
+# Idempotent methods: repeated even if the first request may have arrived.
 _RETRIED_METHODS = ("GET", "PUT", "DELETE", "HEAD")
 _BUSY = (429, 500, 502, 503, 504)
 _PIECE = 1 << 16
@@ -89,7 +54,7 @@ class Api:
 
     @property
     def target(self) -> str:
-        """The name of the target, with which messages begin."""
+        """The target's name, for messages."""
         return self._target
 
     @property
@@ -111,7 +76,7 @@ class Api:
 
     @property
     def identity(self) -> str:
-        """A key that is equal for the same server, user and namespace."""
+        """A key, equal for equal server, user and namespace."""
         access = self.access
         return "\0".join((access.server, access.files or "", access.context or "", access.namespace))
 
@@ -145,9 +110,9 @@ class Api:
         timeout_s: float = 30.0,
         on_warning: Callable[[str], None] | None = None,
     ) -> dict[str, Any]:
-        """Send a request and return the response. `on_warning` is called with each warning in it.
+        """Send a request and return the response. Call `on_warning` for each warning in it.
 
-        Retries for a second or two if the API server is busy or unreachable and a repetition does no harm.
+        Retries for up to 2 s if the API server is busy or unreachable and the request may be repeated.
 
         Raises an ApiError for a refusal, Unreachable without a response, ConfigError if no request can be sent.
         """
@@ -168,7 +133,7 @@ class Api:
         return reply if isinstance(reply, dict) else {"items": reply}
 
     def pages(self, path: str, query: Mapping[str, str]) -> Iterator[dict[str, Any]]:
-        """Yield the pages of a list, with the kind and API version of each item, which lists omit."""
+        """Yield the pages of a list. Adds the kind and API version to each item, which lists omit."""
         continue_token = ""
         while True:
             page = self.call(
@@ -184,7 +149,7 @@ class Api:
                 return
 
     def stream(self, path: str, *, query: Query | None = None, idle_s: float | None = None) -> Stream:
-        """Return a response that is read as it arrives. Raises what `call` raises.
+        """Return a response that is read as it arrives. Raises the errors of `call`.
 
         Reading raises Unreachable when the connection breaks, or when nothing has arrived for `idle_s` seconds.
         """
@@ -200,14 +165,14 @@ class Api:
         return self._discovered
 
     def version(self) -> tuple[int, int] | None:
-        """Return the version of Kubernetes, such as (1, 34), or None if the server does not reveal it."""
+        """Return the version of Kubernetes, such as (1, 34), or None if the server does not report it."""
         with contextlib.suppress(Forbidden, NotFound, ValueError, KeyError):
             reply = self.call("GET", "/version")
             return int(reply["major"]), int(str(reply["minor"]).rstrip("+"))
         return None
 
     def now(self) -> float:
-        """Return the server's clock, by its last response, in seconds since the epoch; before the first, our clock."""
+        """Return the server's time by its last response, else this machine's, in seconds since the epoch."""
         return time.time() + self._ahead_s
 
     def connect(
@@ -299,7 +264,7 @@ class Api:
         pauses = list(_RETRY_DELAYS_S)
         while True:
             credential = self._credentials().plugin_status()
-            response = self._sent(method, path, query, body, headers, timeout_s, pauses)
+            response = self._send_once(method, path, query, body, headers, timeout_s, pauses)
             if 200 <= response.status < 300:
                 return response
             error_body = self._rest(response)
@@ -318,7 +283,7 @@ class Api:
                 )
             raise refusal
 
-    def _sent(
+    def _send_once(
         self,
         method: str,
         path: str,
@@ -347,7 +312,7 @@ class Api:
                 if (date := parsedate_tz(response.headers.get("date"))) is not None:
                     self._ahead_s = _ahead(mktime_tz(date), sent_at, time.time())
                 return response
-            except (ApiException, exceptions.HTTPError, OSError) as error:  # the first is the client's for TLS
+            except (ApiException, exceptions.HTTPError, OSError) as error:  # ApiException is the client's error for TLS
                 never_sent = isinstance(error, exceptions.NewConnectionError)
                 timed_out = isinstance(error, exceptions.TimeoutError) and not never_sent
                 if (
@@ -358,7 +323,7 @@ class Api:
                 ):
                     raise self.unreachable(error) from None
                 time.sleep(pauses.pop(0))
-            except ValueError as error:  # a URL, or a header, that cannot be
+            except ValueError as error:  # an invalid URL or header
                 raise ConfigError(f"{self.label}: {self.access.display_url}: {error}") from None
 
     def _rest(self, response: urllib3.BaseHTTPResponse) -> bytes:
@@ -373,7 +338,7 @@ class Api:
 
 
 class Stream:
-    """The bytes of a response, in chunks as they arrive."""
+    """The body of a response, in chunks as they arrive."""
 
     def __init__(self, response: urllib3.BaseHTTPResponse, api: Api) -> None:
         self._response = response
@@ -387,7 +352,7 @@ class Stream:
         try:
             yield from self._response.stream(_PIECE)
         except (urllib3.exceptions.HTTPError, OSError, ValueError, AttributeError) as error:
-            # The last two are what a response says whose connection another thread has taken away.
+            # ValueError and AttributeError are raised if another thread has closed the connection.
             if not self._closed:
                 raise self._api.unreachable(error) from None
         finally:
@@ -401,7 +366,7 @@ class Stream:
         sock = getattr(self._response.connection, "sock", None)
         if sock is not None:
             with contextlib.suppress(OSError):  # it has ended already
-                # Not SSLSocket's own, which takes the state away that another thread is reading with.
+                # Not SSLSocket's own, which discards the TLS state while another thread reads with it.
                 socket.socket.shutdown(sock, socket.SHUT_RDWR)
         self._response.close()
 
@@ -417,6 +382,38 @@ def _text(error: Exception) -> str:
 
 
 def _ahead(date: float, sent: float, received: float) -> float:
-    """Return the smallest lead of the server's clock over ours, in seconds, that ``date`` (whole seconds) allows."""
+    """Return the smallest lead of the server's clock in seconds that `date`, in whole seconds, allows."""
     lower, upper = date - received, date + 1 - sent
     return lower if lower > 0 else min(upper, 0.0)
+
+
+# Exec: a program in a running container, over the official client's websocket.
+
+
+def open_exec(
+    configuration: Any, access: Access, auth_headers: list[tuple[str, str]], url: str, subject: str, *, binary: bool
+) -> Any:
+    """Return the client's WSClient, authenticated by `auth_headers`. Raises ApiError, Unreachable, ConfigError."""
+    import websocket
+    from kubernetes.stream import ws_client
+
+    # The client forwards only these two headers: the impersonation headers follow as further lines of one.
+    protocols = f"{ws_client.V5_CHANNEL_PROTOCOL},{ws_client.V4_CHANNEL_PROTOCOL}"
+    extra_lines = "".join(f"\r\n{name}: {value}" for name, value in auth_headers if name != "authorization")
+    headers = {**dict(auth_headers), "sec-websocket-protocol": protocols + extra_lines}
+    client_class: Any = ws_client.WSClient
+    try:
+        return client_class(configuration, "ws" + url.removeprefix("http"), headers, capture_all=False, binary=binary)
+    except websocket.WebSocketBadStatusException as error:
+        body = error.resp_body or b""
+        raise error_of(error.status_code, bytes(body), subject=subject, user=access.user_label) from None
+    except (websocket.WebSocketException, OSError) as error:
+        raise unreachable(error, subject, access.display_url, configuration.proxy) from None
+
+
+def hang_up(client: Any) -> None:
+    """Shut the connection down without a closing handshake. Raises OSError, WebSocketException.
+
+    The handshake would block, and would leave the socket open if the server has gone.
+    """
+    client.sock.shutdown()

@@ -1,8 +1,7 @@
-"""Credentials for an API server, by the official client's loader and what that lacks.
+"""Credentials for an API server: the official client's loader, and what it lacks.
 
-Added here: exec plug-ins (the loader logs a failure and continues without credentials), token files, which
-are read again for every request, impersonation, a proxy's credentials, and files of keys that end with the
-process.
+It lacks: exec plug-ins whose failure is an error, token files that are read for every request, impersonation, a
+proxy's credentials, and key files that are deleted with the process.
 """
 
 from __future__ import annotations
@@ -28,11 +27,10 @@ from ...errors import ConfigError
 from ...printable import without_password
 from .kubeconfig import Access, package
 
-# So long before its end a credential is no longer shown.
-_EARLY_S = 10.0
-_PLUGIN_S = 300.0  # somebody may be asked to sign in
+_EARLY_S = 10.0  # a credential is renewed so long before it expires
+_PLUGIN_S = 300.0  # the user may have to sign in
 _LONGEST = 300
-# Runs a plug-in for so many seconds, and ends it then.
+# Runs a plug-in with a timeout in seconds.
 _LIMITED = """
 import subprocess, sys
 try:
@@ -46,14 +44,13 @@ except KeyboardInterrupt:
 """
 _PROVIDERS = ("oidc", "gcp")
 _CERTIFICATE, _PAIR = ("clientCertificateData", "clientKeyData"), ("client-certificate", "client-key")
-_KEEPALIVE = {"idle": 30, "interval": 10, "count": 3}  # seconds: who is gone without a word is noticed in a minute
+_KEEPALIVE = {"idle": 30, "interval": 10, "count": 3}  # seconds: a vanished server is noticed within a minute
 
 
 class Credentials:
     """The credentials of one access. Reads and runs nothing before the first request. Thread-safe.
 
-    A plug-in may prompt for a sign-in, and a refresh token may be valid for one renewal only. So one thread does
-    either, and the others wait for its result.
+    One thread at a time renews them: a plug-in may prompt for a sign-in, and a refresh token may be valid only once.
     """
 
     def __init__(self, access: Access, target: str) -> None:
@@ -61,11 +58,9 @@ class Credentials:
         self._label = f"target {target}: {access.user_label}"
         self._target = target
         self._lock = threading.RLock()
-        self._plugin_status: Mapping[str, Any] | None = None  # what an exec plug-in gave
+        self._plugin_status: Mapping[str, Any] | None = None  # an exec plug-in's result
         self._expires_at: float | None = None
-        self._cached_configuration: tuple[Any, Any] | None = (
-            None  # a configuration, and the certificate from a plug-in that it has
-        )
+        self._cached_configuration: tuple[Any, Any] | None = None  # a configuration, and its certificate from a plug-in
 
     def configuration(self) -> Any:
         """Return the client's configuration, a new one for a new plug-in certificate. Raises ConfigError."""
@@ -73,7 +68,7 @@ class Credentials:
             credential = self.plugin_status()
             certificate = tuple(credential.get(key) for key in _CERTIFICATE)
             if self._cached_configuration is None or self._cached_configuration[1] != certificate:
-                self._cached_configuration = self._configured(certificate), certificate
+                self._cached_configuration = self._new_configuration(certificate), certificate
             return self._cached_configuration[0]
 
     def headers(self) -> list[tuple[str, str]]:
@@ -85,7 +80,7 @@ class Credentials:
     def renew(self, rejected: Mapping[str, Any]) -> bool:
         """Discard credentials after a 401. Return True if the next request may get new ones.
 
-        `rejected`: the result of `plugin_status` for the failed request. What another thread has got since then stays.
+        `rejected`: the result of `plugin_status` for the failed request. Newer credentials stay.
         """
         with self._lock:
             if self._plugin_status is rejected:
@@ -102,7 +97,7 @@ class Credentials:
         with self._lock:
             now = datetime.datetime.now(datetime.timezone.utc).timestamp()
             if self._plugin_status is None or (self._expires_at is not None and now >= self._expires_at - _EARLY_S):
-                self._plugin_status, self._expires_at = self._plugged(now)
+                self._plugin_status, self._expires_at = self._run_plugin(now)
             return self._plugin_status
 
     def _authorization(self) -> str | None:
@@ -114,13 +109,13 @@ class Credentials:
             return f"Bearer {_read(user['tokenFile'], self._label).decode('utf-8', 'replace').strip()}"
         configuration = self.configuration()
         with self._lock, self._provider():
-            header: str | None = configuration.get_api_key_with_prefix("BearerToken")  # renewed where it must be
+            header: str | None = configuration.get_api_key_with_prefix("BearerToken")  # renewed if needed
         if header is None and "auth-provider" in user:
             name = user["auth-provider"]["name"]
             raise ConfigError(f"{self._label}: auth-provider {name} gave no token: sign in again")
         return header
 
-    def _configured(self, certificate: tuple[Any, ...]) -> Any:
+    def _new_configuration(self, certificate: tuple[Any, ...]) -> Any:
         library = package(self._label)
         configuration = library.Configuration()
         cluster = {**self._access.cluster, "server": self._access.server}
@@ -138,7 +133,7 @@ class Credentials:
         return configuration
 
     def _user(self, certificate: tuple[Any, ...], configuration: Any) -> dict[str, Any]:
-        """Return the user for the client's loader. Raises ConfigError for what that would ignore."""
+        """Return the user for the client's loader. Raises ConfigError for settings that it would ignore."""
         user = {key: value for key, value in self._access.user.items() if key not in ("exec", "tokenFile")}
         if all(certificate):
             for key, data in zip(_PAIR, certificate, strict=True):
@@ -156,20 +151,20 @@ class Credentials:
         return user
 
     def _as_file(self, values: dict[str, Any], key: str, configuration: Any) -> None:
-        """Replace inline data by a file, and check either. Raises ConfigError."""
+        """Replace inline data by a file, or check the file. Raises ConfigError."""
         text, path = values.pop(f"{key}-data", None), values.pop(key, None)
         if text:
             try:
                 data = base64.b64decode(str(text), validate=False)
             except (binascii.Error, ValueError):
                 raise ConfigError(f"{self._label}: {key}-data is not base64") from None
-            values[key] = _hidden(data, configuration)
+            values[key] = _private_file(data, configuration)
         elif path:
             _read(str(path), f"{self._label}: {key}")
             values[key] = str(path)
 
     def _check(self, configuration: Any) -> None:
-        """Raise ConfigError for files that are no certificates: a connection error would not name them."""
+        """Raise ConfigError for files that are not certificates: a connection error would not name them."""
         subject = f"target {self._target}"
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         try:
@@ -194,7 +189,7 @@ class Credentials:
         configuration.retries, configuration.connection_pool_maxsize = False, 64
         configuration.socket_options = tcp_keepalive_socket_options(**_KEEPALIVE)
         if not configuration.verify_ssl:
-            urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)  # the kubeconfig says it is meant
+            urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)  # the kubeconfig asks for this
         explicit = bool(self._access.cluster.get("proxy-url"))
         if not configuration.proxy or (
             not explicit and should_bypass_proxies(configuration.host, configuration.no_proxy or "")
@@ -215,12 +210,12 @@ class Credentials:
         elif parts.username is not None:
             userinfo = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
             configuration.proxy_headers = urllib3.make_headers(proxy_basic_auth=userinfo)
-        if parts.scheme == "https":  # its own certificate is judged by the system's authorities, not by the cluster's
+        if parts.scheme == "https":  # the system's authorities verify the proxy, not the cluster's
             configuration.proxy_ssl_context = ssl.create_default_context()
 
-    def _plugged(self, now: float) -> tuple[Mapping[str, Any], float | None]:
+    def _run_plugin(self, now: float) -> tuple[Mapping[str, Any], float | None]:
         """Run the plug-in. Return its credentials and their expiry time."""
-        credential = self._run()
+        credential = self._plugin_credential()
         if not credential.get("token") and not all(credential.get(key) for key in _CERTIFICATE):
             raise ConfigError(f"{self._label}: {self._plugin} gave neither a token nor a certificate with its key")
         expiration = credential.get("expirationTimestamp")
@@ -238,7 +233,7 @@ class Credentials:
     def _plugin(self) -> str:
         return f"exec plug-in {(self._access.user.get('exec') or {}).get('command')}"
 
-    def _run(self) -> Mapping[str, Any]:
+    def _plugin_credential(self) -> Mapping[str, Any]:
         library = package(self._label)
         exec_config = self._access.user["exec"]
         if not isinstance(exec_config, Mapping):
@@ -270,8 +265,8 @@ class Credentials:
             raise ConfigError(f"{self._label}: {subject}: {text or type(error).__name__}") from None
 
 
-def _hidden(data: bytes, owner: object) -> str:
-    """Return the path of a file that exists as long as its owner; on Linux never longer than this process."""
+def _private_file(data: bytes, owner: object) -> str:
+    """Return the path of a file that is removed with its owner; on Linux, at the latest with this process."""
     if hasattr(os, "memfd_create"):
         number = os.memfd_create("accel")
         weakref.finalize(owner, os.close, number)

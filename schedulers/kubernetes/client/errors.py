@@ -22,16 +22,16 @@ class ApiError(SchedulerError):
     """The API server refused the request.
 
     status:  the HTTP status.
-    reason_word:    Kubernetes' own word for it (`AlreadyExists`).
-    details: its information about the object.
+    reason:  Kubernetes' reason (`AlreadyExists`).
+    details: the details in the response.
     """
 
     def __init__(
-        self, message: str, *, status: int = 0, word: str = "", details: Mapping[str, Any] | None = None
+        self, message: str, *, status: int = 0, reason: str = "", details: Mapping[str, Any] | None = None
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.reason_word = word
+        self.reason = reason
         self.details = details or {}
 
 
@@ -44,7 +44,7 @@ class Forbidden(ApiError):
 
 
 class NotFound(ApiError):
-    """404: the object, its namespace, or its kind does not exist."""
+    """404: the object, its namespace or its kind does not exist."""
 
 
 class Conflict(ApiError):
@@ -67,7 +67,7 @@ _CANNOT = re.compile(
     r'|path "(?P<path>[^"]*)")(?: in the namespace "(?P<namespace>[^"]*)")?'
 )
 _ACCOUNT = "system:serviceaccount:"
-# What the message of a refusal holds -> what it means; webhooks choose its status.
+# A phrase in the message of a refusal -> its meaning; webhooks choose the status.
 _REFUSALS: tuple[tuple[str, str], ...] = (
     ("exceeded quota", "the namespace's quota does not allow it"),
     ("failed quota", "the namespace's quota wants to know --cpus and --memory"),
@@ -80,14 +80,14 @@ _WARNING = re.compile(r'\d{3} \S+ "((?:[^"\\]|\\.)*)"')
 
 
 def error_of(status: int, body: bytes, *, subject: str, user: str) -> ApiError:
-    """Return the error of a response. `subject`: the start of its message; `user`: whose credentials were used."""
+    """Return the error of a response. `subject`: the start of its message; `user`: the owner of the credentials."""
     reply = document(body)
     message = " ".join(str(reply.get("message") or body.decode("utf-8", "replace") or "no word of why").split())
     details = reply.get("details") or {}
     kind = _KINDS.get(status, ApiError)
     text = _message_of(status, message, details, user)
     line = _short(" ".join(f"{subject}: {text}".split()))
-    return kind(line, status=status, word=str(reply.get("reason") or ""), details=details)
+    return kind(line, status=status, reason=str(reply.get("reason") or ""), details=details)
 
 
 def document(body: bytes) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def document(body: bytes) -> dict[str, Any]:
 
 
 def warnings_of(headers: Sequence[str]) -> list[str]:
-    """Return the texts of `Warning` headers (RFC 7234), which are UTF-8 and were decoded as Latin-1."""
+    """Return the texts of `Warning` headers (RFC 7234): UTF-8 that was decoded as Latin-1."""
     texts = [re.sub(r"\\(.)", r"\1", quoted) for header in headers for quoted in _WARNING.findall(header)]
     return [_short(text.encode("latin-1", "replace").decode("utf-8", "replace")) for text in texts]
 

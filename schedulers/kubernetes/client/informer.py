@@ -20,11 +20,11 @@ from .errors import ApiError, Forbidden, ResourceExpired
 if TYPE_CHECKING:
     from .api import Api, Stream
 
-_LIFETIME_S = (240, 300)  # of one watch: a server's own end of it comes later
+_LIFETIME_S = (240, 300)  # of one watch: less than the server's own limit
 _READ_SLACK_S = 60.0
-_FIRST_S, _LAST_S = 0.2, 10.0  # before a server that does not answer is tried again
+_MIN_PAUSE_S, _MAX_PAUSE_S = 0.2, 10.0  # between attempts to reach a server
 _ERROR_PAUSE_S = 60.0
-_ALARMING_S = 2.0  # that a server has not answered: less is a connection that was lost
+_ALARMING_S = 2.0  # without a response; less may be just a lost connection
 
 Object = dict[str, Any]
 
@@ -32,17 +32,17 @@ logger = logging.getLogger(__name__)
 
 
 class Informer:
-    """A daemon thread that keeps objects up to date until `stop`, or until nobody needs them.
+    """A daemon thread that keeps objects up to date until `stop`, or until `keep_alive` returns False.
 
     objects:  the existing objects, by name.
     deleted:  the deleted ones as last seen, by uid.
-    live:     `objects` is what the server has, with a moment's delay.
+    live:     `objects` is up to date, with a moment's delay.
     degraded: the server has not responded for a while, or refuses.
-    error:  why it refuses.
+    error:    the refusal.
 
-    transform:    reduces an object to what is kept.
-    on_change: called from this thread after each change, and when `degraded` becomes True.
-    keep_alive:  called now and then; the thread ends when it returns False.
+    transform:  reduces an object to the fields to keep.
+    on_change:  called from this thread after each change, and when `degraded` becomes True.
+    keep_alive: called now and then.
     """
 
     def __init__(
@@ -63,11 +63,11 @@ class Informer:
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._stream: Stream | None = None
-        self._is_late = False
+        self._is_overdue = False
         self._last_live_at = 0.0
         self.live = False
         self.error: SchedulerError | None = None
-        self.synced = threading.Event()  # the first answer, whatever it was, has come
+        self.synced = threading.Event()  # set after the first response or failure
         self._thread = threading.Thread(target=self._run, name=f"watching {path}", daemon=True)
 
     def start(self) -> None:
@@ -85,7 +85,7 @@ class Informer:
 
     @property
     def degraded(self) -> bool:
-        return self._is_late or self.error is not None
+        return self._is_overdue or self.error is not None
 
     def _run(self) -> None:
         version: str | None = None
@@ -102,14 +102,14 @@ class Informer:
             except Unreachable as error:
                 failures += 1
                 self._fail(error)
-                pause = min(_LAST_S, _FIRST_S * 2 ** min(failures - 1, 10))
+                pause = min(_MAX_PAUSE_S, _MIN_PAUSE_S * 2 ** min(failures - 1, 10))
                 self._stop.wait(pause * random.uniform(0.5, 1.5))
             except SchedulerError as error:
                 version = None
                 self._refuse(error)
                 self._stop.wait(_ERROR_PAUSE_S * random.uniform(0.8, 1.2))
             except Exception:
-                # Whoever waits asks the server itself instead, and says what is wrong.
+                # Callers of `wait` query the server instead, and report its error.
                 logger.exception("watching %s failed", self._path)
                 version = None
                 self._refuse(ApiError(f"watching {self._path} failed"))
@@ -144,7 +144,7 @@ class Informer:
         try:
             if stopped:
                 return
-            self.error, self._is_late = None, False
+            self.error, self._is_overdue = None, False
             self.synced.set()
             yield version
             rest = b""
@@ -165,7 +165,7 @@ class Informer:
             message = str(resource.get("message") or "the watch ended")
             if resource.get("code") == 410:
                 raise ResourceExpired(message, status=410)
-            # As when the server's own cache is not filled yet: to be tried again.
+            # Retried: for example, the server's cache is not filled yet.
             raise Unreachable(f"{self._path}: {message}")
         if change != "BOOKMARK":
             name, transformed = name_of(resource), self._transform(resource)
@@ -184,11 +184,11 @@ class Informer:
 
     def _fail(self, error: Unreachable) -> None:
         if self.live:
-            self.live, self._is_late = False, False
+            self.live, self._is_overdue = False, False
             self._last_live_at = time.monotonic()
         logger.debug("watching %s: %s", self._path, error)
-        if not self._is_late and time.monotonic() - self._last_live_at > _ALARMING_S:
-            self._is_late = True
+        if not self._is_overdue and time.monotonic() - self._last_live_at > _ALARMING_S:
+            self._is_overdue = True
             self.synced.set()
             self._on_change()
 

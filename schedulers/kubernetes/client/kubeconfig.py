@@ -17,12 +17,11 @@ from ...printable import without_password
 from ..options import KubernetesOptions
 
 INSTALL = "pip install 'accel-launch[kubernetes]'"
-# Where a pod finds its service account: https://kubernetes.io/docs/tasks/run-application/access-api-from-pod/
+# The service account's files in a pod: https://kubernetes.io/docs/tasks/run-application/access-api-from-pod/
 SERVICE_ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
 _HOST, _PORT = "KUBERNETES_SERVICE_HOST", "KUBERNETES_SERVICE_PORT"
 _DEFAULT = "~/.kube/config"
-# Keys of a cluster and of a user whose values are paths, seen from the file they stand in: the client takes a user's
-# from the file of the cluster.
+# Keys whose values are paths relative to their own file: the client resolves a user's against the cluster's file.
 _PATHS = ("certificate-authority", "client-certificate", "client-key", "tokenFile")
 _SHAPE = "clusters, contexts and users must be lists of entries with a name and a cluster, context or user"
 
@@ -33,7 +32,7 @@ class Access:
 
     files:     the kubeconfig files that were read, joined as in $KUBECONFIG; None in a pod.
     context:   the chosen context; None in a pod.
-    cluster, user: as in the files, with absolute paths.
+    cluster, user: their entries in the files, with absolute paths.
     directory: the directory of the user's file.
     save:      writes renewed tokens of `user` to their file.
     """
@@ -59,7 +58,7 @@ class Access:
 
 
 def find(options: KubernetesOptions, target: str) -> Access:
-    """Return the access and namespace that the options, else the context, select. Raises ConfigError."""
+    """Return the access that the options select. Raises ConfigError."""
     subject = f"target {target}: "
     sources, files = _files(options, subject)
     if not files:
@@ -76,7 +75,7 @@ def find(options: KubernetesOptions, target: str) -> Access:
 
 
 def in_cluster(environ: Mapping[str, str] = os.environ, directory: str = SERVICE_ACCOUNT) -> Access | None:
-    """Return the access of a pod of a cluster, None outside of one. Raises ConfigError if it is incomplete."""
+    """Return this pod's access, or None outside of a cluster. Raises ConfigError if it is incomplete."""
     if not environ.get(_HOST) or not environ.get(_PORT):
         return None
     token, authority = os.path.join(directory, "token"), os.path.join(directory, "ca.crt")
@@ -98,7 +97,7 @@ def in_cluster(environ: Mapping[str, str] = os.environ, directory: str = SERVICE
 
 
 def package(subject: str) -> Any:
-    """Return the official client's modules for configuration. Raises ConfigError if it is not installed."""
+    """Return the configuration API of the official client. Raises ConfigError if it is not installed."""
     try:
         from kubernetes import client, config
         from kubernetes.config import exec_provider, incluster_config, kube_config
@@ -117,9 +116,9 @@ def _text(path: str) -> str:
 
 
 def _files(options: KubernetesOptions, subject: str) -> tuple[str, list[str]]:
-    """Return the searched places in words, and the existing files. Raises ConfigError if the option names none."""
+    """Return a description of the search, and the existing files. Raises ConfigError if the option names none."""
     if options.kubeconfig is not None:
-        # A pinned one (`cluster_ref`) may be several, as $KUBECONFIG may.
+        # The value in `cluster_ref` may be several files, joined as in $KUBECONFIG.
         paths = [os.path.abspath(os.path.expanduser(path)) for path in options.kubeconfig.split(os.pathsep) if path]
         missing = [path for path in paths if not os.path.exists(path)]
         if len(missing) == len(paths):
@@ -136,7 +135,7 @@ def _select_context(files: list[str], requested: str | None, subject: str) -> Ac
     merger = _merged(files, subject)
     sources = os.pathsep.join(files)
     contexts, clusters, users = (_entries(merger, section, subject) for section in ("contexts", "clusters", "users"))
-    # Of several files the client takes the last one's current context, and kubectl the first one's.
+    # kubectl uses the first file's current context, the client the last one's.
     currents = (str(file["current-context"]) for file in merger.config_files.values() if file.get("current-context"))
     name = requested or next(currents, None)
     if not name:
@@ -172,7 +171,7 @@ def _select_context(files: list[str], requested: str | None, subject: str) -> Ac
 
 
 def _merged(files: list[str], subject: str) -> Any:
-    """Return the client's merger with all files read. Raises ConfigError, which names an invalid file."""
+    """Return the client's merger of all files. Raises ConfigError, which names an invalid file."""
     import yaml
 
     library = package(subject.rstrip(": "))
@@ -192,7 +191,7 @@ def _merged(files: list[str], subject: str) -> Any:
             ) from None
         except UnicodeDecodeError:
             raise ConfigError(f"{subject}{path} is no kubeconfig: it is not text") from None
-        except (AttributeError, KeyError, TypeError):  # whose texts may hold credentials
+        except (AttributeError, KeyError, TypeError):  # their messages may contain credentials
             raise ConfigError(f"{subject}{path} is no kubeconfig: {_SHAPE}") from None
         merger.paths.append(path)
     merger.config_saved = copy.deepcopy(merger.config_files)
@@ -203,7 +202,7 @@ _Section = dict[str, tuple[str, Mapping[str, Any]]]
 
 
 def _entries(merger: Any, section: str, subject: str) -> _Section:
-    """Return name -> (file, content). Raises ConfigError, without any value: it may be a credential."""
+    """Return name -> (file, content). Raises ConfigError without values, which may be credentials."""
     entries: _Section = {}
     for entry in merger.config.value[section] if merger.config is not None else ():
         document = entry.value if isinstance(entry.value, dict) else {}

@@ -1,8 +1,8 @@
 """Archives of pod logs in the job's directory. The cluster deletes the logs with the pods.
 
-`logs/NAME.kept`: one run of a container, as the kubelet sends it, after a line of JSON with its `Source`. The
-process that writes to it holds its lock.
-`logs/NAME.missing`: why that log is incomplete.
+`logs/NAME.kept`: the log of one run of a container in the kubelet's format, after a line of JSON with its
+`Source`. The writing process holds a lock on it.
+`logs/NAME.missing`: the reason if that log is incomplete.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ..native_id import Native
 
 _MAX_WORKERS = 16
-_LONGEST_S = 30.0  # a cancel waits for the logs no longer
+_LONGEST_S = 30.0  # a cancel's limit for fetching the logs
 _MAX_BYTES = 256 << 20  # bytes of one log
 _CHUNK = 1 << 16
 _LOGS, _ARCHIVE_SUFFIX, _MISSING_SUFFIX = "logs", ".kept", ".missing"
@@ -45,14 +45,14 @@ _FLUSH_S = 10.0
 
 @dataclass(frozen=True)
 class ArchivedLog:
-    """The archived log of one run of a container. `missing`: why its end is not there, or empty."""
+    """The archived log of one run of a container. `missing`: the reason if it is incomplete, or empty."""
 
     source: Source
     path: Path
     missing: str
 
-    def pieces(self, after: Position | None) -> Iterator[LogChunk]:
-        """Yield the pieces after that position."""
+    def chunks(self, after: Position | None) -> Iterator[LogChunk]:
+        """Yield the chunks after that position."""
         parser = TimestampParser(after)
         with self.path.open("rb") as file:
             file.readline()
@@ -62,10 +62,10 @@ class ArchivedLog:
 
 
 def archived_logs(directory: Path) -> dict[str, ArchivedLog]:
-    """Return the logs archived in a job's directory, by the names that cursors use."""
+    """Return source name -> archived log, for all in a job's directory."""
     archived = {}
     for path in sorted(directory.glob(f"{_LOGS}/*{_ARCHIVE_SUFFIX}")):
-        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # cut short as it was begun
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # an incomplete header
             with path.open("rb") as file:
                 header = json.loads(file.readline())
             source = Source(**header["source"])
@@ -75,19 +75,19 @@ def archived_logs(directory: Path) -> dict[str, ArchivedLog]:
 
 
 def finished(log: ArchivedLog) -> ArchivedLog:
-    """Wait, up to 10 s, until nobody writes to the log of a deleted pod, and return it."""
+    """Wait up to 10 s until no process writes to the log of a deleted pod, and return it."""
     deadline = time.monotonic() + _FLUSH_S
     with contextlib.suppress(OSError), log.path.open("rb") as file:
-        while not _locked(file.fileno(), fcntl.LOCK_SH) and time.monotonic() < deadline:
+        while not _try_lock(file.fileno(), fcntl.LOCK_SH) and time.monotonic() < deadline:
             time.sleep(_PAUSE_S / 5)
     return archived_logs(log.path.parent.parent).get(log.source.name, log)
 
 
 def archive_job(api: Api, native: Native, directory: Path) -> str | None:
-    """Archive the job's logs, and continue in threads while the pods terminate. Call it before the job is deleted.
+    """Archive the job's logs, and continue in threads while the pods terminate. Call it before deleting the job.
 
-    Returns a message if something could not be archived. Never raises, and takes 30 s at most. The threads end
-    with the pods or with this process.
+    Returns a message if something could not be archived, else None. Never raises, and takes about 30 s at most. The
+    threads end with the pods or with this process.
     """
     try:
         available = [source for source in sources.list_sources(query.pods_of(api, native)) if not source.lost]
@@ -113,19 +113,19 @@ def archive_job(api: Api, native: Native, directory: Path) -> str | None:
 class Archive:
     """An archive of one log, to which a follower adds the lines it reads. Never raises.
 
-    Adds nothing after another process has written to the file: one copy of each line is enough.
+    Adds nothing after another process has written to the file, so no line is there twice.
     """
 
     def __init__(self, directory: Path, source: Source) -> None:
         self._directory, self._source = directory, source
         self._path = directory / _LOGS / f"{source.name}{_ARCHIVE_SUFFIX}"
-        self._position: Position | None = None  # the place after what is there
+        self._position: Position | None = None  # at the end of the file
         self._size = 0
         self._failed = False
         self._lock = threading.Lock()
 
     def add(self, position: Position | None, chunks: Sequence[LogChunk]) -> None:
-        """Append the pieces, which follow position `position`, unless they are there."""
+        """Append the chunks, which follow `position`, unless the file has them."""
         with self._lock, contextlib.suppress(OSError):
             if self._failed:
                 return
@@ -147,20 +147,20 @@ class Archive:
                 _note_end(self._path)
 
     def _open(self) -> None:
-        """Open or create the archive. Raises OSError, also if the job has no directory (it is another machine's)."""
+        """Open or create the archive. Raises OSError, also if the job's record is on another machine."""
         self._path.parent.mkdir(exist_ok=True)
         archived = archived_logs(self._directory).get(self._source.name)
         if archived is None:
             self._path.with_suffix(_MISSING_SUFFIX).write_text("it was not read to its end\n")
             self._path.write_text(_header(self._source))
-        for chunk in archived.pieces(None) if archived is not None else ():
+        for chunk in archived.chunks(None) if archived is not None else ():
             self._position = chunk.after
         self._size = self._path.stat().st_size
 
     def _append(self, position: Position | None, chunks: Sequence[LogChunk]) -> bool:
-        """Append the pieces; return False if another process writes or has written to the file. Raises OSError."""
+        """Append the chunks. Return False if another process writes or has written to the file. Raises OSError."""
         with self._path.open("ab") as file:
-            if not _locked(file.fileno(), fcntl.LOCK_EX) or os.fstat(file.fileno()).st_size != self._size:
+            if not _try_lock(file.fileno(), fcntl.LOCK_EX) or os.fstat(file.fileno()).st_size != self._size:
                 return False
             for chunk in chunks:
                 if position == self._position and self._size <= _MAX_BYTES:
@@ -184,10 +184,10 @@ class _LogArchiver:
         self.problem = ""
 
     def begin(self) -> None:
-        """Archive all that exists now, unless an earlier cancel still does."""
+        """Archive the existing lines, unless an earlier cancel's process still writes."""
         try:
             self._lock_fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            if _locked(self._lock_fd, fcntl.LOCK_EX):
+            if _try_lock(self._lock_fd, fcntl.LOCK_EX):
                 self._fetch()
         except OSError as error:
             self._record_problem(f"{self._path}: {error.strerror or error}")
@@ -203,17 +203,17 @@ class _LogArchiver:
             self._record_problem(f"its log cannot be read: {fetched.error}")
             return
         with self._path.open("ab") as file:
-            self._write(file, fetched.pieces())
+            self._write(file, fetched.chunks())
         if fetched.for_now and self._source.ended:
             self._record_problem("its node no longer has it")
         elif sources.is_truncated(self._source, self._position):
             self._note(_ROTATED)
-        elif not (fetched.lost or self.problem):  # as a follower has left it
+        elif not (fetched.lost or self.problem):
             _note_end(self._path)
         self._is_ready = True
 
     def start(self) -> None:
-        """Archive what is still to come, in a thread."""
+        """Archive the remaining lines in a thread."""
         with self._state:
             if self._is_ready and not self._source.ended and not self.problem:
                 threading.Thread(target=self._follow, name=f"keeping {self._source.name}", daemon=True).start()
@@ -228,10 +228,10 @@ class _LogArchiver:
             self._lock_fd = None
 
     def _open(self) -> None:
-        if self._path.stat().st_size:  # of a cancel before this one
+        if self._path.stat().st_size:  # of a follower or an earlier cancel
             archived = archived_logs(self._path.parent.parent).get(self._source.name)
             if archived is not None:
-                for chunk in archived.pieces(None):
+                for chunk in archived.chunks(None):
                     self._position = chunk.after
                 self._size = self._path.stat().st_size
                 return
@@ -292,7 +292,7 @@ class _LogArchiver:
 
 
 def _note_end(path: Path) -> None:
-    """Note that the log was read to its end. A gap before it stays noted. Raises OSError."""
+    """Record that the log was read to its end. A recorded gap stays. Raises OSError."""
     reason = path.with_suffix(_MISSING_SUFFIX)
     if reason.exists() and reason.read_text().strip() != _ROTATED:
         reason.unlink()
@@ -306,8 +306,8 @@ def _line_of(chunk: LogChunk) -> bytes:
     return format_stamp(chunk.after.stamp) + b" " + chunk.data if chunk.first else chunk.data
 
 
-def _locked(fd: int, operation: int) -> bool:
-    """Return True if the file is now locked for us, or its file system has no locks."""
+def _try_lock(fd: int, operation: int) -> bool:
+    """Return True if the file is now locked, or its file system has no locks."""
     try:
         fcntl.flock(fd, operation | fcntl.LOCK_NB)
     except BlockingIOError:

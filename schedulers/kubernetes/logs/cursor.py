@@ -1,10 +1,9 @@
 """Positions in a container's log, from which a reader resumes exactly.
 
-The kubelet writes a time with nanoseconds before each line, and can begin at a certain second: see
-`timestamps` and `sinceTime` in
-https://kubernetes.io/docs/reference/kubernetes-api/workload-resources/pod-v1/. Two lines may have the same
-time, and lines of stdout and stderr may be slightly out of order. So a position counts lines of one time, and
-is searched for in the log's own order.
+The kubelet writes a time with nanoseconds before each line, and can begin at a given second: see `timestamps` and
+`sinceTime` in https://kubernetes.io/docs/reference/kubernetes-api/workload-resources/pod-v1/. Two lines may have
+the same time, and lines of stdout and stderr may be slightly out of order. So a position counts the lines of one
+time, and is searched for in the order of the log.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ from ...store.log_lines import MAX_BYTES
 
 _STAMP = re.compile(rb"(\d{4})-(\d\d)-(\d\d)T(\d\d):(\d\d):(\d\d)(?:[.,](\d{1,9}))?(Z|[+-]\d\d:?\d\d)\Z")
 _POSITION = re.compile(r"(?P<stamp>\d{8}T\d{6}\.\d{9}Z)/(?P<lines>\d+)/(?P<bytes>\d+)(?P<ungreeted>/ungreeted)?\Z")
-_HEAD = 32  # so many bytes of a line say who wrote it
-# The first line of every launcher in a pod: see `_told` in accel/launch/run.py. Only the dynamic linker and the
-# interpreter write before it.
+_HEAD = 32  # the bytes of a line that show its writer
+# The first line of every launcher in a pod: see `_start_message` in accel/launch/plan.py. Only the dynamic linker and
+# the interpreter write before it.
 LAUNCH_LINE = re.compile(rb"accel launch: (\d+ nodes, node 0 |started on )")
 _LAUNCH_LINE_WITHIN = 64 << 10  # bytes
-# How a launcher reports, last, what ended its ranks (`headline` in accel/launch/failure.py): it has greeted before.
+# A launcher's last line, about the end of its ranks (`headline` in accel/launch/failure.py); its first came before.
 _REPORT = re.compile(rb"accel launch: (rank \d|the launcher on|preempted)")
-_MAX_KUBELET_LINES, _MAX_KUBELET_LINE = 16, 500  # lines, and bytes of each, of what comes instead of a log
-# What the kubelet answers, with status 200, in the place of a log that it does not have:
+_MAX_KUBELET_LINES, _MAX_KUBELET_LINE = 16, 500  # lines, and bytes of each, in place of a log
+# The kubelet's reply, with status 200, in place of a log that it does not have:
 # https://github.com/kubernetes/kubernetes/blob/master/pkg/kubelet/kuberuntime/kuberuntime_container.go
 ABSENT = re.compile(rb"unable to retrieve container logs for |failed to try resolving symlinks in path ")
-# Later than that after the place that is looked for, in the log's own order, it cannot come any more.
+# A line this much later than the searched position shows that the position is no longer in the log.
 _DISORDER_NS = 1_000_000_000
 
 
@@ -42,10 +41,10 @@ class Position:
 
     If both are 0, it lies before everything written at that time or later.
 
-    before_launch_line: the log was read from its beginning up to here, and its writer's first line has not come.
+    before_launch_line: the log was read from its beginning up to here without the launcher's first line.
     """
 
-    stamp: str  # in UTC, and as long as any other: 20261121T163300.123456789Z
+    stamp: str  # in UTC, of fixed length: 20261121T163300.123456789Z
     lines: int = 0
     bytes: int = 0
     before_launch_line: bool = dataclasses.field(default=False, compare=False)
@@ -84,7 +83,7 @@ class Position:
 
 
 def parse_stamp(token: bytes) -> str | None:
-    """Return the stamp for a time as the kubelet writes it; None for anything else."""
+    """Return the stamp for a time in the kubelet's format; None for anything else."""
     match = _STAMP.match(token)
     if match is None:
         return None
@@ -96,7 +95,7 @@ def parse_stamp(token: bytes) -> str | None:
 
 
 def format_stamp(stamp: str) -> bytes:
-    """Return the stamp as the kubelet writes it."""
+    """Return the time in the kubelet's format."""
     day, time = stamp[:8], stamp[9:]
     return f"{day[:4]}-{day[4:6]}-{day[6:]}T{time[:2]}:{time[2:4]}:{time[4:]}".encode()
 
@@ -111,13 +110,13 @@ def _nanoseconds(stamp: str) -> int:
 
 @dataclass(frozen=True)
 class LogChunk:
-    r"""A line, a part of one that ends with `\r`, or a piece of one that is too long.
+    r"""A line, a part of one that ends with `\r`, or a part of one that is too long.
 
     head:    the beginning of the line.
-    first:   this piece is the beginning of the line.
-    after:   the position just after it.
-    partial: it has no line ending, and the next piece continues the line.
-    gap:     lines before it may be missing: the node removed them before they were read.
+    first:   the chunk is the beginning of the line.
+    after:   the position just after the chunk.
+    partial: the chunk has no line ending, and the next chunk continues the line.
+    gap:     lines before the chunk may be missing: the node removed them before they were read.
     """
 
     data: bytes
@@ -129,13 +128,14 @@ class LogChunk:
 
 
 class TimestampParser:
-    """A parser of the kubelet's log stream, in chunks of any size. Skips everything up to the position `after`.
+    """An incremental parser of the kubelet's log stream. Skips everything up to the position `after`.
 
     own:    False if `after` is a position in the container's previous run. This log contains it only if its lines
             were attributed to that run.
+    greets: the log begins with the launcher's first line.
     lost:   the position is no longer in the log, so lines after it may have been removed; or a log that `greets`
-            has no greeting, so its beginning may have been.
-    kubelet_lines:   the kubelet's message in place of a log. A response that begins inside a line has none: the kubelet
+            lacks the launcher's first line, so its beginning may have been.
+    kubelet_lines: the kubelet's message in place of a log. A response that begins inside a line has none: the kubelet
             splits lines after 16 KiB and stamps only their first part.
     absent: the kubelet has no such log now.
     """
@@ -143,28 +143,28 @@ class TimestampParser:
     def __init__(self, after: Position | None, *, own: bool = True, greets: bool = False) -> None:
         self._after = after
         self._same_run = own
-        expects_greeting = greets if after is None or not own else after.before_launch_line
-        self._bytes_before_launch_line = 0 if expects_greeting else None  # bytes without the greeting so far
-        self._gap = False  # to be said with the next piece
+        expects_launch_line = greets if after is None or not own else after.before_launch_line
+        self._bytes_before_launch_line = 0 if expects_launch_line else None
+        self._gap = False  # to be reported with the next chunk
         self._seeking = after is not None and not after.is_time
         self._pending: list[LogChunk] = []
         self._rest = bytearray()
-        self._stamp = ""  # of the line before, and how many in a row bear it
-        self._lines = 0
-        self._offset: int | None = None  # of the line that is not whole: the bytes before `_rest`, once it has begun
+        self._stamp = ""  # of the previous line
+        self._lines = 0  # consecutive lines with that stamp
+        self._offset: int | None = None  # in an incomplete line: the bytes before `_rest`
         self._head = b""
-        self._read = 0  # of that line, the bytes that were read before
+        self._read = 0  # the bytes of that line that were returned before
         self._started = False
         self.lost = self.absent = False
         self.kubelet_lines: list[str] = []
 
     @property
     def has_unreported_gap(self) -> bool:
-        """True if there is a gap that no piece has reported, since no piece followed it."""
+        """True if there is a gap that no chunk has reported, since none followed it."""
         return self._gap
 
     def feed(self, data: bytes) -> list[LogChunk]:
-        r"""Return the lines, parts that end with `\r` and pieces that the chunk completes."""
+        r"""Return the lines, parts that end with `\r`, and parts of long lines that `data` completes."""
         *lines, rest = data.split(b"\n")
         chunks: list[LogChunk] = []
         for line in lines:
@@ -176,10 +176,10 @@ class TimestampParser:
         return chunks
 
     def end(self, *, complete: bool) -> list[LogChunk]:
-        """Return the remaining pieces at the end; with `complete`, also a last line without an ending."""
+        """Return the remaining chunks at the end; with `complete`, also a last line without an ending."""
         if self._stamp and self._offset is None and parse_stamp(bytes(self._rest).partition(b" ")[0]) is None:
-            self._rest.clear()  # the kubelet's own words, as of a container that was removed while its log was followed
-        # They have no end in the place of a log either.
+            self._rest.clear()  # a message of the kubelet, for example about a container removed while it was followed
+        # Such a message in place of a log has no line ending either.
         complete = complete or (not self._stamp and ABSENT.match(self._rest) is not None)
         chunks = self._line(bytes(self._rest), complete=True) if complete and self._rest else []
         self._rest.clear()
@@ -188,7 +188,7 @@ class TimestampParser:
         return chunks
 
     def _line(self, line: bytes, *, complete: bool) -> list[LogChunk]:
-        """Parse the rest of a line. `_rest` keeps only the part that is not returned."""
+        """Parse the rest of a line. `_rest` then holds only the unreturned part."""
         data = line
         if self._offset is None:
             token, _, data = line.partition(b" ")
@@ -197,13 +197,13 @@ class TimestampParser:
                 if not self._stamp:
                     self._note_kubelet_line(line, complete)
                     return []
-                stamp, data = self._stamp, line  # of a kubelet that splits long lines, and stamps the first part
+                stamp, data = self._stamp, line  # kubelets split long lines, and may stamp only the first part
             if stamp != self._stamp:
                 self._stamp, self._lines = stamp, 0
             self._offset, self._head = 0, b""
             self.kubelet_lines, self.absent = [], False
         self._head = (self._head[: self._offset] + data[:_HEAD])[:_HEAD]
-        chunks = list(self._pieces(data, self._offset, complete))
+        chunks = list(self._chunks(data, self._offset, complete))
         unread = [chunk for chunk in chunks if not chunk.after.bytes or chunk.after.bytes > self._read]
         if complete:
             self._lines += 1
@@ -214,10 +214,10 @@ class TimestampParser:
             self._offset += consumed
         else:
             self._rest = bytearray(data)
-        return self._with_gap(self._after_position(self._stamp, unread, complete))
+        return self._with_gap(self._chunks_after_position(self._stamp, unread, complete))
 
     def _with_gap(self, chunks: list[LogChunk]) -> list[LogChunk]:
-        """Return the pieces, the first after a gap marked as such."""
+        """Return the chunks, with the first after a gap marked."""
         for number, chunk in enumerate(chunks if self._gap or self._bytes_before_launch_line is not None else ()):
             if self._bytes_before_launch_line is not None:
                 self._bytes_before_launch_line += len(chunk.data)
@@ -233,9 +233,9 @@ class TimestampParser:
         return chunks
 
     def _note_kubelet_line(self, line: bytes, complete: bool) -> None:
-        """Record a line without a time, which is a message of the kubelet.
+        """Record a line without a time, as a message of the kubelet.
 
-        If the stream begins at a position, only a known message counts: other lines are the rest of an earlier line.
+        If the stream begins at a position, only known messages count: others are the rest of an earlier line.
         """
         if not complete:
             del self._rest[MAX_BYTES:]
@@ -245,11 +245,11 @@ class TimestampParser:
         if len(self.kubelet_lines) < _MAX_KUBELET_LINES and (absent or self._after is None):
             self.kubelet_lines.append(line[:_MAX_KUBELET_LINE].decode("utf-8", "replace").strip())
 
-    def _pieces(self, data: bytes, offset: int, complete: bool) -> Iterator[LogChunk]:
+    def _chunks(self, data: bytes, offset: int, complete: bool) -> Iterator[LogChunk]:
         parts = data.splitlines(keepends=True) or [b""]
         for number, part in enumerate(parts):
             last = number == len(parts) - 1
-            # A `\r` that is the last byte may be one half of `\r\n`.
+            # A final `\r` may be half of `\r\n`.
             for fragment, partial in _split_lines(part, complete=complete or not last):
                 first = offset == 0
                 offset += len(fragment)
@@ -257,7 +257,7 @@ class TimestampParser:
                 after = Position(self._stamp, self._lines + 1) if is_end else Position(self._stamp, self._lines, offset)
                 yield LogChunk(fragment, self._head, first, after, partial)
 
-    def _after_position(self, stamp: str, chunks: list[LogChunk], complete: bool) -> list[LogChunk]:
+    def _chunks_after_position(self, stamp: str, chunks: list[LogChunk], complete: bool) -> list[LogChunk]:
         after = self._after
         if after is None or not self._seeking:
             is_early = after is not None and after.is_time and stamp < after.stamp
@@ -271,7 +271,7 @@ class TimestampParser:
                 self._seeking, self._pending = False, []
                 if not after.before_launch_line:
                     self._bytes_before_launch_line = None
-                if not complete:  # the piece before the place may not have been whole yet
+                if not complete:  # the chunk before the position may have been incomplete
                     self._read = after.bytes
                 return [chunk for chunk in chunks if after.bytes and _is_after(chunk.after, after)]
             if line_number < after.lines:
@@ -287,13 +287,13 @@ class TimestampParser:
         self._seeking = False
         self.lost = self._gap = self._same_run
         if self._same_run:
-            self._bytes_before_launch_line = None  # the gap is said anyhow
+            self._bytes_before_launch_line = None  # the gap is reported anyway
         chunks, self._pending = self._pending, []
         return chunks
 
 
 def _split_lines(part: bytes, *, complete: bool) -> Iterator[tuple[bytes, bool]]:
-    """Yield the pieces of a part, the last one only if it is complete."""
+    """Yield the fragments of a part, the last one only if it is complete."""
     rest = yield from log_lines.pieces(part)
     if complete:
         yield rest, False

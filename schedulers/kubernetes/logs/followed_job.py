@@ -1,4 +1,4 @@
-"""State of a job whose logs this process reads: open streams, ended logs, archives."""
+"""The state of a job whose logs this process reads: open streams, ended logs, archives."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from .cursor import Position
 from .sources import Source
 from .streams import ContainerLogStream
 
-_FOLLOWED_S = 30.0  # a job is followed for so long after somebody last waited for it
+_FOLLOWED_S = 30.0  # a job is followed for this time after the last wait for it
 
 
 @dataclass
 class FollowedJob:
     """The state of one job, shared by all of its readers. A stream has one reader at a time.
 
-    final: source -> the position at its end, if nobody writes to it any more ("" if it is empty).
-    launcher_positions:  source -> the position after the launcher's last line.
-    started_attempts:   the attempts in which a rank has written something: all nodes have run.
+    final:              source -> the position at its end, if the log has ended ("" if it is empty).
+    launcher_positions: source -> the position after the launcher's last line.
+    started_attempts:   the attempts in which a rank has written something, so all nodes have run.
     """
 
     final: dict[str, str] = field(default_factory=dict)

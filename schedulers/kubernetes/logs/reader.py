@@ -1,7 +1,7 @@
-"""Reader of a job's log lines from all of its pods: byte-exact, from a cursor, no line lost, doubled or cut.
+"""A reader of a job's log lines from all of its pods: from a cursor, byte for byte, each line once.
 
-Reads all logs once, or from streams that stay open while the job is followed. Each loss is a line of the
-stream "missing".
+It fetches the logs, or reads streams that stay open while the job is followed. Each loss is a line of the stream
+"missing".
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ if TYPE_CHECKING:
     from ..client.api import Api
     from ..native_id import Native
 
-_CONCURRENT_READS = 16  # logs that are asked for at a time
-_MAX_TAILS = 64  # of one job; more logs are asked for now and then
+_CONCURRENT_READS = 16  # logs fetched at a time
+_MAX_TAILS = 64  # of one job; further logs are fetched now and then
 _SELDOM_S, _LONGEST_PAUSE_S = 2.0, 10.0
 _RESTARTED_S = 5.0
-_MARGIN_S = 10.0  # that an ending pod has over its grace
+_MARGIN_S = 10.0  # for a terminating pod after its grace period
 _ENDING_PAUSE_S = 0.1
-_HEAD = 64  # bytes, in which the time is at which a log begins
+_HEAD = 64  # bytes, enough for the time of a log's first line
 _ABSENT_PAUSE_S = 0.5
 _ARCHIVE_BATCH = 1000  # lines
-_LOOKS = 3  # at most, where pods go or containers are restarted while their logs are asked for
+_MAX_PASSES = 3  # if pods go or containers restart while their logs are fetched
 _MISSING_POSITION, _POSITION_GONE = "lost", "gone"
 _RESTART_ALL_KINDS = ("jobset", "trainjob")  # workloads whose pods are restarted all at once
 
-_Start = tuple[Position | None, bool]  # a place, and whether it is one of the run's own
+_Start = tuple[Position | None, bool]  # a position, and False if it is one in the previous run
 
 
 class Reader:
@@ -56,21 +56,21 @@ class Reader:
         self._lock = threading.Lock()
         self._jobs: dict[str, FollowedJob] = {}
 
-    def followed(self, native: Native) -> None:
-        """Note that somebody waits for the job and will read it repeatedly."""
+    def mark_followed(self, native: Native) -> None:
+        """Note that a caller waits for the job and will read it repeatedly."""
         self._job(native).followed_at = time.monotonic()
 
     def read(
         self, native: Native, since: Cursor | None, directory: Path | None, *, finished: bool
     ) -> Iterator[LogLine]:
-        """Yield the lines that exist now. `finished`: the job is known to have ended.
+        """Yield the existing lines. `finished`: the job is known to have ended.
 
-        Raises Unreachable, after the lines of all other logs, if a log of a job that continues cannot be read.
+        Raises Unreachable, after the lines of all other logs, if a log of a running job cannot be read.
         """
         cursor = Cursor.parse(str(since or ""))
         retries = 0
         while True:
-            last = retries >= _LOOKS - 1
+            last = retries >= _MAX_PASSES - 1
             log_pass = _ReadPass(self._api, native, self._job(native), cursor, directory, finished=finished, last=last)
             for line in log_pass.lines():
                 cursor.advance(line)
@@ -82,10 +82,10 @@ class Reader:
                 time.sleep(_ABSENT_PAUSE_S)
 
     def cursor_at(self, native: Native, when: float, directory: Path | None) -> Cursor:
-        """Return the cursor of the existing logs at the time `when`. Raises Unreachable."""
+        """Return the cursor of the existing logs at `when`, in seconds since the epoch. Raises Unreachable."""
         source_names = {source.name for source in sources.list_sources(_pods_of(self._api, native))}
         archived = archives.archived_logs(directory) if directory is not None else {}
-        cluster_time = when + int(self._api.now() - time.time())  # by the cluster's clock, which is known to the second
+        cluster_time = when + int(self._api.now() - time.time())  # whole seconds, as `now`
         return Cursor(dict.fromkeys((*sorted(source_names), *sorted(archived)), str(Position.at(cluster_time))))
 
     def close(self) -> None:
@@ -103,9 +103,9 @@ class Reader:
 class _ReadPass:
     """One pass over all of a job's logs, for one reader.
 
-    stale: a container's run changed between the look at the pods and the read; its lines were not returned.
-    absent:    the kubelet could not find a log for now, and the reader may not have all of it.
-    terminating:    the job's object is gone, but its pods are still terminating.
+    stale:       a container's run changed between the query of the pods and the read; its lines were not returned.
+    absent:      the kubelet could not find a log for now, and the reader may not have all of it.
+    terminating: the job's object is gone, but its pods are still terminating.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class _ReadPass:
         self._over, self._last = finished, last
         self._is_deleted = False
         self._errors: list[SchedulerError] = []
-        self._ending_tails: dict[str, ContainerLogStream] = {}  # the streams of logs that are asked for as a whole
+        self._ending_tails: dict[str, ContainerLogStream] = {}  # streams of logs that are also fetched
         pairs = (pair.partition("=") for pair in str(since or "").split(",") if pair)
         self._positions = {source: position for source, _, position in pairs}
 
@@ -137,11 +137,11 @@ class _ReadPass:
 
     def _lines(self) -> Iterator[LogLine]:
         self._check_tails()
-        pods = self._look()
+        pods = self._query_pods()
         available = sources.list_sources(pods)
         missing = self._vanished(available)
         if missing and not self._over:
-            # What is watched may be behind what has been seen otherwise.
+            # The watch may lag behind earlier queries.
             pods = _pods_of(self._api, self._native)
             available = sources.list_sources(pods)
             missing = self._vanished(available)
@@ -163,13 +163,13 @@ class _ReadPass:
         if self._errors:
             raise Unreachable("; ".join(dict.fromkeys(map(str, self._errors))))
 
-    def _look(self) -> list[dict[str, Any]]:
-        """Read whether the job is over or gone. Return its pods, up to date if the job is over."""
+    def _query_pods(self) -> list[dict[str, Any]]:
+        """Update `_over` and `_is_deleted`. Return the job's pods, up to date if it is over."""
         watcher = watch.running(self._api, self._native)
         snapshot = watcher.snapshot() if watcher is not None and not self._over else None
         workload = (snapshot and snapshot[0]) or query.workload_of(self._api, self._native)
         self._workload: Mapping[str, Any] = workload or {}
-        pods = snapshot[1] if snapshot is not None else _pods_of(self._api, self._native)  # which may still be ending
+        pods = snapshot[1] if snapshot is not None else _pods_of(self._api, self._native)  # may still be terminating
         if not self._over and (workload is None or job_states.status_of(workload).state.final):
             self._over = job_states.is_over(self._native.kind, workload, pods, self._api.now())
         self._is_deleted = workload is None and self._over
@@ -186,7 +186,7 @@ class _ReadPass:
         return text == _MISSING_POSITION or self._job.final.get(source) == text
 
     def _vanished(self, available: Sequence[Source]) -> list[str]:
-        """Return the logs that are gone and perhaps not fully read, in the order in which they are shown."""
+        """Return the logs that are gone and perhaps not fully read, in display order."""
         available_names = {source.name for source in available}
         known_names = [
             *self._job.known_sources,
@@ -223,9 +223,9 @@ class _ReadPass:
         yield self._notice(name, source, f"{prefix}{subject} {verb} missing: its pod is gone")
 
     def _lines_of_stream(self, source: Source, tail: ContainerLogStream) -> Generator[LogLine, None, bool]:
-        """Yield the lines of a log's stream, if the log cannot be fetched any more.
+        """Yield the lines of a stream whose log cannot be fetched any more: it may outlive the pod and the run.
 
-        The stream may outlive the pod and the run. Returns False if it broke off before the log's end.
+        Returns False if the stream failed before the log's end.
         """
         yield from self._archived_lines(source, tail.rest() if self._over else tail.take())
         if not tail.over:
@@ -243,7 +243,7 @@ class _ReadPass:
         return {} if self._directory is None else archives.archived_logs(self._directory)
 
     def _lines_of_archive(self, log: archives.ArchivedLog) -> Iterator[LogLine]:
-        yield from self._archived_lines(log.source, log.pieces(self._position(log.source.name)))
+        yield from self._archived_lines(log.source, log.chunks(self._position(log.source.name)))
         if log.missing:
             yield self._notice(
                 log.source.name, log.source, f"some of what {log.source.writer()} is missing: {log.missing}"
@@ -274,7 +274,7 @@ class _ReadPass:
         last = source.ended or (self._over and not self._is_deleted)
         if tail is not None and last:
             if tail.run_confirmed and not tail.may_be_stale:
-                # Its pod may be gone, or its log rotated, before it is asked for: then the stream has the end of it.
+                # If the pod is deleted or the log rotated before the fetch, the stream has the log's end.
                 self._ending_tails[source.name] = tail
                 yield from self._archived_lines(source, tail.take())
             else:
@@ -283,9 +283,9 @@ class _ReadPass:
         elif tail is not None:
             if tail.run_confirmed and not tail.may_be_stale:
                 yield from self._archived_lines(source, tail.take())
-            # What is watched may be behind, and the last line of a log that has ended is in its stream.
+            # The watch may lag behind, and the stream has the last line of a log that has ended.
             if tail.over and (
-                tail.error is not None or ((current := self._now(source)) is not None and not current.ended)
+                tail.error is not None or ((current := self._current_source(source)) is not None and not current.ended)
             ):
                 self._note_end(tail)
         elif last or not self._job.followed:
@@ -294,9 +294,9 @@ class _ReadPass:
             self._follow(source, to_fetch)
 
     def _may_be_restarted(self, source: Source) -> bool:
-        """Return True if the kubelet may already serve the next run's log, before the API server knows of that run.
+        """Return True if the kubelet may serve the next run's log before the API server knows that run.
 
-        After 5 s this is settled: the pod is over, or this is the previous run.
+        After 5 s the API server knows it, or the pod is over.
         """
         if not source.ended or source.settled or self._over or not self._job.followed:
             return False
@@ -313,9 +313,9 @@ class _ReadPass:
         self._job.add(tail)
 
     def _start(self, source: Source) -> _Start:
-        """Return the position to begin at: the reader's, else perhaps its position in the previous run.
+        """Return the reader's position in this run, else its position in the previous run.
 
-        The first lines of this run may have been attributed to that one.
+        The first lines of this run may have been attributed to the previous one.
         """
         position = self._position(source.name)
         if position is not None or source.before is None:
@@ -358,7 +358,7 @@ class _ReadPass:
 
     def _fetch_all(self, to_fetch: Sequence[Source]) -> Iterator[LogLine]:
         pairs = [(source, self._start(source)) for source in to_fetch]
-        # So many at a time: each keeps what came, in memory or in a file, until it is its turn.
+        # In batches: each log stays in memory or in a file until its turn.
         for start in range(0, len(pairs), _CONCURRENT_READS):
             batch = pairs[start : start + _CONCURRENT_READS]
             with contextlib.ExitStack() as stack:
@@ -373,7 +373,7 @@ class _ReadPass:
     def _fetched(self, stack: contextlib.ExitStack, source: Source, start: _Start) -> LogResponse | None:
         fetched = fetch(self._api, self._native, source, start[0], own=start[1], complete=source.ended)
         stack.callback(fetched.close)
-        # Where another run has begun or ended meanwhile, it may be that one's.
+        # If another run has begun or ended meanwhile, the log may be that one's.
         return fetched if self._is_same_run(source, fetched) else None
 
     def _lines_of_response(self, source: Source, fetched: LogResponse) -> Iterator[LogLine]:
@@ -381,7 +381,7 @@ class _ReadPass:
             if not isinstance(fetched.error, Unreachable):
                 raise fetched.error
             if self._over:
-                _pods_of(self._api, self._native)  # raises where it is the API server that is silent
+                _pods_of(self._api, self._native)  # raises if the API server is the unreachable part
                 yield self._notice(source.name, source, f"what {source.writer()} cannot be read: {fetched.error}")
                 self._drop_ending(source)
             else:
@@ -390,11 +390,11 @@ class _ReadPass:
         if fetched.absent and source.ended:
             yield from self._lines_of_absent(source, for_now=fetched.for_now)
             return
-        chunks = fetched.pieces()
+        chunks = fetched.chunks()
         first_chunks = list(itertools.islice(chunks, 1))
         tail = self._ending_tails.pop(source.name, None)
         if fetched.lost and tail is not None:
-            # The place was rotated away; the stream still has what came after it.
+            # The log was rotated beyond the position; the stream still has the lines after it.
             fetched.close()
             yield from self._archived_lines(source, tail.rest())
             self._job.drop(tail)
@@ -403,32 +403,30 @@ class _ReadPass:
         if tail is not None:
             self._job.drop(tail)
         yield from self._archived_lines(source, itertools.chain(first_chunks, chunks))
-        yield from self._end_notices(source, fetched, untold=fetched.has_unreported_gap and source.ended)
+        yield from self._end_notices(source, fetched, gap=fetched.has_unreported_gap and source.ended)
 
     def _lines_of_rest(self, source: Source, tail: ContainerLogStream) -> Iterator[LogLine]:
-        """Yield the lines of the log after an ended stream of it."""
+        """Yield the log's lines after those of its ended stream."""
         after, own = self._start(source)
         fetched = fetch(self._api, self._native, source, after, own=own, complete=source.ended)
         if fetched.error is not None:
             self._errors.append(fetched.error)
             return
-        yield from self._archived_lines(source, fetched.pieces())
-        # A log that was rotated after its last line is empty: nothing is missing to who has followed it closely.
-        close = tail.over and tail.error is None and not tail.behind
-        yield from self._end_notices(source, fetched, untold=fetched.has_unreported_gap and not close)
+        yield from self._archived_lines(source, fetched.chunks())
+        # A log that was rotated after its last line is empty: a reader that kept up has lost nothing.
+        kept_up = tail.over and tail.error is None and not tail.behind
+        yield from self._end_notices(source, fetched, gap=fetched.has_unreported_gap and not kept_up)
 
-    def _end_notices(self, source: Source, fetched: LogResponse, *, untold: bool) -> Iterator[LogLine]:
-        """Report the gaps of a log that was read to its end, and note the end."""
+    def _end_notices(self, source: Source, fetched: LogResponse, *, gap: bool) -> Iterator[LogLine]:
+        """Report the gaps of a log that was read to its end. `gap`: there is one that no line has reported."""
         if fetched.kubelet_message and source.ended:
             yield self._notice(source.name, source, f"what {source.writer()} is missing: {fetched.kubelet_message}")
             return
-        # A pod that goes on when its job has ended is not followed any further.
-        yield from self._rotation_notices(
-            source, untold=untold, final=source.ended or (self._over and self._job.followed)
-        )
+        # A pod that runs on after its job's end is not followed further.
+        yield from self._rotation_notices(source, gap=gap, final=source.ended or (self._over and self._job.followed))
 
     def _lines_of_absent(self, source: Source, *, for_now: bool) -> Iterator[LogLine]:
-        """Yield what is left here of a log that the cluster does not have."""
+        """Yield the lines of a log that the cluster no longer has, from its stream or archive."""
         tail = self._ending_tails.get(source.name)
         if tail is not None and (yield from self._lines_of_stream(source, tail)):
             return
@@ -437,7 +435,7 @@ class _ReadPass:
         if for_now and (archived is None or archived.missing) and not self._last:
             self.absent = self.stale = True
         elif for_now and (archived is None or archived.missing) and self._job.followed and not self._over:
-            pass  # there is time until its pod goes
+            pass  # retried while the pod exists
         elif archived is not None:
             yield from self._lines_of_archive(archives.finished(archived))
         else:
@@ -449,23 +447,23 @@ class _ReadPass:
         """Return True if the fetched log still belongs to the source's run."""
         if source.settled and (self._over or not source.previous):
             return True
-        current = self._now(source)
+        current = self._current_source(source)
         if not source.previous:
             return current is not None and not current.previous and not current.lost
         if current is None:
             return True
-        # The kubelet may know before the API server does that the current run has ended, and is then the one before.
+        # The kubelet may know first that the current run has ended: its `previous` is then that run.
         return not current.lost and (
-            current.newest or fetched.begins is None or fetched.begins != self._current(source)
+            current.newest or fetched.begins is None or fetched.begins != self._current_begin(source)
         )
 
-    def _current(self, source: Source) -> bytes | None:
+    def _current_begin(self, source: Source) -> bytes | None:
         """Return the time of the first line in the log of the container's current run."""
         fetched = fetch(self._api, self._native, source.of_current(), None, complete=False, limit_bytes=_HEAD)
         with contextlib.closing(fetched):
             return fetched.begins
 
-    def _now(self, source: Source) -> Source | None:
+    def _current_source(self, source: Source) -> Source | None:
         pod = query.pod_of(self._api, self._native, source.pod)
         return next(
             (candidate for candidate in sources.list_sources([pod] if pod else []) if candidate.name == source.name),
@@ -477,7 +475,7 @@ class _ReadPass:
         known_sources = {source.name: source for source in (*available, *self._job.known_sources.values())}
         known_sources |= {name: log.source for name, log in self._archived.items()}
         if any(name.startswith("node-") and name not in known_sources for name in self._positions):
-            return  # another process has read logs of which nothing is known here
+            return  # another process has read logs that are unknown here
         status = self._workload.get("status") or {}
         attempts_run, restarts = set(self._job.started_attempts), int(status.get("restarts") or 0)
         if self._over and job_states.status_of(self._workload, pods, now=self._api.now()).state is State.SUCCEEDED:
@@ -489,7 +487,7 @@ class _ReadPass:
             gang_restart=self._native.workload in _RESTART_ALL_KINDS,
             restarts=restarts,
             attempts_run=attempts_run,
-            # A Job counts the pods that failed, also those that somebody deleted.
+            # A Job counts its failed pods, including deleted ones.
             failures=int(status.get("failed") or 0) if self._workload.get("kind") == "Job" else 0,
         )
         for name, message in missing:
@@ -502,7 +500,7 @@ class _ReadPass:
 
         nodes = job_states.nodes_of(self._workload)
         if nodes is None and self._directory is not None:
-            with contextlib.suppress(StoreError):  # another machine has submitted it
+            with contextlib.suppress(StoreError):  # another machine has the record
                 nodes = read_record(self._native.job_id, str(self._directory)).spec().nodes
         return nodes or 0
 
@@ -517,7 +515,7 @@ class _ReadPass:
             for tail in live:
                 yield from self._archived_lines(tail.source, tail.take())
             time.sleep(_ENDING_PAUSE_S)
-            if not live:  # what came with the end, and a line that has none: when the pods are looked at again
+            if not live:  # the next pass reads the last lines
                 return
 
     def _own_tails(self) -> list[ContainerLogStream]:
@@ -525,10 +523,10 @@ class _ReadPass:
         tails = [self._tail(name) for name in self._job.names() if not self._is_done(name)]
         return [tail for tail in tails if tail is not None]
 
-    def _rotation_notices(self, source: Source, *, untold: bool = False, final: bool = True) -> Iterator[LogLine]:
-        """Report lines that were removed before they were read, at the end of all that exists."""
-        lost = self._positions.get(source.name) == _MISSING_POSITION  # which was reported
-        if untold or (not lost and sources.is_truncated(source, self._position(source.name))):
+    def _rotation_notices(self, source: Source, *, gap: bool = False, final: bool = True) -> Iterator[LogLine]:
+        """Report lines that were removed before they were read, after all existing lines."""
+        lost = self._positions.get(source.name) == _MISSING_POSITION  # reported already
+        if gap or (not lost and sources.is_truncated(source, self._position(source.name))):
             yield self._rotated(source)
         if final:
             self._job.final[source.name] = self._positions.get(source.name, "")
@@ -536,7 +534,7 @@ class _ReadPass:
                 self._job.archives[source.name].finish(self._position(source.name))
 
     def _archived_lines(self, source: Source, chunks: Iterable[LogChunk]) -> Iterator[LogLine]:
-        """Yield the lines of the pieces, and archive them if the job is followed."""
+        """Yield the lines of the chunks, and archive them if the job is followed."""
         if self._directory is None or not self._job.followed:
             yield from self._lines_of(source, chunks)
             return
@@ -556,7 +554,7 @@ class _ReadPass:
             position = self._positions.get(source.name, "")
             if sources.is_launcher_line(chunk, follows_launcher=launcher_lines.get(source.name) == position):
                 rank, launcher_lines[source.name] = None, str(chunk.after)
-            elif source.greets and rank is not None:  # ranks start when all nodes have met
+            elif source.greets and rank is not None:  # ranks start after the rendezvous of all nodes
                 self._job.started_attempts.add(source.attempt)
             text = data.decode("utf-8", "surrogateescape")
             origin = {"source": source.name, "position": str(chunk.after)}
@@ -567,7 +565,7 @@ class _ReadPass:
         if source.name in self._job.archives:
             self._job.archives[source.name].note_gap()
         text = f"some of what {source.writer()} may be missing: its log was rotated before it was read"
-        position = self._position(source.name) or Position.at(1)  # of an empty log: its beginning
+        position = self._position(source.name) or Position.at(1)  # for an empty log: its beginning
         return self._notice(
             source.name, source, text, position=str(dataclasses.replace(position, before_launch_line=False))
         )
@@ -585,7 +583,7 @@ class _ReadPass:
 
 
 def _pods_of(api: Api, native: Native) -> list[dict[str, Any]]:
-    """Return the job's current pods; none if a later object has its name and thus its label."""
+    """Return the job's current pods; none if a later object has its name, and so its label."""
     return [] if query.replaced(api, native) else query.pods_of(api, native)
 
 

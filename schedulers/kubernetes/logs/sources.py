@@ -16,7 +16,7 @@ Object = Mapping[str, Any]
 _OWN_PREFIX = "accel-"
 _KILLED = 137
 _RANK = re.compile(rb"\[rank (\d{1,7})\] ")
-# What the launcher says, and the lines of its report of a failure after the first: see accel/launch/failure.py.
+# The prefix of the launcher's lines, and the further lines of its failure report: see accel/launch/failure.py.
 _LAUNCHER = b"accel launch: "
 _CONTINUATION = b"\x1f\n"
 _REPORT = re.compile(rb"  (\| |(error|cause|remedy|log|others): )")
@@ -30,13 +30,13 @@ class Source:
     run:      the number of earlier starts of the container.
     rank:     the writer, if there is only one.
     tee:      each line names its rank.
-    previous: it is the run before the current one.
-    lost:     it is older than that, and its log is not kept.
-    ended:    nobody writes to it any more.
+    previous: the run is the one before the current run.
+    lost:     the run is older than that, and the cluster does not keep its log.
+    ended:    the run has ended.
     settled:  the container will not start again.
     newest:   no later run is known.
-    greets:   its first line is the launcher's.
-    code:     the exit code, once it has ended.
+    greets:   the log's first line is the launcher's.
+    code:     the exit code, once the run has ended.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Source:
 
     @property
     def order(self) -> tuple[int, bool, int, str]:
-        """The sort key: by attempt, by node, with the containers that load the code first."""
+        """The sort key: the attempt, then init containers first, then the node."""
         return (self.attempt, self.rank is not None or self.tee, self.node, self.name)
 
     @property
@@ -81,7 +81,7 @@ class Source:
 
 
 def list_sources(pods: Sequence[Object]) -> list[Source]:
-    """Return the existing runs, in the order in which they are shown."""
+    """Return the existing runs in display order."""
     sources: list[Source] = []
     pods_before: dict[int, int] = {}
     for pod in sorted(pods, key=lambda pod: str((pod.get("metadata") or {}).get("creationTimestamp"))):
@@ -107,12 +107,12 @@ def missing_logs(
 ) -> Iterator[tuple[str, str]]:
     """Yield (name, message) for each node and attempt that has no log.
 
-    sources:    the existing logs, and those that were read before their pods went.
-    nodes:    the job's number of nodes; 0 if unknown.
-    gang_restart: the cluster restarts all pods at once. Otherwise each pod may be in an attempt of its own.
-    restarts: the number of attempts that have certainly failed.
-    attempts_run:      the attempts in which all nodes have certainly run.
-    failures: the number of failed pods, by the cluster's count.
+    sources:      the existing logs, and those that were read before their pods were deleted.
+    nodes:        the job's number of nodes; 0 if unknown.
+    gang_restart: the cluster restarts all pods at once. Otherwise pods may be in different attempts.
+    restarts:     the number of attempts that have certainly failed.
+    attempts_run: the attempts in which all nodes have certainly run.
+    failures:     the number of failed pods, by the cluster's count.
     """
     present = {(source.attempt, source.node) for source in sources if source.rank is not None or source.tee}
     present |= {(_attempt_of(pod) or 0, node) for pod in pods if (node := names.node_of(pod)) is not None}
@@ -143,20 +143,20 @@ def _has_failed(pod: Object) -> bool:
 
 
 def is_truncated(source: Source, position: Position | None) -> bool:
-    """Return True if the log's beginning was removed before it was read. `position`: it was read up to there."""
+    """Return True if the log's beginning was removed before it was read up to `position`."""
     if position is None:
         return source.greets and source.code == 0
-    # A launcher that could not start, with a few lines of the interpreter's, has not greeted anybody.
+    # A launcher that could not start leaves only a few lines of the interpreter, and no first line of its own.
     return position.before_launch_line and source.code in (None, 0, _KILLED)
 
 
 def is_launcher_line(chunk: LogChunk, *, follows_launcher: bool) -> bool:
-    """Return True if the launcher wrote the line. `follows_launcher`: it wrote the line before."""
+    """Return True if the launcher wrote the line. `follows_launcher`: it wrote the previous line too."""
     return chunk.head.startswith(_LAUNCHER) or (follows_launcher and _REPORT.match(chunk.head) is not None)
 
 
 def rank_of(source: Source, chunk: LogChunk) -> tuple[int | None, bytes]:
-    """Return the writer of a line that is not the launcher's (None if unknown), and the line as written."""
+    """Return the rank that wrote a line (None if unknown), and the line as written."""
     if not source.tee:
         return source.rank, chunk.data
     match = _RANK.match(chunk.head)
@@ -166,7 +166,7 @@ def rank_of(source: Source, chunk: LogChunk) -> tuple[int | None, bytes]:
 
 
 def is_continuation(source: Source, chunk: LogChunk) -> tuple[bool, bytes]:
-    """Return whether the line continues, and the data as written; see `_CONTINUATION` in accel/launch/tee.py."""
+    """Return True if the line continues, and the data as written; see `_CONTINUATION` in accel/launch/tee.py."""
     if source.tee and not chunk.first and chunk.data.endswith(_CONTINUATION):
         return True, chunk.data[: -len(_CONTINUATION)]
     return chunk.partial, chunk.data
@@ -194,13 +194,13 @@ def _runs(
     name, uid, restarts = str(container.get("name")), str(metadata.get("uid")), int(container.get("restartCount") or 0)
     state, last = container.get("state") or {}, (container.get("lastState") or {}).get("terminated")
     if state.get("running") is None and _is_unknown(last) and restarts:
-        # The kubelet has removed the container, as of an evicted pod, and counts a restart that never was.
+        # The kubelet has removed the container, as for an evicted pod, and counts a restart that never happened.
         restarts, state, last = restarts - 1, {"terminated": last}, None
     elif _is_unknown(state.get("terminated")):
         state = {}
     suffix = "" if main else f".{name}"
     tee = "--tee" in launch
-    # A job's own commands come before the launcher, and write what they like.
+    # With setup commands, the launcher's first line is not the log's first.
     greets = "launch" in launch and launch[0] != "sh" and "--quiet" not in launch
 
     def make_source(run: int, terminated: Object | None = None, **flags: bool) -> Source:
@@ -213,14 +213,14 @@ def _runs(
     newest = restarts
     if state.get("running") is not None or state.get("terminated"):
         ended = bool(state.get("terminated"))
-        # An init container that has done its work is not run again, unless the whole pod is.
+        # A succeeded init container runs again only with the whole pod.
         settled = ended and (finished or (not main and not (state["terminated"].get("exitCode") or 0)))
         yield make_source(restarts, state.get("terminated"), ended=ended, settled=settled)
         if last and restarts:
             newest = restarts - 1
             yield make_source(newest, last, previous=True, ended=True, settled=True)
     elif last:
-        # It waits to be started again: to the kubelet its last run is the one before, also when the next has begun.
+        # It waits for a restart: the kubelet serves this log as `previous`, also after the next run has begun.
         yield make_source(restarts, last, previous=True, ended=True, settled=True)
     for run in range(newest):
         yield make_source(run, lost=True, ended=True, settled=True)

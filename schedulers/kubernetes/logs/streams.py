@@ -1,4 +1,4 @@
-"""The log of one run of a container, from the kubelet through the API server: as it is now, or as it is written.
+"""The log of one run of a container, from the kubelet through the API server: fetched once, or followed.
 
 https://kubernetes.io/docs/reference/kubernetes-api/workload-resources/pod-v1/#get-read-log-of-the-specified-pod
 """
@@ -26,22 +26,22 @@ if TYPE_CHECKING:
 _MAX_IN_MEMORY = 1 << 20
 _CHUNK = 1 << 16
 _LONGEST_TIME = 64
-_FULL = 4 << 20  # bytes that wait for their reader
-_IDLE_S = 120.0  # a follower that has forgotten its streams loses them after so long
-_JOIN_S = 8.0  # a kubelet looks every 5 s whether a container still runs
+_MAX_BUFFERED = 4 << 20  # bytes
+_IDLE_S = 120.0  # an unread stream ends after this time
+_JOIN_S = 8.0  # a kubelet checks every 5 s that a container still runs
 _JOIN_TIMEOUT_S = 0.05
 _RESTART_VISIBLE_S = 3.0
 _BEHIND_S = 3.0
 _IDLE_AT_END_S = 1.0
-_SURE_S = 5.0  # a kubelet looks after 10 s again whether a log is to be rotated
+_COMPLETE_S = 5.0  # a kubelet checks every 10 s whether to rotate a log
 
 logger = logging.getLogger(__name__)
 
 
 class LogResponse:
-    """A log as it was when it was fetched, on disk if it is large.
+    """A fetched log, on disk if it is large.
 
-    absent:  there is no such log any more.
+    absent:  the log no longer exists.
     for_now: the kubelet cannot find it now, but may later.
     """
 
@@ -59,7 +59,7 @@ class LogResponse:
 
     @property
     def has_unreported_gap(self) -> bool:
-        """True if there is a gap that no piece has reported."""
+        """True if there is a gap that no chunk has reported."""
         return self._parser.has_unreported_gap
 
     @property
@@ -78,15 +78,15 @@ class LogResponse:
         return timestamp if space else None
 
     def fill(self, stream: Stream) -> None:
-        self._file = tempfile.SpooledTemporaryFile(max_size=_MAX_IN_MEMORY)  # noqa: SIM115 (closed by `pieces`)
+        self._file = tempfile.SpooledTemporaryFile(max_size=_MAX_IN_MEMORY)  # noqa: SIM115 (closed by `chunks`)
         for data in stream:
             self._file.write(data)
         self._file.seek(0)
         self.absent = self.for_now = ABSENT.match(self._file.read(_LONGEST_TIME)) is not None
         self._file.seek(0)
 
-    def pieces(self) -> Iterator[LogChunk]:
-        """Yield the pieces after the position. Can be called once."""
+    def chunks(self) -> Iterator[LogChunk]:
+        """Yield the chunks after the position. Can be called once."""
         if self._file is None:
             return
         with self._file as file:
@@ -95,7 +95,7 @@ class LogResponse:
         yield from self._parser.end(complete=self._complete)
 
     def close(self) -> None:
-        """Close the file, even if its pieces were not read."""
+        """Close the file, even if it was not read."""
         if self._file is not None:
             self._file.close()
 
@@ -110,8 +110,9 @@ def fetch(
     complete: bool,
     limit_bytes: int | None = None,
 ) -> LogResponse:
-    """Fetch the log as it is now, after that position, or its first `limit_bytes` bytes. Does not raise.
+    """Fetch the current log after that position, or its first `limit_bytes` bytes. Does not raise.
 
+    own:      False if the position is one in the container's previous run.
     complete: include a last line without an ending.
     """
     fetched = LogResponse(after, own=own, complete=complete, greets=source.greets)
@@ -124,8 +125,8 @@ def fetch(
     except NotFound:
         fetched.absent = True
     except Invalid as error:
-        # "container … is waiting to start: …" of one that has none yet, "previous terminated container … not found",
-        # and "container … is terminated" of one that the kubelet has removed.
+        # "container … is waiting to start: …" if there is no log yet; "previous terminated container … not found" and
+        # "container … is terminated" if the kubelet has removed it.
         is_gone = "not found" in str(error) or "is terminated" in str(error)
         fetched.absent = is_gone and "waiting to start" not in str(error)
     except SchedulerError as error:
@@ -137,16 +138,16 @@ def fetch(
 
 
 class ContainerLogStream:
-    """A daemon thread that reads a log as it is written and buffers it for its reader.
+    """A daemon thread that follows a log and buffers it for its reader.
 
     at:      the reader's position.
     holder:  the current reader; another one at the same position has a stream of its own.
-    over:    nothing more comes.
-    error:   why it broke off; None if the log ended.
+    over:    the stream has ended.
+    error:   the error that ended it; None if the log ended.
     lost:    the log no longer contains the position to resume from.
-    behind:  the last line came later after it was written than others before it.
+    behind:  the last line arrived with a larger delay than earlier ones.
     opened:  the kubelet has chosen the run whose log it sends.
-    run_confirmed: the API server has then confirmed that it is this run's.
+    run_confirmed: the API server has then confirmed that it is the source's run.
     """
 
     def __init__(self, api: Api, native: Native, source: Source, after: Position | None, *, own: bool) -> None:
@@ -158,14 +159,13 @@ class ContainerLogStream:
         self.run_confirmed = source.settled or source.previous
         self._is_certain = self.run_confirmed
         self.opened = False
-        self.loss_reported = False  # that it is lost
         self.holder: object | None = None
         self._api, self._native = api, native
         self._after, self._same_run = after, own
         self._parser = TimestampParser(after, own=own, greets=source.greets)
         self._pace = _LagEstimator()
         self._lock = threading.Condition()
-        self._pieces: list[LogChunk] = []
+        self._chunks: list[LogChunk] = []
         self._last: list[LogChunk] = []
         self._waiting = 0
         self._stream: Stream | None = None
@@ -183,12 +183,12 @@ class ContainerLogStream:
 
     @property
     def may_be_stale(self) -> bool:
-        """True if another run may have begun that the API server does not know of yet."""
+        """True if another run may have begun that the API server does not know yet."""
         return self.lost and not self._is_certain
 
     @property
     def needs_check(self) -> bool:
-        """True if it is time to check that its run is still the current one."""
+        """True if it must be checked now that its run is still the current one."""
         if not self.opened or self._is_certain:
             return False
         return not self.run_confirmed or (self.lost and time.monotonic() - self.started_at > _RESTART_VISIBLE_S)
@@ -199,9 +199,9 @@ class ContainerLogStream:
         self.run_confirmed = True
 
     def take(self) -> list[LogChunk]:
-        """Return the pieces since the last call."""
+        """Return the chunks since the last call."""
         with self._lock:
-            chunks, self._pieces, self._waiting = self._pieces, [], 0
+            chunks, self._chunks, self._waiting = self._chunks, [], 0
             self._lock.notify_all()
         if chunks:
             self.at = chunks[-1].after
@@ -215,7 +215,7 @@ class ContainerLogStream:
         return last
 
     def close(self) -> None:
-        """Close the stream. `take` still returns buffered pieces."""
+        """Close the stream. `take` still returns buffered chunks."""
         with self._lock:
             self._closed = True
             stream = self._stream
@@ -224,7 +224,7 @@ class ContainerLogStream:
             stream.close()
 
     def rest(self) -> Iterator[LogChunk]:
-        """Yield the pieces until the log's end, or until none comes for 8 s."""
+        """Yield the chunks until the log's end, or until none comes for 8 s."""
         last = time.monotonic()
         while not self.over and time.monotonic() - last < _JOIN_S:
             chunks = self.take()
@@ -264,9 +264,9 @@ class ContainerLogStream:
                 self.error = NotFound(f"{self._api.label}: the kubelet has no log of {self.source.name}", status=404)
 
     def _with_gaps(self, chunks: Sequence[LogChunk], idle_s: float) -> Iterator[LogChunk]:
-        """Yield the pieces, with a gap where the kubelet has skipped lines.
+        """Yield the chunks, with a gap where the kubelet has skipped lines.
 
-        It does so silently for a reader two rotations behind, but not for one that waited for the first piece.
+        The kubelet skips silently for a reader two rotations behind, but not for one that waited for the first chunk.
         """
         for number, chunk in enumerate(chunks):
             previous = self._pace.last
@@ -281,31 +281,31 @@ class ContainerLogStream:
             yield chunk
 
     def _contains(self, position: Position) -> bool:
-        """Return True if the log still contains the position: the stream has then skipped nothing after it."""
+        """Return True if the log still contains the position, so the stream has skipped nothing after it."""
         fetched = fetch(self._api, self._native, self.source, position, complete=False, limit_bytes=_LONGEST_TIME)
         with contextlib.closing(fetched):
             if fetched.error is not None or fetched.absent:
                 return True
             timestamp = fetched.begins
             stamp = parse_stamp(timestamp) if timestamp is not None else None
-            contained = timestamp is not None and (stamp is None or stamp <= position.stamp)
-        if contained:
-            self._pace.note_sure()
-        return contained
+            is_contained = timestamp is not None and (stamp is None or stamp <= position.stamp)
+        if is_contained:
+            self._pace.note_complete()
+        return is_contained
 
     def _put(self, chunks: list[LogChunk]) -> bool:
-        """Buffer the pieces. Return False after `close`, or if no reader collects them for 120 s."""
+        """Buffer the chunks. Return False after `close`, or if no reader collects them for 120 s."""
         with self._lock:
-            self._pieces += chunks
+            self._chunks += chunks
             self._waiting += sum(len(chunk.data) for chunk in chunks)
-            while self._waiting > _FULL and not self._closed:
+            while self._waiting > _MAX_BUFFERED and not self._closed:
                 if not self._lock.wait(_IDLE_S):
                     return False
             return not self._closed
 
 
 class _LagEstimator:
-    """A reader's delay behind the writer, by the times of the lines and of this machine, whose clocks may differ.
+    """The delay of a reader behind the writer, by the lines' times and this machine's clock, which may differ.
 
     last: the position after the previous line.
     """
@@ -314,18 +314,18 @@ class _LagEstimator:
         self.last: Position | None = None
         self._second, self._last_written_at, self._read = "", 0.0, 0.0
         self._min_lag = float("inf")
-        self._sure_until = time.monotonic() + _SURE_S
+        self._complete_until = time.monotonic() + _COMPLETE_S
 
     @property
     def behind(self) -> bool:
         return self._read - self._last_written_at - self._min_lag > _BEHIND_S
 
-    def note_sure(self) -> None:
+    def note_complete(self) -> None:
         """Note that no line is missing for 5 s: the kubelet does not rotate a log twice in that time."""
-        self._sure_until = time.monotonic() + _SURE_S
+        self._complete_until = time.monotonic() + _COMPLETE_S
 
     def leaps(self, position: Position) -> bool:
-        """Return True if the line was written long after the one before it but came soon after that."""
+        """Return True if the line was written long after the previous one but arrived soon after it."""
         self.last, second = position, position.stamp[:15]
         now = time.time()
         if second == self._second:
@@ -336,7 +336,7 @@ class _LagEstimator:
         self._second, self._last_written_at, self._read = second, written, now
         self._min_lag = min(self._min_lag, now - written)
         leap = written - last_written - (now - read)
-        return not first and leap > _BEHIND_S and time.monotonic() > self._sure_until
+        return not first and leap > _BEHIND_S and time.monotonic() > self._complete_until
 
 
 def _open(

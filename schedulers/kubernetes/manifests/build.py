@@ -1,4 +1,4 @@
-"""A job as objects of a cluster, in the order in which they are made: pure functions."""
+"""The objects of a job, in their order of creation: pure functions."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ def build(
     target: str = "kubernetes",
     data: bytes | None = None,
 ) -> Manifests:
-    """Build the objects. `data`, the packed code, is included in ConfigMaps if `code.kind` is configmap.
+    """Build the job's objects. `data`: the packed code, for ConfigMaps if `code.kind` is configmap.
 
-    The user's patches are applied last. Raises SpecError for a job that cannot be of this kind.
+    Applies the user's patches last. Raises SpecError for a job that cannot be of this kind.
     """
     check(spec, options, target)
     name = object_names.object_name(spec.name, job_id)
@@ -86,16 +86,14 @@ def build(
     then: list[Object] = []
     if options.workload == "trainjob":
         first.append(trainjob.runtime(spec, options, {"name": name, **namespace}, labels, pod))
-    if pods.meets(spec):
+    if pods.needs_rendezvous(spec):
         first.append(pods.rendezvous(spec, options, {"name": name, **namespace}, job_id))
     if options.volcano_queue and options.workload in ("job", "jobset"):
         first.append(_pod_group(spec, options, {"name": name, **namespace, "labels": labels}))
     if options.workload == "job":
         then.append(indexed.service(spec, options, {"name": name, **namespace}, job_id))
     if code.kind == "configmap" and data is not None:
-        from .code_delivery import config_maps
-
-        then += config_maps(name, labels, options.namespace, data)
+        then += delivery.config_maps(name, labels, options.namespace, data)
     if options.patch:
         workload = _patched(workload, options, f"target {target}: patch")
     return Manifests(first=tuple(first), workload=workload, then=tuple(then))
@@ -122,7 +120,7 @@ def warnings(spec: JobSpec, options: KubernetesOptions) -> tuple[str, ...]:
 
 
 def with_digest(manifest: Object, spec: JobSpec | None = None) -> Object:
-    """Return the object with its digest, by which submits recognize it, and its spec for other machines."""
+    """Return the object with its digest, which identifies it in later submits, and the spec for other machines."""
     metadata = manifest["metadata"]
     notes = {**(metadata.get("annotations") or {}), names.DIGEST: digest(manifest)}
     if spec is not None:
@@ -137,7 +135,7 @@ def digest(manifest: Mapping[str, Any]) -> str:
 
 
 def with_owner(manifest: Object, workload: Mapping[str, Any]) -> Object:
-    """Return the object with the job's, which has a uid by now, as its owner: they are deleted together."""
+    """Return the object with the created `workload` as its owner, so that they are deleted together."""
     metadata = workload["metadata"]
     reference = {
         "apiVersion": workload["apiVersion"],
@@ -150,7 +148,7 @@ def with_owner(manifest: Object, workload: Mapping[str, Any]) -> Object:
 
 
 def files(manifests: Manifests) -> dict[str, str]:
-    """Return the objects as YAML, one file each, named so that they sort in their order."""
+    """Return file name -> YAML, one file per object. The names sort in the order of creation."""
     documents = {}
     for index, manifest in enumerate(manifests):
         documents[f"kubernetes/{index}-{manifest['kind'].lower()}.yaml"] = to_yaml([manifest])
@@ -158,7 +156,7 @@ def files(manifests: Manifests) -> dict[str, str]:
 
 
 def to_yaml(objects: Sequence[Mapping[str, Any]]) -> str:
-    """Return one YAML document per object, with keys in insertion order and multi-line texts as blocks."""
+    """Return one YAML document per object, with keys in insertion order and multi-line strings as blocks."""
     import yaml
 
     class Dumper(yaml.SafeDumper):
@@ -166,7 +164,7 @@ def to_yaml(objects: Sequence[Mapping[str, Any]]) -> str:
             return True
 
     def text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
-        # In other styles PyYAML leaves U+0085 as it is, and reads it back as a line break.
+        # In other styles PyYAML does not escape U+0085, and would read it back as a line break.
         printable = value.replace("\n", "").isprintable()
         style = '"' if not printable else "|" if "\n" in value else None
         return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
@@ -182,7 +180,7 @@ def to_yaml(objects: Sequence[Mapping[str, Any]]) -> str:
 def template(
     spec: JobSpec, options: KubernetesOptions, name: str, job_id: str, code: Code, target: str
 ) -> Callable[..., Object]:
-    """Return a function that builds the patched pod template. Its arguments are what one kind of object needs."""
+    """Return a function that builds the patched pod template from the arguments of `pods.template` after `code`."""
     grouped = options.volcano_queue is not None and options.workload in ("job", "jobset")
     annotations = {GROUP_ANNOTATION: name} if grouped else None
     unpatched = functools.partial(pods.template, spec, options, name, job_id, code, annotations=annotations)
@@ -242,11 +240,11 @@ def _pod_group(spec: JobSpec, options: KubernetesOptions, metadata: Object) -> O
     return {"apiVersion": POD_GROUP, "kind": "PodGroup", "metadata": metadata, "spec": group}
 
 
-# The pod that puts code into a claim: it may be where the job's pods may be, and takes next to nothing of a node.
+# The pod that uploads code to a claim: placed like the job's pods, with few resources.
 
 _LIVES_S = 600
 _CPUS, _MEMORY_GB = 1, 1.0
-# What only pods that train need, beside their containers and volumes.
+# Fields of the training pods that it does not need.
 _NOT_ITS_OWN = ("initContainers", "resourceClaims", "schedulingGates")
 _STORAGE = "ephemeral-storage"
 
@@ -276,7 +274,7 @@ def loader_pod(spec: JobSpec, options: KubernetesOptions, job_id: str, target: s
         "terminationGracePeriodSeconds": 0,
         "automountServiceAccountToken": False,
         "containers": [_container(pod_spec, options, target)],
-        "volumes": [{"name": delivery.CODE_VOLUME_LABEL, "persistentVolumeClaim": {"claimName": options.code_claim}}],
+        "volumes": [{"name": delivery.CODE_VOLUME, "persistentVolumeClaim": {"claimName": options.code_claim}}],
     }
     if options.volcano_queue:
         loader_spec.pop("schedulerName", None)
@@ -297,31 +295,27 @@ def loader_pod(spec: JobSpec, options: KubernetesOptions, job_id: str, target: s
 def _container(pod_spec: Object, options: KubernetesOptions, target: str) -> Object:
     """Return the loader's container, a copy of the unpacking one: same interpreter, no devices."""
     containers = [
-        container
-        for container in pod_spec.get("initContainers") or []
-        if container.get("name") == delivery.CODE_VOLUME_LABEL
+        container for container in pod_spec.get("initContainers") or [] if container.get("name") == delivery.CODE_VOLUME
     ]
     if not containers:
         raise SpecError(
-            f"target {target}: pod_patch: the container {delivery.CODE_VOLUME_LABEL!r}, "
-            "which brings the code, must stay"
+            f"target {target}: pod_patch: the container {delivery.CODE_VOLUME!r}, which brings the code, must stay"
         )
     loader_container: Object = {
         **containers[0],
         "name": "loader",
         "command": [options.python or "python3", "-c", f"import time; time.sleep({_LIVES_S})"],
-        "volumeMounts": [{"name": delivery.CODE_VOLUME_LABEL, "mountPath": delivery.PACKED}],
+        "volumeMounts": [{"name": delivery.CODE_VOLUME, "mountPath": delivery.PACKED}],
     }
-    if _STORAGE in options.resources:  # a quota that counts it wants to know it of every pod
+    if _STORAGE in options.resources:  # a quota on it requires it of every pod
         amount = {_STORAGE: str(options.resources[_STORAGE])}
         resources = loader_container.get("resources") or {}
         loader_container["resources"] = {kind: {**resources.get(kind, {}), **amount} for kind in ("requests", "limits")}
     return loader_container
 
 
-# Kinds of jobs that a cluster can run, from the API groups that it says it has.
+# The kinds that a cluster supports, by its API groups.
 
-# What makes a cluster know a kind.
 _INSTALLED_BY: Mapping[str, str] = {
     "pytorchjob": "Kubeflow's training operator, 1.7 to 1.9",
     "jobset": "the JobSet controller",
@@ -329,12 +323,12 @@ _INSTALLED_BY: Mapping[str, str] = {
     "job": "Kubernetes itself",
 }
 _VOLCANO = "scheduling.volcano.sh"
-# From it on a Job has `backoffLimitPerIndex`, without which its pods cannot tell their attempt.
+# The first version with a Job's `backoffLimitPerIndex`, without which its pods do not know their attempt.
 _PER_INDEX = (1, 28)
 
 
 def runnable(api_versions: Iterable[str]) -> list[str]:
-    """Return the kinds that a cluster with these API versions (`batch/v1`, `kubeflow.org/v1`, …) knows."""
+    """Return the kinds that a cluster with these API versions (`batch/v1`, `kubeflow.org/v1`, …) supports."""
     available = set(api_versions)
     return [kind for kind, builder in BUILDERS.items() if builder.API_VERSION in available]
 

@@ -1,4 +1,4 @@
-"""Delivery of code to the pods: what each way adds to the pod template, and its further objects."""
+"""Delivery of code to the pods: volumes and init containers of the pod template, and ConfigMaps."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from ..options import KubernetesOptions
 Object = dict[str, Any]
 
 DIRECTORY = "/accel/code"
-# The container that brings it, and what it brings it from.
-CODE_VOLUME_LABEL = "accel-code"
+# The volume with the packed code, and the container that unpacks it.
+CODE_VOLUME = "accel-code"
 _HOME, PACKED = "/accel", "/accel-code"
 _FETCHED = f"{_HOME}/packed"
-# A ConfigMap and its key, and all of a snapshot: https://kubernetes.io/docs/concepts/configuration/configmap/
+# Limits of one ConfigMap: https://kubernetes.io/docs/concepts/configuration/configmap/
 MAX_CONFIGMAP_BYTES = 1 << 20
 _PART = 768 << 10
-# What these containers print last is why they failed.
+# The last lines of these containers become their termination message.
 _POLICY = "FallbackToLogsOnError"
 _UNKNOWN = "{sha256 of the packed code}"
 
-# Runs in the job's image, before anything of accel is known to be there; any Python from 3.8 on. A pod whose sandbox
-# is made anew runs it again, and finds the code there.
+# Runs in the job's image with any Python from 3.8 on, and does not use accel, which the image may lack. A pod whose
+# sandbox is recreated runs it again and finds the code in place.
 UNPACK = """\
 import hashlib, os, shutil, sys, tarfile
 digest, target, *parts = sys.argv[1:]
@@ -74,7 +74,7 @@ class Code:
 
 
 def plan_delivery(options: KubernetesOptions) -> Code:
-    """Return the location before anything is packed. `auto` assumes small code."""
+    """Return the location before packing. `auto` assumes small code."""
     return Code(kind="configmap" if options.code == "auto" else options.code)
 
 
@@ -135,20 +135,20 @@ def workdir(code: Code, options: KubernetesOptions, subdirectory: str) -> str | 
 
 
 def volumes(code: Code, options: KubernetesOptions, name: str) -> list[Object]:
-    """Return the volumes that the pods need for the code, besides a directory of their own."""
+    """Return the volumes with the packed code."""
     if code.kind == "configmap":
         sources = [{"configMap": {"name": _config_map(name, index)}} for index in range(code.parts)]
-        return [{"name": CODE_VOLUME_LABEL, "projected": {"sources": sources}}]
+        return [{"name": CODE_VOLUME, "projected": {"sources": sources}}]
     if code.kind == "pvc":
         claim = {"claimName": options.code_claim, "readOnly": True}
-        return [{"name": CODE_VOLUME_LABEL, "persistentVolumeClaim": claim}]
+        return [{"name": CODE_VOLUME, "persistentVolumeClaim": claim}]
     return []
 
 
 def init_containers(
     code: Code, options: KubernetesOptions, base: Object, python: str, mounted: Sequence[Object] = ()
 ) -> list[Object]:
-    """Return the containers that deliver the code. `base`: settings of all containers; `mounted`: their mounts."""
+    """Return the containers that deliver the code. `base`, `mounted`: the settings and mounts of all containers."""
     if code.kind == "image":
         return []
     home: Object = {"name": "accel", "mountPath": _HOME}
@@ -158,9 +158,9 @@ def init_containers(
     else:
         names = [_part(index) for index in range(code.parts)] if code.kind == "configmap" else [code.file]
         parts = [f"{PACKED}/{name}" for name in names]
-        mounts.append({"name": CODE_VOLUME_LABEL, "mountPath": PACKED, "readOnly": True})
+        mounts.append({"name": CODE_VOLUME, "mountPath": PACKED, "readOnly": True})
     unpack = {
-        "name": CODE_VOLUME_LABEL,
+        "name": CODE_VOLUME,
         **base,
         "command": [python, "-c", UNPACK, code.digest, DIRECTORY, *parts],
         "terminationMessagePolicy": _POLICY,

@@ -14,9 +14,9 @@ from . import pods
 from .code_delivery import Object
 
 API_VERSION, KIND, PLURAL = "batch/v1", "Job", "jobs"
-# What a shell, and accel's setup with it, says of a program that cannot be run: no attempt will find it.
+# The exit codes of a shell, and of accel's setup, for a program that cannot be run: no attempt would succeed.
 HOPELESS = (126, 127)
-# The exit codes by which a Job fails at once, whatever its limit.
+# The exit codes with which a Job fails at once, without a restart.
 FINAL = (pods.TIME_LIMIT, *HOPELESS)
 _FAILURES = "batch.kubernetes.io/job-index-failure-count"
 _FAIL_WITH_DISRUPTION = {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
@@ -30,7 +30,7 @@ def build(
     pod_template = template(env=[*env, *([failures()] if spec.retry.max_restarts else [])])
     job = job_spec(spec, pod_template, restarts=spec.retry.max_restarts * spec.nodes, service=metadata["name"])
     if not spec.retry.max_restarts:
-        # A pod that is evicted or preempted is gone at once; this leaves the reason in the Job's condition.
+        # An evicted or preempted pod is gone at once; this records the reason in the Job's condition.
         job["podFailurePolicy"]["rules"].append(_FAIL_WITH_DISRUPTION)
     return {
         "apiVersion": API_VERSION,
@@ -46,7 +46,7 @@ def build(
 
 
 def failures() -> Object:
-    """Return the variable with this index's failures, which is the attempt. Empty if the cluster does not count."""
+    """Return the variable with the failures of the pod's index, its attempt. Empty if the cluster does not count."""
     return {
         "name": "ACCEL_POD_FAILURES",
         "valueFrom": {"fieldRef": {"fieldPath": f"metadata.annotations['{_FAILURES}']"}},
@@ -54,16 +54,16 @@ def failures() -> Object:
 
 
 def _per_index(spec: JobSpec) -> Object:
-    """Return a limit per index: only then does the Job record earlier failures on a pod."""
+    """Return a limit per index: only with one does the Job record earlier failures on a pod."""
     if not spec.retry.max_restarts:
         return {}
     return {"backoffLimitPerIndex": spec.retry.max_restarts, "maxFailedIndexes": 0}
 
 
 def job_spec(spec: JobSpec, template: Object, *, restarts: int, service: str | None = None, jobs: int = 1) -> Object:
-    """Return a JobSpec with one pod for each node, or with several `jobs` for each node of its share.
+    """Return the spec of a Job, one of `jobs` equal ones, with one pod per node.
 
-    The Job fails when more than `restarts` of its pods have failed.
+    It fails when more than `restarts` of its pods have failed.
     """
     pod_spec = {**template["spec"], "restartPolicy": "Never", **({"subdomain": service} if service else {})}
     container = pod_spec["containers"][0]["name"]
@@ -74,8 +74,8 @@ def job_spec(spec: JobSpec, template: Object, *, restarts: int, service: str | N
         "parallelism": spec.nodes // jobs,
         "completionMode": "Indexed",
         "backoffLimit": restarts,
-        # With such a policy a pod is replaced when it is gone, never beside the one that ends. The schema of 1.25 asks
-        # for the empty list.
+        # With such a policy a pod is replaced only when it is gone, not while it ends. The schema of 1.25 requires
+        # the empty list.
         "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": rule, "onPodConditions": []}]},
         **({} if limit_s is None else {"activeDeadlineSeconds": limit_s}),
         "template": {**template, "spec": pod_spec},
@@ -92,7 +92,7 @@ def service(spec: JobSpec, options: KubernetesOptions, metadata: Object, job_id:
             "clusterIP": "None",
             "publishNotReadyAddresses": True,
             "selector": {names.JOB_ID: names.label_value(job_id)},
-            # A server-side apply (Helm 4) must name the protocol where a server is old.
+            # A server-side apply (Helm 4) on an old server needs the protocol.
             "ports": [{"name": "rendezvous", "port": pods.PORT, "protocol": "TCP"}],
         },
     }

@@ -16,8 +16,8 @@ from .code_delivery import Object
 
 API_VERSION, KIND, PLURAL = "jobset.x-k8s.io/v1alpha2", "JobSet", "jobsets"
 REPLICATED = "node"
-# Why a Job fails for which another attempt is of no use: its time is over, or its program cannot be run. What a JobSet
-# then says of itself is the same for both: https://github.com/kubernetes-sigs/jobset, pkg/controllers/failure_policy.go
+# Reasons of a Job's failure after which a restart is useless: its time limit, or a program that cannot be run. A JobSet
+# has one reason for both: https://github.com/kubernetes-sigs/jobset, pkg/controllers/failure_policy.go
 _TIME_OVER, _HOPELESS = "DeadlineExceeded", "PodFailurePolicy"
 FAILED_FOR_GOOD = "FailJobSetFailurePolicyAction"
 _ATTEMPT = f"metadata.annotations['{names.RESTART_ATTEMPT}']"
@@ -31,11 +31,11 @@ def build(
     master = f"{name}-{REPLICATED}-0-0.{name}"
     env = [*pods.world(spec, master), attempt(), *tpu_slices.variables(options, master)]
     pod_template = template(env=env, labels=tpu_slices.pod_labels(spec, options))
-    notes = {**tpu_slices.notes(spec, options), **metadata.get("annotations", {})}
+    annotations = {**tpu_slices.annotations(spec, options), **metadata.get("annotations", {})}
     return {
         "apiVersion": API_VERSION,
         "kind": KIND,
-        "metadata": {**metadata, **({"annotations": notes} if notes else {})},
+        "metadata": {**metadata, **({"annotations": annotations} if annotations else {})},
         "spec": {
             **set_spec(spec, pod_template, options.slices),
             "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
@@ -46,10 +46,10 @@ def build(
 
 
 def set_spec(spec: JobSpec, template: Object, jobs: int = 1) -> Object:
-    """Return the part of the spec that Trainer's runtimes have too."""
+    """Return the part of the JobSet's spec that a TrainingRuntime shares."""
     policy: Object = {"maxRestarts": spec.retry.max_restarts}
     if spec.retry.max_restarts:
-        policy["restartStrategy"] = "BlockingRecreate"  # no pod of an attempt meets one of the last
+        policy["restartStrategy"] = "BlockingRecreate"  # no pods of two attempts at once
     policy["rules"] = [{"name": "final", "action": "FailJobSet", "onJobFailureReasons": [_TIME_OVER, _HOPELESS]}]
     job = indexed.job_spec(spec, template, restarts=0, jobs=jobs)
     return {
@@ -59,9 +59,9 @@ def set_spec(spec: JobSpec, template: Object, jobs: int = 1) -> Object:
 
 
 def why_for_good(workload: Mapping[str, Any], codes: Iterable[int]) -> str:
-    """Return why the Job of a JobSet that is `FAILED_FOR_GOOD` failed.
+    """Return the reason for which the Job of a JobSet that is `FAILED_FOR_GOOD` failed.
 
-    codes: the exit codes of its pods, which a Job keeps unless its time is over.
+    codes: the exit codes of its pods, which a Job keeps unless its time limit passed.
     """
     jobs = (workload.get("spec") or {}).get("replicatedJobs") or []
     limited = any("activeDeadlineSeconds" in job.get("template", {}).get("spec", {}) for job in jobs)

@@ -14,8 +14,7 @@ KIND = "kubernetes"
 def plan(spec: JobSpec, options: KubernetesOptions, job_id: str, target: str) -> Plan:
     """Return the objects as YAML and the actions on them. Raises SpecError.
 
-    Two things are left open until the code is packed: its digest, and with `code: auto` and a claim or store
-    whether that is needed.
+    Two things are unknown until the code is packed: its digest, and with `code: auto` the use of a claim or store.
     """
     code = delivery.plan_delivery(options)
     manifests = build.build(spec, options, job_id, code, target=target)
@@ -52,7 +51,7 @@ def _actions(
 
 
 def _command(manifests: build.Manifests, options: KubernetesOptions) -> tuple[str, ...]:
-    """Return the command of every pod, as the pod will see it."""
+    """Return the command that every pod runs."""
     for manifest in manifests:
         for _, template in validate.templates(manifest):
             for container in template["spec"]["containers"]:

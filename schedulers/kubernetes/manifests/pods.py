@@ -17,13 +17,13 @@ from . import code_delivery as delivery
 from .code_delivery import Code, Object
 
 PORT = 29500
-# The launcher gives its ranks the whole grace and must then have time to say what became of them.
+# The launcher gives its ranks the whole grace period, and then needs time to report their end.
 _MARGIN_S = 10
 # The exit code of a launcher that ended its ranks at the time limit, as `accel.exit_codes` has it.
 TIME_LIMIT = 86
-# The cluster's own limit deletes pods with their logs. It is for launchers that cannot keep theirs.
+# The cluster's own limit deletes the pods with their logs. It is for launchers that fail to enforce theirs.
 _BACKSTOP_S = 300
-# In volumes that live as long as the pod.
+# Paths in volumes that exist as long as the pod.
 _LOGS, _HOME, _STARTS = "/tmp/accel-logs", "/accel/home", "/accel/starts"
 # Trainer's controller cannot read a runtime with other control characters.
 _PLAIN_CONTROLS = "\n\t"
@@ -31,7 +31,7 @@ _DECODE = (
     "import json, os, sys; given = json.loads(sys.argv[1]); os.environ.update(given['env']); "
     "os.execvp(given['argv'][0], given['argv'])"
 )
-# Whatever a program's directory holds, `accel` is the installed package.
+# Imports the installed `accel`, even if the working directory has one.
 _ACCEL = "import sys; sys.path[:] = [p for p in sys.path if p]; from accel.cli import main; sys.exit(main())"
 _RESERVED_VARIABLES = frozenset(
     "ACCEL_JOB_ID ACCEL_NODES ACCEL_NODE_RANK ACCEL_MASTER ACCEL_PORT ACCEL_SERVICE ACCEL_POD_UID ACCEL_POD_IP "
@@ -42,7 +42,7 @@ _REFERENCE = "secret:NAME/KEY"
 
 
 def check(spec: JobSpec, options: KubernetesOptions, name: str) -> None:
-    """Raise SpecError for a job that no kind of object can run."""
+    """Raise SpecError for a job that no workload can run."""
     subject = f"target {name}"
     if options.read_only_root_filesystem and spec.setup:
         raise SpecError(
@@ -80,7 +80,7 @@ def processes(spec: JobSpec) -> int:
 
 
 def world(spec: JobSpec, master: str) -> list[Object]:
-    """Return the variables that describe the job's nodes to its pods. Each node's rank is in the pod's own fields."""
+    """Return the variables with the job's nodes. Each node's rank comes from fields of its pod."""
     return [
         {"name": "ACCEL_NODES", "value": str(spec.nodes)},
         {"name": "ACCEL_MASTER", "value": master},
@@ -93,7 +93,7 @@ def backstop_s(spec: JobSpec) -> int | None:
     return None if spec.time_limit_s is None else math.ceil(spec.time_limit_s + spec.grace_s) + _BACKSTOP_S
 
 
-def meets(spec: JobSpec) -> bool:
+def needs_rendezvous(spec: JobSpec) -> bool:
     """Return True if the job may have several nodes."""
     return (spec.max_nodes or spec.nodes) > 1
 
@@ -101,9 +101,8 @@ def meets(spec: JobSpec) -> bool:
 def rendezvous(spec: JobSpec, options: KubernetesOptions, metadata: Object, job_id: str) -> Object:
     """Build the Service of node 0, created before any pod.
 
-    A pod's own name exists only once the pod has an address, and a name server that was queried before caches "no
-    such name" for half a minute. This name exists from the beginning, and its address stays when the pod is
-    replaced.
+    A pod's own name does not resolve until the pod has an address, and name servers cache that for half a minute. The
+    Service's name resolves from the beginning, and its address stays when the pod is replaced.
     """
     index = "training.kubeflow.org/replica-index" if options.workload == "pytorchjob" else names.COMPLETION_INDEX
     first = {index: "0", **({names.JOB_INDEX: "0"} if options.slices > 1 else {})}
@@ -140,7 +139,7 @@ def template(
     labels: Mapping[str, str] | None = None,
     annotations: Mapping[str, str] | None = None,
 ) -> Object:
-    """Build a PodTemplateSpec without a restart policy. `env` and `launch`: what only one kind of object needs."""
+    """Build a PodTemplateSpec without a restart policy. The optional arguments are additions of one kind of object."""
     pod_labels = {**names.labels(spec.name, job_id), **(labels or {}), **options.labels}
     notes = {**(annotations or {}), **options.annotations}
     return {
@@ -167,7 +166,7 @@ def _spec(
     python = options.python or "python3"
     return {
         "terminationGracePeriodSeconds": math.ceil(spec.grace_s) + _MARGIN_S,
-        # A process that is the first of its PID namespace ignores SIGTERM unless it asks for it.
+        # The first process of a PID namespace ignores SIGTERM unless it has a handler.
         "shareProcessNamespace": True,
         "automountServiceAccountToken": None if options.service_account else False,
         "enableServiceLinks": False,
@@ -225,7 +224,7 @@ def _main(
 
 
 def command(spec: JobSpec, options: KubernetesOptions, launch: Sequence[str] = ()) -> list[str]:
-    """Return a pod's command: `setup`, then `accel launch`. With several ranks, `[rank N] ` begins each output line."""
+    """Return a pod's command: `setup`, then `accel launch`, which with several ranks prefixes lines with `[rank N]`."""
     count = processes(spec)
     arguments = ["accel"] if options.python is None else [options.python, "-c", _ACCEL]
     arguments += ["launch", "--num_processes", str(count * spec.nodes), *launch]
@@ -271,8 +270,8 @@ def unexpanded(text: str) -> str:
 def security(options: KubernetesOptions) -> Object:
     """Return a container's security context.
 
-    It follows https://kubernetes.io/docs/concepts/security/pod-security-standards/. The pod as a whole has none:
-    a container that the cluster adds, as a service mesh does, may need another user.
+    It follows https://kubernetes.io/docs/concepts/security/pod-security-standards/. The pod itself sets no user:
+    containers that the cluster adds, such as a service mesh's, may need another one.
     """
     context: Object = {"runAsUser": options.run_as_user, "runAsGroup": options.run_as_group}
     if options.read_only_root_filesystem:
@@ -299,7 +298,7 @@ def memory(gigabytes: float) -> str:
 
 def _environment(spec: JobSpec, options: KubernetesOptions, job_id: str) -> Iterator[Object]:
     yield {"name": "ACCEL_JOB_ID", "value": job_id}
-    # A number that the image's /etc/passwd does not know has no home, and libraries ask for a name.
+    # A user id without an entry in the image's /etc/passwd has no home, and libraries need a user name.
     user_variables = {} if options.run_as_user is None else {"USER": "accel", "LOGNAME": "accel"}
     for key, value in {**({"HOME": _HOME} if _needs_home(options) else {}), **user_variables}.items():
         if key not in spec.env:
@@ -330,10 +329,10 @@ def tmp_mounts(options: KubernetesOptions) -> list[Object]:
 
 
 def _downward_fields(spec: JobSpec, options: KubernetesOptions, name: str) -> Iterator[Object]:
-    """Yield variables that distinguish a launcher from its predecessors and let the others find it."""
+    """Yield the variables that distinguish a launcher from its predecessors and let others find it."""
     yield {"name": "ACCEL_POD_UID", "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}}}
     yield {"name": "ACCEL_STARTS", "value": _STARTS}
-    if meets(spec):
+    if needs_rendezvous(spec):
         yield {"name": "ACCEL_SERVICE", "value": rendezvous_name(name)}
     if spec.nodes > 1 and spec.max_nodes is None:
         yield {"name": "ACCEL_POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
@@ -345,16 +344,16 @@ def _downward_fields(spec: JobSpec, options: KubernetesOptions, name: str) -> It
 
 
 def _limit_codes(spec: JobSpec, options: KubernetesOptions) -> str:
-    """Return the exit codes of node 0 and of the others at the time limit that preserve their logs.
+    """Return the exit codes of node 0 and of the others at the time limit. They preserve the logs.
 
-    A job that fails deletes the pods that still run: so the others succeed, and node 0 exits last. The kubelets
-    of a PyTorchJob with restarts restart what fails: so all succeed.
+    A failed job deletes its running pods: so the others succeed, and node 0 exits last. The kubelets of a PyTorchJob
+    with restarts restart failed containers: so all succeed.
     """
     return "0,0" if options.workload == "pytorchjob" and spec.retry.max_restarts else f"{TIME_LIMIT},0"
 
 
 def _restarts_pods(spec: JobSpec, options: KubernetesOptions) -> bool:
-    """Return True if each failed pod restarts by itself. In other jobs node 0's end shows how all ended."""
+    """Return True if each failed pod restarts by itself. In other jobs node 0 reports for all."""
     return options.workload in ("pytorchjob", "job") and spec.retry.max_restarts > 0
 
 
@@ -371,7 +370,7 @@ def _secret(variable: str, reference: str, subject: str) -> tuple[str, str]:
 
 
 def _resources(spec: JobSpec, options: KubernetesOptions, *, devices: bool) -> Object:
-    """Return equal requests and limits: a pod's resources are neither shared nor withdrawn."""
+    """Return equal requests and limits, so that a pod's resources are guaranteed."""
     resources = spec.resources
     quantities: dict[str, str] = {}
     if resources.cpus is not None:
@@ -421,7 +420,7 @@ def _tolerations(spec: JobSpec, options: KubernetesOptions) -> Iterator[Object]:
         yield {key: value for key, value in fields.items() if value is not None}
     resource = gpu_resource(options)
     if spec.resources.gpus and resource not in {toleration.key for toleration in options.tolerations}:
-        # Nodes with GPUs are commonly kept from pods that need none by a taint of the resource's name.
+        # Nodes with GPUs commonly have a taint of the resource's name, against pods that need none.
         yield {"key": resource, "operator": "Exists", "effect": "NoSchedule"}
 
 

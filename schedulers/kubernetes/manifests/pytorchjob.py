@@ -13,7 +13,7 @@ from ..options import KubernetesOptions
 from . import pods
 from .code_delivery import Object
 
-# Of the pods: the index of a worker is its node's rank, since there is no master.
+# A label of pods of jobs without a master: a worker's index is its node's rank.
 _WORKERS = {f"{names.PREFIX}elastic": "true"}
 REPLICA_INDEX = "training.kubeflow.org/replica-index"
 API_VERSION, KIND, PLURAL = "kubeflow.org/v1", "PyTorchJob", "pytorchjobs"
@@ -22,11 +22,11 @@ API_VERSION, KIND, PLURAL = "kubeflow.org/v1", "PyTorchJob", "pytorchjobs"
 def build(
     spec: JobSpec, options: KubernetesOptions, metadata: Object, job_id: str, template: Callable[..., Object]
 ) -> Object:
-    """Build the PyTorchJob. `template` builds the pods' template from what only this kind needs.
+    """Build the PyTorchJob.
 
-    One node is a master. Several are workers only, to which the operator adds no init container: that one looks
-    up the master's name before it exists, and has no security context. An elastic job has an elasticPolicy, under
-    which the first worker that exits with 0 ends the job; without it, all must.
+    One node is a master. Several are workers only: for a master the operator would add an init container, which has
+    no security context and looks up the master's name too early. An elastic job has an elasticPolicy, under which the
+    first worker that exits with 0 ends the job; without it, all must.
     """
     max_nodes = spec.max_nodes or spec.nodes
     replicas = {"Worker": max_nodes} if max_nodes > 1 else {"Master": 1}
@@ -73,11 +73,12 @@ def warnings(spec: JobSpec, options: KubernetesOptions) -> list[str]:
 def _run_policy(spec: JobSpec, options: KubernetesOptions) -> Object:
     max_nodes = spec.max_nodes or spec.nodes
     restarts = spec.retry.max_restarts
-    # Once the job has ended, no pod waits for one that will not come. A world that may grow ends with its first pod.
+    # When the job has ended, no pod may wait for one that never comes. An elastic job ends with its first pod, and the
+    # others must finish.
     policy: Object = {"cleanPodPolicy": "Running" if spec.max_nodes is None else "None"}
     if restarts:
-        # The operator adds up the restarts of all pods, each of which restarts with the gang, and ends the job when
-        # the sum reaches the limit. It then deletes the pods, logs and exit codes with them: so there is no limit of 0.
+        # All pods restart together. The operator ends the job when the sum of their restarts reaches the limit, and
+        # deletes the pods with their logs and exit codes: so without restarts there is no limit.
         policy["backoffLimit"] = restarts * max_nodes + 1
     limit_s = pods.backstop_s(spec)
     if limit_s is not None:

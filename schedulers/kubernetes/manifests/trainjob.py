@@ -1,6 +1,6 @@
 """A job as a TrainJob (`trainer.kubeflow.org/v1alpha1`) of Kubeflow Trainer v2, with a runtime of its own.
 
-A TrainJob can change little of an administrator's runtime, and cannot set restarts. So each has a
+A TrainJob can change little of a shared runtime, and cannot set restarts. So each job has its own
 TrainingRuntime, which is created first. https://www.kubeflow.org/docs/components/trainer/
 """
 
@@ -40,7 +40,7 @@ def runtime(
     """Build the TrainingRuntime of the TrainJob of the same name."""
     jobset_spec = jobset.set_spec(spec, template(env=[jobset.attempt()]))
     job = jobset_spec["replicatedJobs"][0]["template"]
-    # How many pods there are, and for how long they may run, the TrainJob says.
+    # The TrainJob sets the number of pods and the time limit.
     for key in ("completions", "parallelism", "completionMode", "activeDeadlineSeconds"):
         job["spec"].pop(key, None)
     job["metadata"] = {"labels": {_STEP: "trainer"}}

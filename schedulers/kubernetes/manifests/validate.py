@@ -1,4 +1,4 @@
-"""Apply a user's patch to a job's objects; validate it and raw Kubernetes options before any server is asked."""
+"""Apply the user's patches to a job's objects, and validate them and raw Kubernetes options offline."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from ...errors import ConfigError, SpecError, nearest
 from .. import names
 from ..options import KubernetesOptions
 
-# A strategic merge patch, applied to what was built.
+# Strategic merge patches.
 #
 # The merge keys are those of the Kubernetes API (`x-kubernetes-patch-merge-key` in its OpenAPI), which a test
 # compares; those of JobSet and Trainer are the keys of their lists (`x-kubernetes-list-map-keys`).
 # https://kubernetes.io/docs/tasks/manage-kubernetes-objects/update-api-object-kubectl-patch/
 
-# The name of a list -> what tells its elements apart. Every other list is replaced as a whole.
+# The name of a list -> the key that identifies its elements. Other lists are replaced as a whole.
 MERGE_KEYS: Mapping[str, str] = {
     "containers": "name",
     "initContainers": "name",
@@ -149,7 +149,7 @@ def _plain_map(value: Mapping[str, Any], subject: str) -> dict[str, Any]:
 
 # Validation.
 
-# The keys of what is not a pod's template, by the path from the object's `spec`; `*` is any key, `[]` any element.
+# The valid keys outside of pod templates, by path from the object's `spec`; `*` is any key, `[]` any element.
 _JOBSET = {
     "": "replicatedJobs network successPolicy failurePolicy startupPolicy suspend coordinator managedBy "
     "ttlSecondsAfterFinished volumeClaimPolicies",
@@ -264,7 +264,7 @@ def _refuse_unknown(value: Mapping[str, Any], keys: list[str], field_path: str) 
 
 
 def _validate(value: Any, model: str, subject: str) -> None:
-    """Validate with the models of Kubernetes' own client, which has them since version 37."""
+    """Validate with the models of the official client, which has them since version 37."""
     import importlib
 
     try:

@@ -1,4 +1,4 @@
-"""Status of a job, derived from its object, pods and events as dicts."""
+"""The status of a job, derived from its object, pods and events."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .reasons import ReasonAndMessage
 
 Object = Mapping[str, Any]
 
-# The conditions (any with status True) that end a job, by the kind of its object.
+# The condition of a succeeded job, by the kind of its object.
 _SUCCEEDED: Mapping[str, str] = {
     "PyTorchJob": "Succeeded",
     "Job": "Complete",
@@ -26,7 +26,7 @@ _SUCCEEDED: Mapping[str, str] = {
     "TrainJob": "Complete",
 }
 _FAILED = "Failed"
-_FAILING = "FailureTarget"  # a Job's, until its pods have ended
+_FAILING = "FailureTarget"  # a failed Job's condition until its pods have ended
 _LONGEST = 400
 _UNKNOWN = "its pods are gone: whether its time limit ended it cannot be told"
 
@@ -37,10 +37,10 @@ def status_of(
     """Return the job's status.
 
     pods:   the job's pods.
-    events: those of its object, its pods and everything else that belongs to it.
-    now:    the cluster's time, by which pods of a finished job are judged.
+    events: the events of its object, its pods and its other objects.
+    now:    the cluster's time, to recognize pods that still end.
 
-    Derives what it can without pods and events, and never fails on unknown values.
+    Pods and events are optional. Never fails on unknown values.
     """
     workload, events = _without_nulls(workload), [_without_nulls(event) for event in events]
     kind, status = str(workload.get("kind")), workload.get("status") or {}
@@ -49,14 +49,14 @@ def status_of(
     conditions = {
         str(condition.get("type")): condition for condition in status.get("conditions") or [] if is_true(condition)
     }
-    restarts, limit = _restarts(kind, status, pods), _limit(workload)
+    restarts, limit = _restarts(kind, status, pods), _max_restarts(workload)
     attempt = restarts if limit is None else min(restarts, limit)
     if _SUCCEEDED.get(kind, "Succeeded") in conditions:
         native = _SUCCEEDED.get(kind, "Succeeded")
-        if _ending(conditions[native], pods, now):
+        if _has_ending_pods(conditions[native], pods, now):
             return Status(state=State.RUNNING, attempt=attempt, message="it is ending", native_state=native)
         if any(_out_of_time(pod) for pod in pods):
-            # A PyTorchJob with restarts, whose launchers end with 0 so that none is started again.
+            # The launchers of a PyTorchJob with restarts exit with 0, so that none is restarted.
             return Status(
                 state=State.FAILED, reason=Reason.TIME_LIMIT, attempt=attempt, message="its time limit passed",
                 native_state=native,
@@ -69,11 +69,11 @@ def status_of(
     failed = conditions.get(_FAILED) or conditions.get(_FAILING)
     if failed is not None:
         if kind == "Job" and not _was_terminated(failed, status, pods):
-            attempt = max(0, _failures(pods) - 1)  # what has failed is counted, and nothing came after the last
-        end = _failed(workload, failed, pods, attempt)
-        if _FAILED in conditions and not _ending(failed, pods, now):
+            attempt = max(0, _failures(pods) - 1)  # the last failure had no further attempt
+        end = _failed_status(workload, failed, pods, attempt)
+        if _FAILED in conditions and not _has_ending_pods(failed, pods, now):
             return _recorded_failure(workload) or end
-        message = _join_message(join_message("it has failed, and its pods are ending", end.message))
+        message = _one_line(join_message("it has failed, and its pods are ending", end.message))
         return dataclasses.replace(end, state=State.RUNNING, exit_code=None, message=message)
     if (workload.get("metadata") or {}).get("deletionTimestamp"):
         running = any(pod_states.running(pod) for pod in pods)
@@ -81,12 +81,12 @@ def status_of(
         return Status(state=state, attempt=attempt, message="it is being deleted", native_state="Deleting")
     if "Suspended" in conditions or _suspended(workload):
         return _suspended_status(workload, attempt)
-    restartable = _starts_again(kind, restarts, limit)
-    return _going(workload, conditions, pods, events, attempt, restartable=restartable)
+    restartable = _restarts_again(kind, restarts, limit)
+    return _unfinished_status(workload, conditions, pods, events, attempt, restartable=restartable)
 
 
 def status_when_gone(kind: str, pods: Sequence[Object], now: float, *, ttl: bool = False) -> Status:
-    """Return the status of a job whose object is gone. `now`: the cluster's time; `ttl`: it removes jobs itself."""
+    """Return the status of a job whose object is gone. `ttl`: True if the cluster removes jobs by itself."""
     pods = [pod for pod in pods if names.node_of(pod) is not None and pod_states.is_alive(pod, now)]
     if pods:
         state = State.RUNNING if any(map(pod_states.running, pods)) else State.QUEUED
@@ -99,11 +99,11 @@ def status_when_gone(kind: str, pods: Sequence[Object], now: float, *, ttl: bool
 
 
 def is_over(kind: str, workload: Object | None, pods: Sequence[Object], now: float) -> bool:
-    """Return True if neither the job (None: its object is gone) nor any of its pods will continue."""
+    """Return True if the job has ended and its pods too. `workload`: None if the object is gone."""
     return (status_when_gone(kind, pods, now) if workload is None else status_of(workload, pods, now=now)).state.final
 
 
-def _failed(workload: Object, condition: Object, pods: Sequence[Object], attempt: int) -> Status:
+def _failed_status(workload: Object, condition: Object, pods: Sequence[Object], attempt: int) -> Status:
     condition_message, condition_reason, ends = (
         str(condition.get("message") or ""),
         str(condition.get("reason")),
@@ -116,9 +116,9 @@ def _failed(workload: Object, condition: Object, pods: Sequence[Object], attempt
         if phrase in condition_message:
             reason, message = meaning
     end = min(ends, key=lambda candidate: candidate.order, default=None)
-    limit = _limit(workload)
+    limit = _max_restarts(workload)
     if reasons.BACK_OFF in condition_message and workload.get("kind") == "PyTorchJob" and limit is not None:
-        attempt = limit  # the operator has deleted the pods that would say so
+        attempt = limit  # the operator has deleted the pods that would show it
     code = end.code if end is not None else None
     if (
         reason is not Reason.TIME_LIMIT
@@ -135,19 +135,19 @@ def _failed(workload: Object, condition: Object, pods: Sequence[Object], attempt
         reason=reason,
         exit_code=code or None,
         attempt=attempt,
-        message=_join_message(message or condition_message),
+        message=_one_line(message or condition_message),
         native_state=_native_state("Failed", condition.get("reason")),
     )
 
 
-def _ending(final: Object, pods: Sequence[Object], now: float | None) -> bool:
+def _has_ending_pods(final: Object, pods: Sequence[Object], now: float | None) -> bool:
     """Return True while pods of a finished job still terminate within their grace periods."""
     now = time.time() if now is None else now
     finished_at = pod_states.moment(final.get("lastTransitionTime"))
     return any(pod_states.is_ending(pod, finished_at, now) for pod in pods)
 
 
-def _going(
+def _unfinished_status(
     workload: Object,
     conditions: Mapping[str, Object],
     pods: Sequence[Object],
@@ -172,7 +172,7 @@ def _going(
         if expected is not None and len(running) < expected and message:
             return Status(
                 state=State.RUNNING, reason=reason, attempt=attempt, native_state=native or "Running",
-                message=_join_message(f"{len(running)} of {expected} pods run; {message}"),
+                message=_one_line(f"{len(running)} of {expected} pods run; {message}"),
             )  # fmt: skip
         return Status(state=State.RUNNING, attempt=attempt, native_state=native or "Running")
     if reason is Reason.NONE and not message:
@@ -181,14 +181,14 @@ def _going(
         if end is not None and restartable:
             reason, message = end.reason, f"it is started again: {end}"
         elif ended_pods:
-            # A TrainJob does not say how often it may be started again; its runtime does.
+            # Only the runtime of a TrainJob has the limit of restarts.
             open_end = workload.get("kind") == "TrainJob"
             message = "its pods have ended; it ends, or is started again" if open_end else "it is ending"
             return Status(state=State.RUNNING, attempt=attempt, message=message, native_state=native)
-    # A gang that gave up waiting for a pod is ending.
+    # Some pods have ended and none will restart: the job is ending.
     state = State.RUNNING if not restartable and any(map(pod_states.over, pods)) else State.QUEUED
     return Status(
-        state=state, reason=reason, attempt=attempt, message=_join_message(message), native_state=native or "Pending"
+        state=state, reason=reason, attempt=attempt, message=_one_line(message), native_state=native or "Pending"
     )
 
 
@@ -204,7 +204,7 @@ def _suspended_status(workload: Object, attempt: int) -> Status:
 def _obstacle(
     workload: Object, pods: Sequence[Object], events: Sequence[Object], *, has_pods: bool
 ) -> ReasonAndMessage:
-    """Return what keeps pods from running: the gravest cause, on the lowest node."""
+    """Return the reason why pods do not run: the most serious one, of the lowest node."""
     obstacles = [
         (reason, f"node {pod_states.node_of(pod)}: {summary}")
         for pod in sorted(pods, key=pod_states.node_of)
@@ -217,7 +217,7 @@ def _obstacle(
 
 
 def waiting_reason(pod: Object, events: Sequence[Object]) -> Iterable[ReasonAndMessage]:
-    """Yield the causes that keep this pod from running. `events` may include those of other objects."""
+    """Yield the reasons why this pod does not run. `events` may include those of other objects."""
     status = pod.get("status") or {}
     pod_reason = pod_states.reason_of(pod)
     if pod_reason is not None:
@@ -234,20 +234,20 @@ def waiting_reason(pod: Object, events: Sequence[Object]) -> Iterable[ReasonAndM
         waiting = (container.get("state") or {}).get("waiting")
         if not waiting or pod_states.running(pod):
             continue
-        waiting_reason = str(waiting.get("reason") or "")
-        reason, summary = reasons.WAITING.get(waiting_reason, (Reason.SETUP, waiting_reason))
+        kubelet_reason = str(waiting.get("reason") or "")
+        reason, summary = reasons.WAITING.get(kubelet_reason, (Reason.SETUP, kubelet_reason))
         if reason is Reason.NONE:
             continue
         end = pod_states.last_end(container, pod)
-        if waiting_reason == "CrashLoopBackOff" and end is not None:
+        if kubelet_reason == "CrashLoopBackOff" and end is not None:
             reason, summary = end.reason, join_message(summary, end.message)
         else:
-            # A Secret, ConfigMap or key that is absent has nothing to do with the image.
-            image = "" if waiting_reason == "CreateContainerConfigError" else str(container.get("image") or "")
+            # A missing Secret, ConfigMap or key is unrelated to the image.
+            image = "" if kubelet_reason == "CreateContainerConfigError" else str(container.get("image") or "")
             summary = join_message(summary, _advised(str(waiting.get("message") or ""), image))
         yield reason, summary
     if status.get("phase") == "Pending" and not pod_states.running(pod):
-        # A pod that is scheduled and waits for volumes or a sandbox says so in its events alone.
+        # Only events show that a scheduled pod waits for volumes or a sandbox.
         for event in _newest(events):
             if _involves(event, "Pod", pod) and event.get("reason") in reasons.POD_EVENTS:
                 transient = any(phrase in str(event.get("message")) for phrase in reasons.TRANSIENT_MESSAGES)
@@ -259,7 +259,7 @@ def waiting_reason(pod: Object, events: Sequence[Object]) -> Iterable[ReasonAndM
 
 
 def _refusals(workload: Object, events: Sequence[Object]) -> Iterable[ReasonAndMessage]:
-    """Yield the cause that keeps pods from being created, from events of the objects that create them."""
+    """Yield the reason why pods cannot be created, from events of the objects that create them."""
     for event in _newest(events):
         is_refusal = str(event.get("reason", "")).startswith(reasons.REFUSALS)
         if event.get("type") != "Warning" or not is_refusal or _involved_name(event, "Pod") is not None:
@@ -278,7 +278,7 @@ def _refusals(workload: Object, events: Sequence[Object]) -> Iterable[ReasonAndM
 
 
 def _restarts(kind: str, status: Object, pods: Sequence[Object]) -> int:
-    """Return the number of restarts, including one that a Job's limit may still forbid."""
+    """Return the number of restarts. A Job's may include one that its limit forbids."""
     labels = [(pod.get("metadata") or {}).get("labels") or {} for pod in pods]
     counts = [int(label) for entry in labels if (label := str(entry.get(names.RESTART_ATTEMPT, ""))).isdigit()]
     if kind == "JobSet":
@@ -291,13 +291,13 @@ def _restarts(kind: str, status: Object, pods: Sequence[Object]) -> int:
 
 
 def _failures(pods: Sequence[Object]) -> int:
-    """Return the highest number of failed pods that one node has had."""
+    """Return the largest number of failed pods of one node."""
     nodes = [pod_states.node_of(pod) for pod in pods if pod_states.phase(pod) == "Failed"]
     return max(map(nodes.count, nodes), default=0)
 
 
-def _limit(workload: Object) -> int | None:
-    """Return the allowed restarts, or None if unknown. The kubelet may restart once more before operators count."""
+def _max_restarts(workload: Object) -> int | None:
+    """Return the allowed restarts, or None if unknown. The kubelet may exceed them by one before operators count."""
     spec, kind = workload.get("spec") or {}, workload.get("kind")
     if kind == "JobSet":
         policy = spec.get("failurePolicy")
@@ -341,7 +341,7 @@ def _recorded_failure(workload: Object) -> Status | None:
 
 
 def _may_be_out_of_time(workload: Object) -> bool:
-    """Return True if the launchers may have exited with 0 at a time limit. Only their pods would show that."""
+    """Return True if the launchers may have exited with 0 at a time limit, which only their pods show."""
     specs = ((workload.get("spec") or {}).get("pytorchReplicaSpecs") or {}).values()
     env = {
         variable.get("name"): variable.get("value")
@@ -357,15 +357,15 @@ def _may_be_out_of_time(workload: Object) -> bool:
     return started_at is None or completed_at is None or completed_at - started_at >= int(limit)
 
 
-def _starts_again(kind: str, restarts: int, limit: int | None) -> bool:
-    """Return True if another attempt follows the failure, as far as the object shows."""
+def _restarts_again(kind: str, restarts: int, limit: int | None) -> bool:
+    """Return True if another attempt follows a failure, as far as the object shows."""
     if kind == "Job":
         return restarts > 0 and (limit is None or restarts <= limit)
     return limit is not None and restarts < limit
 
 
 def _was_terminated(failed: Object, status: Object, pods: Sequence[Object]) -> bool:
-    """Return True if the last attempt's pods were deleted at the deadline. The Job still counts them."""
+    """Return True if the last attempt's pods were deleted at the deadline: the Job still counts them as failed."""
     failed_count = sum(pod_states.phase(pod) == "Failed" for pod in pods)
     return failed.get("reason") == "DeadlineExceeded" and int(status.get("failed") or 0) > failed_count
 
@@ -400,13 +400,13 @@ def _is_node_silent(pod: Object, events: Sequence[Object]) -> bool:
 
 
 def has_missing_pods(workload: Object, pods: Sequence[Object]) -> bool:
-    """Return True when fewer pods run than the job wants: events may say why."""
+    """Return True if fewer pods run than the job needs: events may show the reason."""
     expected = nodes_of(workload)
     return expected is not None and sum(map(pod_states.running, pods)) < expected
 
 
 def _involved_name(event: Object, kind: str) -> str | None:
-    """Return the name of the event's object if it is of that kind, else None. Reads both APIs of events."""
+    """Return the name of the event's object if it has that kind, else None. Supports both event APIs."""
     reference = event.get("involvedObject") or event.get("regarding") or {}
     return str(reference.get("name")) if reference.get("kind") == kind else None
 
@@ -447,6 +447,6 @@ def _native_state(state: str, reason: Any) -> str:
     return f"{state}: {reason}" if reason else state
 
 
-def _join_message(text: str) -> str:
+def _one_line(text: str) -> str:
     line = " ".join(text.split())
     return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 1]}…"

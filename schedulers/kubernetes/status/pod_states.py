@@ -13,10 +13,10 @@ from .. import names
 from . import reasons
 from .reasons import ReasonAndMessage
 
-# The launcher's report of a failure, as the end of a container's log holds it.
+# The launcher's failure report at the end of a container's log.
 #
-# Each node's launcher names the rank that failed first on any node: the cluster's own times are too coarse. The
-# wording is that of `accel/launch/failure.py`; a test compares the two.
+# Each node's launcher names the rank that failed first on any node: the cluster's times are too coarse for that. A test
+# compares the wording with `accel/launch/failure.py`.
 
 _FIRST = re.compile(
     r"^accel launch: (?P<who>rank \d+|the launcher) on node (?P<node>\d+) \(.*?\) failed first"
@@ -30,7 +30,7 @@ _FIELD = re.compile(r"^  (?P<name>error|cause|remedy): +(?P<text>.*)$", re.MULTI
 _DETAIL_LINE = re.compile(r"  (log|others|cause|remedy): ")
 _LAUNCH_LINE = re.compile(r"accel launch: \d+ nodes, node 0 at ")
 
-# A part of the cause that the report names -> what that means.
+# A phrase in the reported cause -> its reason.
 _CAUSES: Mapping[str, Reason] = {
     "memory is full": Reason.OUT_OF_MEMORY,
     "the memory limit of its control group was reached": Reason.OUT_OF_MEMORY,
@@ -47,8 +47,8 @@ _CAUSES: Mapping[str, Reason] = {
 class Report:
     """A parsed failure report.
 
-    failed_rank:  the rank that failed first and its node, in words.
-    node: the number of that node; None if no rank failed.
+    failed_rank: the rank that failed first and its node, for messages.
+    node:        the number of that node; None if no rank failed.
     """
 
     failed_rank: str
@@ -84,7 +84,7 @@ def read_report(text: str) -> Report | None:
 
 
 def last_line(text: str) -> str:
-    """Return the last line about the error, for a report whose beginning is cut off, or no report."""
+    """Return the last line about the error, for a text with an incomplete report or none."""
     lines = [
         line
         for line in text.splitlines()
@@ -102,9 +102,9 @@ def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
 Object = Mapping[str, Any]
 
 _GRACE_S = 30.0  # a pod's own default
-_MARGIN_S = 10.0  # for the kill, and for news of it
-_DELETION_SLACK_S = 60.0  # after the end of its grace, a pod that is deleted is on a node that does not answer
-# The echoes of another rank's failure: the launcher was told to end, or was killed when it did not.
+_MARGIN_S = 10.0  # for the kill and its report
+_DELETION_SLACK_S = 60.0  # a deleted pod that exists so long after its grace is on an unreachable node
+# Exit codes that follow another rank's failure: the launcher got SIGTERM, then SIGKILL.
 _ECHOES = (143, 137)
 
 
@@ -112,11 +112,11 @@ _ECHOES = (143, 137)
 class End:
     """The end of a pod's container.
 
-    container:   what failed first, in words: a node, or the rank that the launchers reported.
-    grade: certainty that this came first, 0 the highest: 0 the cluster did it, 1 the launchers agree, 2 neither.
+    subject: the node, or the rank that the launchers reported, for messages.
+    grade:   the certainty that this came first: 0 by the cluster, 1 by the launchers' reports, 2 unknown.
     """
 
-    container: str
+    subject: str
     node: int
     when: str
     code: int
@@ -126,15 +126,15 @@ class End:
 
     @property
     def order(self) -> tuple[int, bool, str, int]:
-        """The sort key, lowest for the first failure: no echo, and the earliest. Times are in whole seconds."""
+        """The sort key, lowest for the first failure. Times are in whole seconds."""
         return self.grade, self.code in _ECHOES and self.reason is Reason.EXIT_CODE, self.when, self.node
 
     def __str__(self) -> str:
-        return join_message(self.container, self.message)
+        return join_message(self.subject, self.message)
 
 
 def ends(pods: Sequence[Object]) -> list[End]:
-    """Return one end for each failed pod."""
+    """Return the first end in each failed pod."""
     pod_ends = []
     for pod in pods:
         status = pod.get("status") or {}
@@ -147,7 +147,7 @@ def ends(pods: Sequence[Object]) -> list[End]:
             summary = join_message(summary, status.get("message") or disruption(pod).get("message"))
             subject = f"node {node_of(pod)}"
             pod_ends.append(
-                End(container=subject, node=node_of(pod), when=when, code=code, reason=reason, message=summary, grade=0)
+                End(subject=subject, node=node_of(pod), when=when, code=code, reason=reason, message=summary, grade=0)
             )
         elif first is not None:
             pod_ends.append(first)
@@ -180,12 +180,12 @@ def last_end(container: Object, pod: Object) -> End | None:
         elif report is not None:
             subject, detail = report.failed_rank, report.message
         message = join_message(summary or ("" if detail else f"exit code {code}"), detail)
-        return End(container=subject, node=node, when=when, code=code, reason=reason, message=message, grade=grade)
+        return End(subject=subject, node=node, when=when, code=code, reason=reason, message=message, grade=grade)
     return None
 
 
 def reason_of(pod: Object) -> ReasonAndMessage | None:
-    """Return the reason why the cluster ended the pod, or None."""
+    """Return the reason for which the cluster ended the pod, or None."""
     status = pod.get("status") or {}
     if reasons.OWN_STORAGE.search(str(status.get("message"))):
         return reasons.STORAGE
@@ -217,15 +217,15 @@ def _main_runs(pod: Object) -> bool:
 
 
 def not_ready(pod: Object) -> bool:
-    """Return True if a running pod is not ready: its node may be lost, as its warnings would show."""
+    """Return True if a running pod is not ready: its node may be lost."""
     conditions = (pod.get("status") or {}).get("conditions") or []
     return running(pod) and any(condition.get("type") == "Ready" and not is_true(condition) for condition in conditions)
 
 
 def is_alive(pod: Object, now: float) -> bool:
-    """Return True for a pod that runs or may still run, unless its deletion is overdue.
+    """Return True for a pod that runs or may still run, unless its deletion is overdue: its node may be lost.
 
-    Nobody removes the pods of a lost node. `now`: seconds since the epoch.
+    `now`: seconds since the epoch.
     """
     deadline = moment((pod.get("metadata") or {}).get("deletionTimestamp"))
     return not over(pod) and (deadline is None or now < deadline + _DELETION_SLACK_S)

@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 Object = dict[str, Any]
 
 _BATCH_SIZE = 100  # ids in one selector: it is part of a URL
-# What pods' own conditions say too, and what is most of a busy namespace's warnings.
+# Excludes the most frequent warnings of a busy namespace, which the pods' conditions show too.
 _EVENT_SELECTOR = ",reason!=FailedScheduling,reason!=BackOff,reason!=Failed,reason!=Unhealthy"
-_MAX_SINGLE_READS = 8  # objects whose warnings are asked for one by one; of more, those of the whole namespace are
+_MAX_SINGLE_READS = 8  # objects whose warnings are queried one by one; for more, the whole namespace is listed
 
 logger = logging.getLogger(__name__)
-_may_not_note: set[str] = set()  # identities of connections
+_cannot_annotate: set[str] = set()  # identities of clients without the permission
 
 
 def statuses(api: Api, natives: Sequence[Native], *, ttl: bool = False) -> tuple[dict[str, Status], dict[str, str]]:
     """Return the status of each job, and the reason for each job that could not be queried.
 
-    `ttl`: the cluster removes jobs by itself. Raises an ApiError when the server refuses the query.
+    `ttl`: True if the cluster removes jobs by itself. Raises an ApiError when the server refuses the query.
     """
     status_by_id: dict[str, Status] = {}
     unreachable: dict[str, str] = {}
@@ -109,7 +109,7 @@ def _cached_snapshot(api: Api, native: Native) -> tuple[Object, list[Object]] | 
     if snapshot is None:
         return None
     workload, pods = snapshot
-    # The watches of pods and of objects are two, and the one may be behind the other.
+    # One of the two watches, of pods and of objects, may lag behind the other.
     if workload is None or not native.owns(workload):
         return None
     if job_states.status_of(workload, pods, now=api.now()).state.final:
@@ -132,9 +132,8 @@ def _list_statuses(api: Api, namespace: str, natives: Sequence[Native], *, ttl: 
     )
     for native in natives:
         if native not in status_by_native:
-            orphans = (
-                [] if native.name in workloads else job_pods[native]
-            )  # else they are of a later object of its name
+            # If a later object has the name, the pods are that one's.
+            orphans = [] if native.name in workloads else job_pods[native]
             status_by_native[native] = job_states.status_when_gone(native.kind, orphans, api.now(), ttl=ttl)
     return {str(native): status_by_native[native] for native in natives}
 
@@ -142,7 +141,7 @@ def _list_statuses(api: Api, namespace: str, natives: Sequence[Native], *, ttl: 
 def _with_warnings(
     api: Api, namespace: str, jobs: Mapping[Native, tuple[Object, list[Object]]], base_statuses: Mapping[Native, Status]
 ) -> dict[Native, Status]:
-    """Return the statuses. Those of waiting jobs also consider the cluster's warnings."""
+    """Return the statuses, those of waiting jobs updated by the cluster's warnings."""
     waiting = [
         native
         for native, (workload, pods) in jobs.items()
@@ -160,7 +159,7 @@ def _with_warnings(
 
 
 def _status(api: Api, native: Native, workload: Object, pods: list[Object]) -> Status:
-    """Return a job's status by its pods; if it failed, also by gone ones, which operators delete at once."""
+    """Return a job's status by its pods; for a failed job also by watched pods that the operator has deleted."""
     status = job_states.status_of(workload, pods, now=api.now())
     watcher = watch.running(api, native)
     if status.state is not State.FAILED or watcher is None:
@@ -173,8 +172,8 @@ def _status(api: Api, native: Native, workload: Object, pods: list[Object]) -> S
 
 
 def _note_end(api: Api, native: Native, workload: Object, status: Status) -> None:
-    """Record a failure that only pods show on the job's object: they may be gone first. Errors are only logged."""
-    if status.state is not State.FAILED or api.identity in _may_not_note:
+    """Record on the job's object a failure that only its pods show, before they are gone. Errors are only logged."""
+    if status.state is not State.FAILED or api.identity in _cannot_annotate:
         return
     if job_states.status_of(workload, now=api.now()) == status:
         return
@@ -185,7 +184,7 @@ def _note_end(api: Api, native: Native, workload: Object, status: Status) -> Non
         api.call("PATCH", path, body=body, content_type="application/merge-patch+json")
     except (ApiError, Unreachable) as error:
         logger.debug("the end of job %s is not noted: %s", native.job_id, error)
-        _may_not_note.add(api.identity)
+        _cannot_annotate.add(api.identity)
 
 
 def _workloads(api: Api, namespace: str, natives: Sequence[Native]) -> dict[str, Object]:
@@ -196,7 +195,7 @@ def _workloads(api: Api, namespace: str, natives: Sequence[Native]) -> dict[str,
     path = api.path(natives[0].api_version, natives[0].plural, namespace=namespace)
     query = {"labelSelector": _selector(natives)}
     workloads = {str(workload["metadata"]["name"]): workload for workload in list_objects(api, path, query)}
-    # Somebody may have taken the label away: what is not in the list is asked for by its name before it is gone.
+    # An object without the label still exists: query by name what the list lacks.
     for native in natives:
         if native.name not in workloads and (live := _get_workload(api, native)) is not None:
             workloads[native.name] = live

@@ -15,7 +15,7 @@ from ...job import Reason
 
 ReasonAndMessage = tuple[Reason, str]
 
-# Why a container waits. What is not here is shown as the kubelet says it.
+# The reason why a container waits. Other reasons are shown unchanged.
 WAITING: Mapping[str, ReasonAndMessage] = {
     "ContainerCreating": (Reason.NONE, ""),
     "PodInitializing": (Reason.NONE, ""),
@@ -34,13 +34,13 @@ WAITING: Mapping[str, ReasonAndMessage] = {
     "CrashLoopBackOff": (Reason.EXIT_CODE, "it failed and waits to be started again"),
 }
 
-# A line of advice for what the kubelet says in its own words.
+# A phrase in the kubelet's message -> advice.
 ADVICE: tuple[tuple[str, str], ...] = (
     ("runAsNonRoot", "the image's user is root or has no number: run_as_user: 1000 names another"),
     ("non-root", "the image's user is root or has no number: run_as_user: 1000 names another"),
 )
 
-# Why a container ended, where its exit code is not the whole story.
+# The reason of a container's end, if the exit code does not suffice.
 TERMINATED: Mapping[str, ReasonAndMessage] = {
     "OOMKilled": (Reason.OUT_OF_MEMORY, "it used more memory than the pod may (--memory)"),
     "ContainerCannotRun": (Reason.SETUP, "the container could not be started"),
@@ -65,7 +65,7 @@ POD: Mapping[str, ReasonAndMessage] = {
     "DeadlineExceeded": (Reason.TIME_LIMIT, "its time limit passed"),
 }
 
-# What an eviction says of a pod that filled its own limit, and not its node's disk.
+# The messages of evictions of pods that exceeded their own limit. (Others are evicted because the node's disk is full.)
 # https://github.com/kubernetes/kubernetes/blob/master/pkg/kubelet/eviction/helpers.go
 OWN_STORAGE = re.compile(
     "ephemeral local storage usage exceeds|exceeded its local ephemeral storage limit|Usage of EmptyDir volume"
@@ -100,23 +100,23 @@ JOB: Mapping[str, ReasonAndMessage] = {
     "TrainJobJobsCreationFailed": (Reason.SETUP, "its pods could not be made"),
     "JobsCreationFailed": (Reason.SETUP, "its pods could not be made"),
 }
-# Of a Job that may not restart: one of its pods was deleted by the cluster, and is gone.
+# For a Job without restarts: the cluster deleted one of its pods, which is gone.
 DISRUPTION: ReasonAndMessage = (Reason.PREEMPTED, "its pod was evicted or preempted, or its node was lost")
 BACK_OFF = "specified backoff limit"
-# The training operator has one reason for all failures, and says in words which it was.
+# The training operator has one reason for all failures; only its message distinguishes them.
 JOB_MESSAGES: tuple[tuple[str, ReasonAndMessage], ...] = (
     ("longer than specified deadline", (Reason.TIME_LIMIT, "its time limit passed")),
     (BACK_OFF, (Reason.EXIT_CODE, "")),
     ("has condition DisruptionTarget", DISRUPTION),
 )
 
-# How the reasons of events begin that say of an object's pods that they cannot be made.
+# Prefixes of the reasons of events about pods that cannot be created.
 REFUSALS = ("FailedCreate", "JobCreationFailed", "TrainJobResourcesCreationFailed")
-# What the kubelet says of a volume in the first second of a pod, and of no volume that lacks.
+# The kubelet's messages in a pod's first second, about volumes that are not missing.
 TRANSIENT_MESSAGES = ("failed to sync configmap cache", "failed to sync secret cache", "not registered")
-# What the scheduler says of a claim that does not exist.
+# The scheduler's message about a claim that does not exist.
 NO_CLAIM = re.compile(r'persistentvolumeclaim "[^"]*" not found')
-# What an event's message holds -> what it means. Tried in their order, for events of type Warning.
+# A phrase in the message of a Warning event -> its meaning. The first match counts.
 EVENTS: tuple[tuple[str, ReasonAndMessage], ...] = (
     ("exceeded quota", (Reason.NO_CAPACITY, "the namespace's quota does not allow its pods")),
     ("failed quota", (Reason.SETUP, "the namespace's quota wants to know --cpus and --memory")),
@@ -126,7 +126,7 @@ EVENTS: tuple[tuple[str, ReasonAndMessage], ...] = (
     ("no PriorityClass with name", (Reason.SETUP, "its priority class is not there")),
     ("is forbidden", (Reason.SETUP, "the cluster refuses its pods")),
 )
-# The reason of an event of a pod that does not start -> what it means.
+# The reason of an event of a pod that does not start -> its meaning.
 POD_EVENTS: Mapping[str, ReasonAndMessage] = {
     "FailedScheduling": (Reason.NO_CAPACITY, "no node fits"),
     "FailedMount": (Reason.SETUP, "a volume cannot be mounted"),

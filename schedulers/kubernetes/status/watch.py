@@ -19,7 +19,7 @@ from . import job_states
 if TYPE_CHECKING:
     from ..client.api import Api
 
-_IDLE_S = 60.0  # a watcher whom nobody has asked for so long ends with its watches
+_IDLE_S = 60.0  # an unused watcher stops after this time
 _SYNC_S = 5.0
 
 WARNINGS = "type=Warning"
@@ -41,7 +41,7 @@ class Watcher:
                 api, path, native.selector, transform=transform, on_change=on_change, keep_alive=self._is_in_use
             )
 
-        self._workloads = make_informer(native.plural, native.api_version, _strip_workload, self._look)
+        self._workloads = make_informer(native.plural, native.api_version, _strip_workload, self._notify_if_over)
         self._pods = make_informer("pods", "v1", strip_pod, lambda: None)
         self._informers = (self._workloads, self._pods)
         for informer in self._informers:
@@ -52,8 +52,8 @@ class Watcher:
 
         Returns True then, False after the timeout, and None if the server does not allow the watch.
         """
-        for feed in self._informers:  # what they know need not be queried
-            feed.synced.wait(_SYNC_S)
+        for informer in self._informers:  # then `snapshot` needs no query
+            informer.synced.wait(_SYNC_S)
         if self._workloads.live and self._may_be_over():
             return True
         if self._workloads.error is not None:
@@ -65,11 +65,11 @@ class Watcher:
 
     def snapshot(self) -> tuple[Object | None, list[Object]] | None:
         """Return the job's object (None if there is none) and its pods, or None if that is unknown now."""
-        if not all(feed.live for feed in self._informers):
+        if not all(informer.live for informer in self._informers):
             return None
         workload = self._workloads.objects.get(self._native.name)
         if workload is not None and not self._native.owns(workload):
-            return None, []  # a later object of its name, and that one's pods
+            return None, []  # a later object has the name and the pods
         return workload, list(self._pods.objects.values())
 
     def deleted_pods(self) -> list[Object]:
@@ -78,8 +78,8 @@ class Watcher:
 
     def stop(self) -> None:
         """Stop the watches and wake up all callers of `wait`."""
-        for feed in self._informers:
-            feed.stop()
+        for informer in self._informers:
+            informer.stop()
         self._changed.set()
 
     def _is_in_use(self) -> bool:
@@ -92,7 +92,7 @@ class Watcher:
         self.stop()
         return False
 
-    def _look(self) -> None:
+    def _notify_if_over(self) -> None:
         if self._workloads.degraded or self._may_be_over():
             self._changed.set()
 
@@ -102,13 +102,13 @@ class Watcher:
 
 
 def workload_and_pods(native: Native, pods: Sequence[Object]) -> list[str]:
-    """Return the names of objects whose warnings concern the job: its own, its controllers', and its pods."""
+    """Return the names of the job's object, of its controllers and of its pods, whose events concern the job."""
     controller_names = [] if native.workload in ("pytorchjob", "job") else [f"{native.name}-node-0"]
     return list(dict.fromkeys([native.name, *controller_names, *map(name_of, pods)]))
 
 
 def strip_pod(pod: Object) -> Object:
-    """Return the pod reduced to the fields in use: there may be thousands of pods."""
+    """Return the pod reduced to the used fields: there may be thousands of pods."""
     spec = pod.get("spec") or {}
     reduced_spec = {
         key: spec[key]
@@ -125,9 +125,9 @@ def strip_pod(pod: Object) -> Object:
 
 def _strip_workload(resource: Object) -> Object:
     metadata = {key: value for key, value in (resource.get("metadata") or {}).items() if key != "managedFields"}
-    notes = metadata.get("annotations")
-    if notes and names.SPEC in notes:
-        metadata["annotations"] = {key: value for key, value in notes.items() if key != names.SPEC}
+    annotations = metadata.get("annotations")
+    if annotations and names.SPEC in annotations:
+        metadata["annotations"] = {key: value for key, value in annotations.items() if key != names.SPEC}
     return {**resource, "metadata": metadata}
 
 
@@ -154,7 +154,7 @@ def running(api: Api, native: Native) -> Watcher | None:
 
 
 def release(api: Api, native: Native | None = None) -> None:
-    """Stop the watches of a finished job, or all over these connections. They restart when needed."""
+    """Stop the watches of a finished job, or all watches of this client. They restart when needed."""
     with _lock:
         only_key = None if native is None else _key(api, native)
         keys = [

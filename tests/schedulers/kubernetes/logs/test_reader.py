@@ -98,7 +98,7 @@ def test_a_log_that_may_be_of_another_run_is_looked_at_again_and_then_left_for_t
         found = list(readers.Reader(make(server.url)).read(_NATIVE, None, None, finished=False))
         lists = [asked for asked in server.asked if "/pods?" in asked]
     assert [line.rank for line in found] == [node for node in range(_PODS) if node != 3]
-    assert len(lists) == readers._LOOKS
+    assert len(lists) == readers._MAX_PASSES
 
 
 def test_a_disk_that_is_full_is_said(make: MakeApi, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,7 +235,7 @@ def test_a_log_without_its_beginning_is_reported_also_after_its_stream_has_ended
     lines: list[LogLine] = []
     with serving(lambda handler: answers[0](handler)) as server:
         reader = readers.Reader(make(server.url))
-        reader.followed(_NATIVE)
+        reader.mark_followed(_NATIVE)
 
         def is_read() -> bool:
             lines.extend(reader.read(_NATIVE, _cursor(lines), tmp_path, finished=False))
@@ -275,7 +275,7 @@ def test_a_cancel_keeps_what_is_known_to_be_missing(make: MakeApi, tmp_path: Pat
         api = make(server.url)
         if followed:
             reader = readers.Reader(api)
-            reader.followed(_NATIVE)
+            reader.mark_followed(_NATIVE)
             assert list(reader.read(_NATIVE, None, tmp_path, finished=True))
         assert archive.archive_job(api, _NATIVE, tmp_path) is None
     with serving(_answering(_DONE, pods=0, nodes=1)) as server:
@@ -299,10 +299,10 @@ def test_the_rest_of_a_stream_is_read_where_the_place_was_rotated_away(make: Mak
         tail = streams.ContainerLogStream(api, _NATIVE, source, None, own=True)
         job.add(tail)
         tail._thread.join()
-        tail._pieces, late = tail._pieces[:2], tail._pieces[2:]
+        tail._chunks, late = tail._chunks[:2], tail._chunks[2:]
         lines = readers._ReadPass(api, _NATIVE, job, None, None, finished=True).lines()
         found = [next(lines).text for _ in range(2)]
-        tail._pieces = late
+        tail._chunks = late
         assert found + [line.text for line in lines] == [f"line {number}\n" for number in range(9)]
 
 
@@ -313,7 +313,7 @@ def _pod_of(server: Server, api: Any) -> dict[str, Any]:
 
 def test_lines_that_a_stream_has_skipped_are_a_gap(make: MakeApi, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kubelet goes on with the newest file of a log where the reader was two rotations behind."""
-    monkeypatch.setattr(streams, "_SURE_S", -1.0)
+    monkeypatch.setattr(streams, "_COMPLETE_S", -1.0)
     stream = b"2026-11-21T10:00:01Z one\n2026-11-21T10:00:11Z two\n2026-11-21T10:00:31Z three\n"
 
     def log(query: Mapping[str, str]) -> bytes:
@@ -411,7 +411,7 @@ def test_a_node_whose_log_is_gone_with_the_job_s_object(make: MakeApi, tmp_path:
     log = _GREETING + (f"2026-11-21T10:00:01Z {line}\n".encode() if line else b"")
     with serving(_answering(_DONE, pods=1, nodes=1, log=log, flags=())) as server:
         reader = readers.Reader(make(server.url))
-        reader.followed(native)
+        reader.mark_followed(native)
         followed = list(reader.read(native, None, record.directory, finished=True))
     with serving(_answering(pods=0, gone=True)) as server:
         reader = readers.Reader(make(server.url))
@@ -427,7 +427,7 @@ def test_what_a_follower_read_of_a_pod_is_there_when_the_pod_is_gone(make: MakeA
     log = b"".join(b"2026-11-21T10:00:0%dZ line %d\n" % (number, number) for number in range(5))
     with serving(_answering(_DONE, pods=1, log=log)) as server:
         reader = readers.Reader(make(server.url))
-        reader.followed(_NATIVE)
+        reader.mark_followed(_NATIVE)
         lines = list(reader.read(_NATIVE, None, tmp_path, finished=True))
         again = list(reader.read(_NATIVE, None, tmp_path, finished=True))
     assert [line.text for line in lines] == [f"line {number}\n" for number in range(5)] == [line.text for line in again]
@@ -444,7 +444,7 @@ def test_the_pods_of_a_later_object_of_the_same_name_are_not_the_job_s(
     native = dataclasses.replace(_NATIVE, uid="u-1")
     with serving(_answering(_DONE, pods=1, log=b"2026-11-21T10:00:00Z old\n", uid="u-1")) as server:
         reader = readers.Reader(make(server.url))
-        reader.followed(native)
+        reader.mark_followed(native)
         assert [line.text for line in reader.read(native, None, tmp_path, finished=True)] == ["old\n"]
     with serving(_answering(pods=1, log=b"2026-11-21T11:00:00Z new\n", uid="u-2")) as server:
         reader = readers.Reader(make(server.url))
@@ -470,7 +470,7 @@ def test_a_time_in_the_logs_is_one_of_the_cluster_s_clock(make: MakeApi, ahead_s
 def test_what_a_follower_did_not_read_is_said_to_be_missing(make: MakeApi, tmp_path: Path) -> None:
     with serving(_answering(pods=1, log=b"2026-11-21T10:00:00Z one\n2026-11-21T10:00:00Z tw")) as server:
         reader = readers.Reader(make(server.url))
-        reader.followed(_NATIVE)
+        reader.mark_followed(_NATIVE)
         lines: list[LogLine] = []
 
         def is_read() -> bool:
