@@ -148,7 +148,7 @@ def test_a_full_disk_is_said_and_leaves_nothing(pool: Pool, ssh_hosts: SshHosts)
         lambda: files.put({"kept": b"x" * 10_000_000}),
     ):
         with pytest.raises(
-            RemoteError, match=r"^node1: disk full: /dev/shm/small/.* needs 10.0 MB, and 2.\d MB are free$"
+            RemoteError, match=r"^node1: disk full: /dev/shm/small/.* needs 10.0 MB, but 2.\d MB are free$"
         ):
             act()
     assert ssh_hosts["node1"].run("cat", "/dev/shm/small/kept") == "as it was"

@@ -341,8 +341,8 @@ def small_disk(hosts: SshHosts, node: str, megabytes: int) -> str:
 @pytest.mark.parametrize(
     ("megabytes", "said"),
     [
-        (2, r"node2: disk full: /dev/shm/root/blobs/\w+ needs 5.0 MB, and \d.\d MB are free"),
-        (7, r"node2: disk full: /dev/shm/root/jobs/\w+/code needs 5.0 MB, and \d.\d MB are free"),
+        (2, r"node2: disk full: /dev/shm/root/blobs/\w+ needs 5.0 MB, but \d.\d MB are free"),
+        (7, r"node2: disk full: /dev/shm/root/jobs/\w+/code needs 5.0 MB, but \d.\d MB are free"),
     ],
 )
 def test_a_host_whose_disk_is_full_gets_no_job_and_nobody_else_does(
