@@ -28,7 +28,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from accel.exit_codes import REQUEUE, TIME_LIMIT
 from schedulers.processes import signal_name
 
-from .failure import Exit, Failure, diagnose, error_in_log, first, oom_kill_count
+from .failure import Exit, Failure, diagnose, error_in_log, first_failure, oom_kill_count
 from .fork_server import ForkServer, ServerGone
 from .peers import Peers
 from .rendezvous import GangRendezvous
@@ -43,19 +43,19 @@ class RankSettings:
     """Settings for starting a rank, besides those from the rendezvous."""
 
     env: Mapping[str, str]
-    log_of: Callable[[int, int], str | None]  # (rank, attempt) -> path
+    log_path: Callable[[int, int], str | None]  # (rank, attempt) -> path
     spawn: bool
     grace_s: float
-    first_attempt: int | None = 0  # of the job; None where nothing can tell
-    requeued: bool = False  # ranks that ask to be started again are so by the scheduler, elsewhere perhaps
+    first_attempt: int | None = 0  # of the job; None if unknown
+    requeued: bool = False  # the scheduler, not this launcher, restarts ranks that exit with the requeue code
 
 
 class GangAgent(SimpleElasticAgent):
     """The elastic agent of one node.
 
     observe:     called as `observe(event, **facts)` for each start of an attempt and each failure.
-    interrupted: called during every wait; raises SignalException when the gang must end.
-    meeting:     a context manager around each rendezvous.
+    interrupted: called during every wait; raises SignalException after a termination signal.
+    meeting:     returns a context manager for each rendezvous.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class GangAgent(SimpleElasticAgent):
         self._started = -1  # attempts of this launcher
         self.failure: Failure | None = None
 
-    # What the elastic agent asks for.
+    # Methods that the base agent calls.
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         with self._meeting():
@@ -118,11 +118,11 @@ class GangAgent(SimpleElasticAgent):
         self._observe("attempt", attempt=self._attempt, ranks=[worker.global_rank for worker in worker_group.workers])
         for worker in worker_group.workers:
             env = {**self._settings.env, **self._rank_environment(worker_group, worker)}
-            log = self._settings.log_of(worker.global_rank, self._attempt)
+            log = self._settings.log_path(worker.global_rank, self._attempt)
             self._server.start_rank(worker.local_rank, env, log, self._settings.spawn)
             self._running_ranks.add(worker.local_rank)
             self._record_starts(pids, 0)
-            if self._has_failed():  # those that are left would only be ended again
+            if self._has_failed():  # the remaining ranks would be ended at once
                 break
         while self._running_ranks - pids.keys():
             self._record_starts(pids, self._poll_s)
@@ -133,7 +133,7 @@ class GangAgent(SimpleElasticAgent):
             if event["event"] == "started":
                 pids[event["local_rank"]] = event["pid"]
             else:
-                self._note(event)
+                self._record_exit(event)
         self._check_interrupted()
 
     def _has_failed(self) -> bool:
@@ -143,7 +143,7 @@ class GangAgent(SimpleElasticAgent):
         """Wait up to the poll interval for events, then return the state of the gang."""
         try:
             for event in self._server.events(self._poll_s):
-                self._note(event)
+                self._record_exit(event)
         except ServerGone as error:
             return self._fail(self._launcher_failure(str(error)))
         self._check_interrupted()
@@ -151,7 +151,7 @@ class GangAgent(SimpleElasticAgent):
             return self._fail(self._end_after_failure())
         if not self._running_ranks and not self._finished:
             self._finished = True
-            self._gang(lambda peers: peers.announce_success())
+            self._query_peers(lambda peers: peers.announce_success())
         return self._check_peers()
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
@@ -163,18 +163,18 @@ class GangAgent(SimpleElasticAgent):
     def _exit_barrier(self) -> None:
         """Do nothing: success is reported only after every node has succeeded."""
 
-    # How the gang stands.
+    # The state of the gang.
 
     def _check_peers(self) -> RunResult:
         now = time.monotonic()
         if not self._finished and now < self._next_peer_check:
             return RunResult(WorkerState.HEALTHY)
         self._next_peer_check = now + _PEER_CHECK_S
-        self._gang(lambda peers: peers.beat())
-        remote_failure = self._gang(lambda peers: peers.failure_elsewhere()) or self._lost_node_failure()
+        self._query_peers(lambda peers: peers.beat())
+        remote_failure = self._query_peers(lambda peers: peers.failure_elsewhere()) or self._lost_node_failure()
         if remote_failure:
             return self._fail(Failure.from_json(remote_failure))
-        if self._finished and (self._gang(lambda peers: peers.all_succeeded()) is not False):
+        if self._finished and (self._query_peers(lambda peers: peers.all_succeeded()) is not False):
             return RunResult(
                 WorkerState.SUCCEEDED, return_values={w.global_rank: None for w in self._worker_group.workers}
             )
@@ -182,7 +182,7 @@ class GangAgent(SimpleElasticAgent):
             time.sleep(self._poll_s)
         return RunResult(WorkerState.HEALTHY)
 
-    def _gang(self, query: Callable[[Peers], Any]) -> Any:
+    def _query_peers(self, query: Callable[[Peers], Any]) -> Any:
         """Call the rendezvous; if node 0 is gone, return that as the failure."""
         try:
             return query(self._peers)
@@ -200,24 +200,24 @@ class GangAgent(SimpleElasticAgent):
 
     def _announce(self, failure: Failure) -> dict[str, Any]:
         """Report a failure to the other nodes, and whether it ends the gang. Return the failure reported first."""
-        unrecoverable = failure.rank is None and not self._peers.may_shrink  # nobody is there to start its ranks again
+        unrecoverable = failure.rank is None and not self._peers.may_shrink  # a lost node cannot restart its ranks
         requeued = self._settings.requeued and failure.reason == "preempted"
         final = self._remaining_restarts == 0 or unrecoverable or requeued or failure.reason == "time_limit"
         announcement = {**failure.to_json(), "final": final}
-        return dict(self._gang(lambda peers: peers.announce_failure(announcement)))
+        return dict(self._query_peers(lambda peers: peers.announce_failure(announcement)))
 
     def _end_after_failure(self) -> Failure:
         """End this node's ranks after one has failed, and report the failure to the other nodes.
 
-        A rank whose peer died fails too, and another node may notice that first. So a failure that is no echo is
-        reported at once; after an echo, this waits up to 3 s for another node to report the cause.
+        A rank whose peer died fails too (an echo), perhaps before the peer's own node reports the cause. Other
+        failures are reported at once; after an echo, this waits up to 3 s for another node's report.
         """
         failure, echo = self._own_failure()
         if not echo:
             self._announce(failure)
         self._end_ranks(signal.SIGTERM, self._settings.grace_s)
         deadline = time.monotonic() + _ECHO_WAIT_S
-        while echo and not self._gang(lambda peers: peers.failure_elsewhere()) and time.monotonic() < deadline:
+        while echo and not self._query_peers(lambda peers: peers.failure_elsewhere()) and time.monotonic() < deadline:
             if self._worker_group.group_world_size in (None, 1):
                 break
             time.sleep(0.05)
@@ -225,15 +225,15 @@ class GangAgent(SimpleElasticAgent):
 
     def preempted(self) -> Failure | None:
         """Return the preemption to report if a rank here exited with the requeue code, whatever ended the gang."""
-        if not any(end.code == REQUEUE for end in self._exits.values()):
+        end = next((end for end in self._exits.values() if end.code == REQUEUE), None)
+        if end is None:
             return None
-        end = next(end for end in self._exits.values() if end.code == REQUEUE)
         return diagnose(end, node=self._worker_group.group_rank or 0, host=socket.gethostname(),
                         attempt=self._attempt_number, oom_kills=0, others="")  # fmt: skip
 
     def _own_failure(self) -> tuple[Failure, bool]:
         """Return the first failure on this node, and True if it is only an echo of another."""
-        end = first(self._exits.values(), self._ended_at)
+        end = first_failure(self._exits.values(), self._ended_at)
         group = self._worker_group
         other_exits = [other for other in self._exits.values() if other.local_rank != end.local_rank]
         failure = diagnose(end, node=group.group_rank or 0, host=socket.gethostname(), attempt=self._attempt_number,
@@ -247,25 +247,23 @@ class GangAgent(SimpleElasticAgent):
                        reason="node_failure", how=how, message=message, time=time.time())  # fmt: skip
 
     def _lost_node_failure(self) -> dict[str, Any] | None:
-        """Return the failure of a node that has fallen silent, or None."""
-        silent_node = self._gang(lambda peers: peers.silent_nodes())
+        """Return the failure of a node that sends no heartbeats any more, or None."""
+        silent_node = self._query_peers(lambda peers: peers.silent_node())
         if not silent_node:
             return None
         node, host, seconds = silent_node
-        message = (
-            f"nothing has been heard from it for {seconds:.0f} s: the machine, its network or its launcher is gone"
-        )
+        message = f"no heartbeat for {seconds:.0f} s: the machine, its network or its launcher is down"
         failure = self._launcher_failure(message)
         return dataclasses.replace(failure, node=node, host=host).to_json()
 
     def _check_interrupted(self) -> None:
         try:
             self._interrupted()
-        except SignalException as error:  # the other nodes' ranks would wait for ours, which are about to be ended
-            if self._finished and self._gang(lambda peers: peers.all_succeeded()) is True:
-                return  # the node that was the first to leave is why this one is told
+        except SignalException as error:  # report it first: the other nodes' ranks would wait for ours
+            if self._finished and self._query_peers(lambda peers: peers.all_succeeded()) is True:
+                return  # all ranks have succeeded: the scheduler ends the rest once the first node has left
             name, code = signal_name(error.sigval), 128 + error.sigval
-            failure = self._launcher_failure("", how=f"was told to end by {name}", exit_code=code)
+            failure = self._launcher_failure("", how=f"was terminated by {name}", exit_code=code)
             if error.sigval == signal.SIGALRM:
                 how = "has reached the time limit"
                 failure = dataclasses.replace(failure, how=how, exit_code=TIME_LIMIT, reason="time_limit")
@@ -279,16 +277,16 @@ class GangAgent(SimpleElasticAgent):
             if end.code != 0
         }
 
-    def _note(self, event: dict[str, Any]) -> None:
+    def _record_exit(self, event: dict[str, Any]) -> None:
         if event["event"] != "exited":
             return
         local_rank = event["local_rank"]
         worker = self._worker_group.workers[local_rank]
         self._running_ranks.discard(local_rank)
-        log = self._settings.log_of(worker.global_rank, self._attempt)
+        log = self._settings.log_path(worker.global_rank, self._attempt)
         code, error = event["code"], event["error"]
         if error and code < 0 and self._ended_at != float("inf"):
-            code = error.get("code", code)  # it was on its way out with this, and only its exit handlers were cut short
+            code = error.get("code", code)  # it was already exiting with this; only its exit handlers were killed
         error = error or (error_in_log(log) if code > 0 else None)
         self._exits[local_rank] = Exit(
             rank=worker.global_rank, local_rank=local_rank, pid=event["pid"], code=code, time=event["time"],
@@ -296,7 +294,7 @@ class GangAgent(SimpleElasticAgent):
         )  # fmt: skip
 
     def _end_ranks(self, signum: int, grace_s: float) -> None:
-        """End this node's ranks and all their descendants; return when none is left, at most 5 s after the grace."""
+        """End this node's ranks and their descendants; wait until none is left, at most `grace_s` + 5 s."""
         if self._ended_at == float("inf"):
             self._ended_at = time.time()
         try:
@@ -305,11 +303,11 @@ class GangAgent(SimpleElasticAgent):
             while time.monotonic() < deadline:
                 events = self._server.events(self._poll_s)
                 for event in events:
-                    self._note(event)
-                self._gang(lambda peers: peers.beat())
+                    self._record_exit(event)
+                self._query_peers(lambda peers: peers.beat())
                 if any(event["event"] == "ended" for event in events):
                     return
-        except ServerGone:  # its ranks died with it; the launcher's own sweep ends the rest
+        except ServerGone:  # its ranks died with it; `run_gang` ends the rest
             self._running_ranks.clear()
 
     def _rank_environment(self, group: WorkerGroup, worker: Any) -> dict[str, str]:
@@ -347,7 +345,7 @@ def _describe_other_ranks(exits: list[Exit]) -> str:
         elif end.code == -signal.SIGTERM:
             outcome = "ended by SIGTERM"
         elif end.code == -signal.SIGKILL:
-            outcome = "killed after the grace"
+            outcome = "killed after the grace period"
         else:
             outcome = end.description()
         groups.setdefault(outcome, []).append(end.rank)

@@ -11,7 +11,6 @@ STARTUP = str(Path(__file__).parents[1] / "compat" / "startup")
 
 
 def is_requested(env: Mapping[str, str]) -> bool:
-    """Return True if ``env`` has the variable set."""
     return env.get(FLAG) == "1"
 
 

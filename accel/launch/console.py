@@ -32,9 +32,9 @@ def log_path(log_dir: str | None, rank: int, attempt: int) -> str | None:
 
 
 def event_writer(log_dir: str | None, events: str | None = None) -> Callable[..., None]:
-    """Return a function that appends events to `events`, by default `launch.jsonl` in the log directory.
+    """Return a function that appends JSON events to `events`, by default `launch.jsonl` in the log directory.
 
-    A supervisor reads that file. Without a log_dir the function does nothing.
+    The function does nothing without a log directory.
     """
 
     def record(event: str, **facts: Any) -> None:
@@ -45,7 +45,7 @@ def event_writer(log_dir: str | None, events: str | None = None) -> Callable[...
             fd = open_log(events or os.path.join(log_dir, "launch.jsonl"), os.O_RDWR)
             try:
                 size = os.fstat(fd).st_size
-                torn = size > 0 and os.pread(fd, 1, size - 1) != b"\n"  # a line that a full disk cut short
+                torn = size > 0 and os.pread(fd, 1, size - 1) != b"\n"  # a full disk cut the last line short
                 os.write(fd, b"\n" * torn + line.encode())
             finally:
                 os.close(fd)

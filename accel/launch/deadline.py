@@ -1,6 +1,6 @@
 """The job's time limit, enforced by the launcher so that the pods and their logs remain.
 
-A cluster's own limit deletes the pods, and a pod's own limit starts again with each pod.
+Kubernetes' limit on a Job deletes its pods, and the limit on a pod starts again with each pod.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from . import watchdog
 from .console import print_message
 from .errors import LaunchConfigError
 
-# Its text is the container's termination message, also of one that ends with exit code 0.
+# Kubernetes shows this file's text as the container's termination message, even for exit code 0.
 _TERMINATION_LOG = "/dev/termination-log"
 
 
@@ -27,9 +27,9 @@ _TERMINATION_LOG = "/dev/termination-log"
 class Deadline:
     """A time limit.
 
-    limit_s:   in seconds.
-    exit_code: of this node's launcher when the limit has passed.
-    first_at:  start of this launcher, or of the first one in this pod; seconds since the epoch.
+    limit_s:   seconds from `first_at`.
+    exit_code: the exit code of this node's launcher after the limit.
+    first_at:  the start of this pod's first launcher, in seconds since the epoch.
     """
 
     limit_s: int
@@ -42,7 +42,7 @@ class Deadline:
 
     def end(self, quiet: bool) -> int:
         """Report that the time limit has passed. Return the launcher's exit code."""
-        line = f"accel launch: the time limit of {self.limit_s} s is over; all ranks here have been ended"
+        line = f"accel launch: the time limit of {self.limit_s} s is over; all ranks on this node were terminated"
         if not quiet:
             print_message(line)
         with contextlib.suppress(OSError):
@@ -57,7 +57,7 @@ class Deadline:
 def deadline_from_env(env: Mapping[str, str], node_rank: int) -> Deadline | None:
     """Return the deadline in ACCEL_TIME_LIMIT, with the exit code for this node in ACCEL_TIME_LIMIT_EXIT.
 
-    None without a limit, or if another launcher enforces it. Raises Refused.
+    None without a limit, or if another launcher enforces it. Raises LaunchConfigError.
     """
     if "ACCEL_TIME_LIMIT" not in env or watchdog.LAUNCH_ID in env:
         return None

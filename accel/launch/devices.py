@@ -13,7 +13,7 @@ from typing import Literal
 
 Kind = Literal["cuda", "xpu", "mps", "tpu", "cpu"]
 
-# The variable by which a process is shown only some of the machine's devices.
+# Variables that restrict the devices that a process sees.
 VISIBLE: Mapping[Kind, str] = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
 
 
@@ -21,8 +21,8 @@ VISIBLE: Mapping[Kind, str] = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINI
 class Devices:
     """The devices that a process started here may use.
 
-    ids:  their names in the variable that restricts visible devices. `cpu` has one, because a machine without
-          accelerators runs one process by default.
+    ids:  their names for the variable in `VISIBLE`. `cpu` has one, so that a machine without accelerators runs one
+          process by default.
     cpus: processors that this process may run on (its affinity, not the machine's total).
     """
 
@@ -70,14 +70,14 @@ def visible(mask: str | None, uuids: list[str]) -> list[str]:
         return uuids
     seen: list[str] = []
     for entry in (part.strip() for part in mask.split(",")):
-        device = _named(entry, uuids)
+        device = _match_entry(entry, uuids)
         if device is None or device in seen:
             break
         seen.append(device)
     return seen if uuids else []
 
 
-def _named(entry: str, uuids: list[str]) -> str | None:
+def _match_entry(entry: str, uuids: list[str]) -> str | None:
     if entry.startswith("MIG-"):
         return entry
     if entry.startswith("GPU-"):
@@ -109,13 +109,13 @@ def _nvml_uuid(nvml: ctypes.CDLL, index: int) -> str:
     handle, text = ctypes.c_void_p(), ctypes.create_string_buffer(96)
     nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(handle))
     if nvml.nvmlDeviceGetUUID(handle, text, ctypes.c_uint(len(text))) != 0:
-        return f"index-{index}"  # counted, but no UUID can name it
+        return f"index-{index}"  # counted, but a UUID in CUDA_VISIBLE_DEVICES cannot select it
     return text.value.decode()
 
 
 def _xpu(env: Mapping[str, str]) -> list[str]:
     """Return the Intel GPUs (render nodes of vendor 0x8086) if a Level Zero loader can be loaded."""
-    if not _loadable("libze_loader.so.1"):
+    if not _can_load("libze_loader.so.1"):
         return []
     vendors = glob.glob("/sys/class/drm/renderD*/device/vendor")
     cards = [str(index) for index in range(sum(_read(path) == "0x8086" for path in vendors))]
@@ -130,7 +130,7 @@ def _mps() -> list[str]:
     return ["mps"] if sys.platform == "darwin" and platform.machine() == "arm64" else []
 
 
-def _loadable(library: str) -> bool:
+def _can_load(library: str) -> bool:
     try:
         ctypes.CDLL(library)
     except OSError:

@@ -1,8 +1,8 @@
 """Launches by other programs (DeepSpeed's launcher, mpirun, torch_xla), and the TPU environment.
 
 Each runs as a separate program with Accelerate's environment and command line; the scripts use Accelerate's
-runtime (or `--compat`'s), which reads that environment. Engines without a launcher of their own (FSDP, and
-DeepSpeed and Megatron-LM on one machine) run in accel's gang with that environment.
+runtime (or `--compat`'s), which reads that environment. FSDP, and DeepSpeed and Megatron-LM on one machine, need
+no other launcher: they run in accel's gang with that environment.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from .plan import Launch
 from .worker import Program
 
 _EXTRA = "pip install 'accel-launch[{}]'"
-# setting -> (the package that it needs, its name for people, what installs it).
+# setting -> (package, display name, install command)
 _NEEDS = {
     "use_deepspeed": ("deepspeed", "DeepSpeed", _EXTRA.format("deepspeed")),
-    # Accelerate trains with its `megatron.training`, which no package index has; the extra holds its core alone.
+    # Accelerate trains with `megatron.training`, which no package index has; the extra installs only the core.
     "use_megatron_lm": ("megatron.training", "Megatron-LM", f"{_EXTRA.format('megatron')}, then put a clone of "
                         "https://github.com/NVIDIA/Megatron-LM on PYTHONPATH"),
 }  # fmt: skip
@@ -39,19 +39,20 @@ _TORCH_TPU_PYTHON = (3, 11)
 
 
 def launch(options: Mapping[str, Any], program: Program) -> int:
-    """Run the program to its end and return its exit code. This process may be replaced.
+    """Run the program to its end and return its exit code. May replace this process instead.
 
-    Raises LaunchError if it cannot be launched, for example because a package is missing.
+    Raises LaunchError if the program cannot be launched, for example because a package is missing.
     """
     refuse_missing(options)
-    if _shows_tpu(options, os.environ) and not _is_installed("torch_tpu") and not options["quiet"]:
-        print_message("accel launch: this machine shows TPU chips, and the ranks use none: give --tpu, or --cpu")
+    if _has_unclaimed_tpu(options, os.environ) and not _is_installed("torch_tpu") and not options["quiet"]:
+        print_message("accel launch: this machine has TPU chips that the ranks do not use: pass --tpu or --cpu")
     if options["tpu"] and program.entry == "command" and _tpu_runtime(options) == "torch_xla":
         raise LaunchConfigError(
             "--tpu and --no_python contradict each other: torch_xla calls a function of a Python script"
         )
     if options["tpu"] and options["num_processes"] and not options["quiet"] and _tpu_runtime(options) == "torch_xla":
-        print_message(f"accel launch: --num_processes {options['num_processes']}: torch_xla starts one a chip anyhow")
+        ignored = f"--num_processes {options['num_processes']} is ignored"
+        print_message(f"accel launch: {ignored}: torch_xla starts one process per chip")
     run = plan_launch(options, program)
     if options["use_deepspeed"] and _has_own_launcher(options, run):
         return _run_deepspeed(options, program, run)
@@ -72,10 +73,10 @@ def is_for_pod(options: Mapping[str, Any]) -> bool:
 
 def plan_launch(options: Mapping[str, Any], program: Program, env: Mapping[str, str] = os.environ) -> Launch:
     """Return `plan.plan`'s result with the environment and program that an engine needs."""
-    if _shows_tpu(options, env) and _is_installed("torch_tpu"):
+    if _has_unclaimed_tpu(options, env) and _is_installed("torch_tpu"):
         options = {**options, "tpu": True, "tpu_runtime": "torch_tpu"}
     if options["tpu"]:
-        return _on_tpu({**options, "tpu_runtime": _tpu_runtime(options)}, program, env)
+        return _plan_tpu({**options, "tpu_runtime": _tpu_runtime(options)}, program, env)
     run = plans.plan(with_default_rank(options), program, env)
     extra = dict(run.env) | options.get("overridden", {})
     if options["use_deepspeed"]:
@@ -84,7 +85,7 @@ def plan_launch(options: Mapping[str, Any], program: Program, env: Mapping[str, 
     return replace(run, env=extra)
 
 
-def _on_tpu(options: Mapping[str, Any], program: Program, env: Mapping[str, str]) -> Launch:
+def _plan_tpu(options: Mapping[str, Any], program: Program, env: Mapping[str, str]) -> Launch:
     """Plan a process per chip with torch_tpu's variables, or one process in which torch_xla starts one per chip."""
     from .tpu import host
 
@@ -103,8 +104,8 @@ def _on_tpu(options: Mapping[str, Any], program: Program, env: Mapping[str, str]
     return replace(run, program=tpu_program(options, program), env=extra, **overrides)
 
 
-def _shows_tpu(options: Mapping[str, Any], env: Mapping[str, str]) -> bool:
-    """Return True if this machine has TPU chips and no GPU, and no option chooses the device."""
+def _has_unclaimed_tpu(options: Mapping[str, Any], env: Mapping[str, str]) -> bool:
+    """Return True if this machine has TPU chips and no GPU, and no option selects a device or launcher."""
     from .devices import find
     from .tpu import host
 
@@ -127,26 +128,26 @@ def with_default_rank(options: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _is_per_machine(options: Mapping[str, Any]) -> bool:
-    """Return True if the launcher is started on every machine, as accel's is."""
-    return _starter(options) in ("standard", "nossh")
+    """Return True if DeepSpeed's launcher is started on every machine, as accel's is."""
+    return _deepspeed_launcher(options) in ("standard", "nossh")
 
 
-def _starter(options: Mapping[str, Any], env: Mapping[str, str] = os.environ) -> str:
-    """Return DeepSpeed's launcher: by default "standard" if a scheduler or job started this machine, else pdsh."""
+def _deepspeed_launcher(options: Mapping[str, Any], env: Mapping[str, str] = os.environ) -> str:
+    """Return DeepSpeed's launcher: by default "standard" if a scheduler started this process, else pdsh."""
     from schedulers.topology import RULES
 
-    is_started = any(marker in env for marker in (*RULES, "ACCEL_JOB_ID"))
-    return options["deepspeed_multinode_launcher"] or ("standard" if is_started else "pdsh")
+    is_scheduled = any(marker in env for marker in (*RULES, "ACCEL_JOB_ID"))
+    return options["deepspeed_multinode_launcher"] or ("standard" if is_scheduled else "pdsh")
 
 
 def refuse_missing(options: Mapping[str, Any]) -> None:
     """Raise LaunchError if an engine's package is not installed; the message has the command that installs it."""
     for name, (package, display_name, remedy) in _NEEDS.items():
         if options[name]:
-            _need(package, f"--{name}", display_name, remedy)
+            _check_installed(package, f"--{name}", display_name, remedy)
     if options["tpu"] and options["tpu_runtime"]:
         name = options["tpu_runtime"]
-        _need(name, f"--tpu_runtime {name}", name, _tpu_remedy(name))
+        _check_installed(name, f"--tpu_runtime {name}", name, _tpu_remedy(name))
     elif options["tpu"] and not any(map(_is_installed, _RUNTIMES)):
         raise LaunchError(
             f"--tpu: neither torch_tpu nor torch_xla is installed in {sys.executable}: {_tpu_remedy('torch_tpu')}"
@@ -159,7 +160,7 @@ def _tpu_remedy(runtime: str) -> str:
     return _EXTRA.format(runtime.replace("_", "-"))
 
 
-def _need(package: str, flag: str, display_name: str, remedy: str) -> None:
+def _check_installed(package: str, flag: str, display_name: str, remedy: str) -> None:
     if not _is_installed(package):
         raise LaunchError(f"{flag}: {display_name} is not installed in {sys.executable}: {remedy}")
 
@@ -169,17 +170,17 @@ def _is_installed(module: str) -> bool:
 
     try:
         return find_spec(module) is not None
-    except ImportError:  # of what it is a part of
+    except ImportError:  # of its parent package
         return False
 
 
 def _has_own_launcher(options: Mapping[str, Any], run: Launch) -> bool:
-    return run.max_nodes > 1 and _starter(options) != "standard"
+    return run.max_nodes > 1 and _deepspeed_launcher(options) != "standard"
 
 
 def deepspeed_command(options: Mapping[str, Any], program: Program, run: Launch) -> list[str]:
-    """Return the `deepspeed` command line, which starts all machines' ranks from one (with `nossh`: its own)."""
-    launcher = _starter(options)
+    """Return the `deepspeed` command line, which starts all machines' ranks (with `nossh`, only this machine's)."""
+    launcher = _deepspeed_launcher(options)
     if options["deepspeed_hostfile"] is None:
         raise LaunchConfigError(f"--use_deepspeed on {run.max_nodes} machines needs --deepspeed_hostfile")
     command = ["deepspeed", "--hostfile", str(options["deepspeed_hostfile"])]
@@ -201,7 +202,7 @@ def deepspeed_command(options: Mapping[str, Any], program: Program, run: Launch)
 
 
 def _run_deepspeed(options: Mapping[str, Any], program: Program, run: Launch) -> int:
-    """Run DeepSpeed's launcher, which exports the variables of a file to other machines' ranks."""
+    """Run DeepSpeed's launcher. It exports the variables in DS_ENV_FILE to other machines' ranks."""
     command = deepspeed_command(options, program, run)
     with tempfile.NamedTemporaryFile("w", prefix="accel-deepspeed-", suffix=".env") as file:
         file.writelines(f"{name}={value}\n" for name, value in run.env.items() if _is_plain(value))
@@ -218,7 +219,7 @@ def mpi_command(options: Mapping[str, Any], program: Program, run: Launch) -> li
     """Return the command line of Open MPI, Intel MPI or MVAPICH, depending on the output of `--version`."""
     mpirun = next((path for path in map(shutil.which, ("mpirun", "mpiexec")) if path), None)
     if mpirun is None:
-        raise LaunchError("--mpirun_hostfile: there is neither mpirun nor mpiexec on PATH; install Open MPI")
+        raise LaunchError("--mpirun_hostfile: neither mpirun nor mpiexec found on PATH: install Open MPI")
     version = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False).stdout
     hosts = os.path.expanduser(options["mpirun_hostfile"])
     per_node, total = str(run.processes), str(run.processes * run.nodes)
@@ -230,7 +231,7 @@ def mpi_command(options: Mapping[str, Any], program: Program, run: Launch) -> li
 
 
 def mpi_environment(run: Launch) -> dict[str, str]:
-    """Return the variables by which ranks that mpirun starts find each other and bind their threads."""
+    """Return the variables for mpirun's ranks: rendezvous address and thread affinity."""
     return {
         **run.env,
         "MASTER_ADDR": run.address,
@@ -241,7 +242,7 @@ def mpi_environment(run: Launch) -> dict[str, str]:
 
 
 def tpu_program(options: Mapping[str, Any], program: Program) -> Program:
-    """Return the module that runs the script's function on every core of this host."""
+    """Return the program that runs the script's function on every core of this host."""
     kind = "module" if program.entry == "module" else "script"
     function = options["main_training_function"] or "main"
     return Program(argv=["accel.launch.xla", kind, function, *program.argv], entry="module")

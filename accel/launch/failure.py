@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import re
 import signal
@@ -21,7 +20,7 @@ from . import limits
 
 SCHEMA = 1
 
-# What a rank says when another one has died under it: true, and not the cause.
+# Errors of a rank after another one has died: true, but not the cause.
 _ECHO = re.compile(
     r"connection (closed|reset) by peer|broken pipe|NCCL (communicator was aborted|remote)|remote process exited"
     r"|Socket (is closed|Timeout)|recvValue failed|sendBytes failed|heartbeat.*monitor",
@@ -42,7 +41,7 @@ class Exit:
     log: str | None = None
 
     @property
-    def moment(self) -> float:
+    def failed_at(self) -> float:
         """The time of the exception, if there was one, else of the exit."""
         return float(self.error["time"]) if self.error and "time" in self.error else self.time
 
@@ -62,12 +61,12 @@ class Exit:
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """The gang's failure: that of the rank that failed first. Nodes exchange it as JSON."""
+    """The gang's failure, which is that of its first failed rank. Nodes exchange it as JSON."""
 
     rank: int | None
     node: int
     host: str
-    attempt: int | None  # None where nothing can tell
+    attempt: int | None  # None if unknown
     exit_code: int
     reason: str = "exit_code"
     how: str
@@ -90,9 +89,9 @@ class Failure:
     def text_for(self, node: int | None, *, merged: bool = False, printed: bool = False) -> str:
         """Return a node's report: in full on node 0 and where the failure happened, else one line.
 
-        node:    None in an elastic world, whose nodes have no fixed ranks: each reports as node 0 does.
+        node:    the node that reports; None in an elastic world, where every node reports as node 0 does.
         merged:  the output of all nodes is read together, so that one traceback is enough.
-        printed: the merged output includes the rank's own, with its traceback.
+        printed: the merged output includes the failed rank's, with its traceback.
         """
         is_local = self.host == socket.gethostname() if node is None else node == self.node
         if not is_local and node:
@@ -128,19 +127,19 @@ class Failure:
         return "\n".join(lines)
 
 
-def first(exits: Iterable[Exit], ended_at: float) -> Exit:
-    """Return the rank that failed first. At least one of `exits` must have a nonzero code.
+def first_failure(exits: Iterable[Exit], ended_at: float) -> Exit:
+    """Return the exit of the rank that failed first. At least one of `exits` must have a nonzero code.
 
     Failures after `ended_at` were caused by the shutdown and count only if there is no other; so do echoes of
     another rank's death.
     """
     failed = [end for end in exits if end.code != 0]
-    earlier = [end for end in failed if end.moment <= ended_at] or failed
-    return min(earlier, key=lambda end: (end.echo, end.moment))
+    earlier = [end for end in failed if end.failed_at <= ended_at] or failed
+    return min(earlier, key=lambda end: (end.echo, end.failed_at))
 
 
 def diagnose(end: Exit, *, node: int, host: str, attempt: int | None, oom_kills: int, others: str) -> Failure:
-    """Return the failure of an exit, with cause and remedy if known."""
+    """Return the failure that `end` is, with cause and remedy if known."""
     error = end.error or {}
     secrets = _secrets()
     error_text = redact(f"{error.get('type', '')}: {error.get('message', '')}".strip(": "), secrets)
@@ -150,7 +149,7 @@ def diagnose(end: Exit, *, node: int, host: str, attempt: int | None, oom_kills:
         rank=end.rank, node=node, host=host, attempt=attempt, exit_code=end.exit_code, reason=reason,
         how=end.description(),
         message=message[:500], traceback=redact(str(error.get("traceback", "")), secrets), log=end.log,
-        cause=cause, remedy=remedy, others=others, time=end.moment,
+        cause=cause, remedy=remedy, others=others, time=end.failed_at,
     )  # fmt: skip
 
 
@@ -160,8 +159,9 @@ def _secrets() -> dict[str, str]:
     return {name: os.environ[name] for name in names if name in os.environ}
 
 
+# `schedulers/kubernetes/status/pod_states.py` matches parts of the causes.
 _KNOWN_CAUSES: tuple[tuple[str, str, str, str], ...] = (
-    # what the rank said, reason, cause, remedy
+    # pattern in the rank's error, reason, cause, remedy
     (r"CUDA out of memory|OutOfMemoryError|HIP out of memory", "out_of_memory", "the GPU's memory is full",
      "smaller batch per process, gradient accumulation, mixed precision, or activation checkpointing"),
     (r"DefaultCPUAllocator: can't allocate memory|^MemoryError", "out_of_memory", "the machine's memory is full",
@@ -170,13 +170,13 @@ _KNOWN_CAUSES: tuple[tuple[str, str, str, str], ...] = (
      "leave the port to the launcher (no --main_process_port), or name a free one"),
     (r"NCCL.*timeout|Watchdog caught collective operation timeout|ProcessGroupNCCL.*[Tt]imeout", "exit_code",
      "a collective was not joined by all ranks in time",
-     "look for a rank that took another branch or a slow one; TORCH_NCCL_DUMP_ON_TIMEOUT=1 names the collective"),
+     "look for a slow rank or one in another branch; TORCH_NCCL_DUMP_ON_TIMEOUT=1 names the collective"),
     (r"Timed out waiting .*ms|Timed out after \d+ seconds|[Ss]tore.*timed? ?out", "rendezvous",
      "a rank waited for others that did not come",
      "look for a rank that ended early or does not call the same collective"),
     (r"ModuleNotFoundError: No module named '([^']+)'", "setup", "a package is missing where the job ran",
      "install it in the Python that runs the job ({python}), or ship it with the code"),
-    (r"ImportError", "setup", "a package is there but does not fit", "compare its version with what the program needs"),
+    (r"ImportError", "setup", "a package is installed but incompatible", "compare its version with the program's"),
     (r"No space left on device", "exit_code", "a disk is full", "free some space where the program writes"),
     (r"Too many open files", "exit_code", "the limit of open files is reached",
      "raise it (ulimit -n), or torch.multiprocessing.set_sharing_strategy('file_system')"),
@@ -188,7 +188,7 @@ _KNOWN_CAUSES: tuple[tuple[str, str, str, str], ...] = (
 
 def _cause(end: Exit, error_text: str, oom_kills: int) -> tuple[str, str, str]:
     if end.code == REQUEUE:
-        return "preempted", "the ranks were warned, have left a checkpoint, and ask to be started again", ""
+        return "preempted", "the ranks were warned, saved a checkpoint and requested a restart", ""
     if end.code == -signal.SIGKILL and oom_kills:
         return "out_of_memory", "the kernel killed it: the memory limit of its control group was reached", \
             "smaller batches or fewer data-loader workers, or ask for more memory (--memory)"  # fmt: skip
@@ -205,7 +205,7 @@ def _cause(end: Exit, error_text: str, oom_kills: int) -> tuple[str, str, str]:
     if end.code == 126:
         return "setup", "the command may not be executed", "check its mode (chmod +x) and its first line"
     if end.code < 0:
-        return "exit_code", "native code crashed, or something outside sent the signal", "the log's end shows where"
+        return "exit_code", "native code crashed, or another process sent the signal", "the end of the log shows where"
     return "exit_code", "", ""
 
 
@@ -228,7 +228,7 @@ def error_in_log(path: str | None) -> dict[str, Any] | None:
         return None
     trace = tail[start:].splitlines()
     for number, line in enumerate(trace[1:], 1):
-        match = _ERROR_LINE.match(line)  # the first line that is not indented
+        match = _ERROR_LINE.match(line)  # only a line that is not indented matches
         if match:
             return {
                 "type": match["type"].rpartition(".")[2],
@@ -244,13 +244,3 @@ def oom_kill_count() -> int:
         with contextlib.suppress(ValueError):
             return int(dict(line.split() for line in text.splitlines()).get("oom_kill", 0))
     return 0
-
-
-def write(path: str, failure: Failure) -> None:
-    """Write the failure as JSON, atomically."""
-    partial = f"{path}.{os.getpid()}"
-    with open(partial, "w") as file:
-        json.dump(failure.to_json(), file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)

@@ -1,9 +1,8 @@
 """A pool of forked processes that run a function together.
 
 For notebooks, whose functions no other program can import: a forked process already has the function and all
-that it refers to. Every process leads a session of its own, so that an interrupt of this program does not
-reach it, and its descendants can be ended with it. The kernel ends the processes if this program is killed
-(Linux).
+that it refers to. Every process leads its own session: an interrupt of this program does not reach it, and its
+descendants are ended with it. On Linux the kernel kills the processes if this program is killed.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from typing import Any
 from accel.errors import ProcessError
 from schedulers.processes import die_with_parent, signal_name
 
-from .failure import Exit, first
+from .failure import Exit, first_failure
 
 _GRACE_S = 5.0
 _ECHO_WAIT_S = 0.5
@@ -54,11 +53,11 @@ class _Running:
 
 
 def run(tasks: Sequence[Task], prepare: Callable[[Task], None], finish: Callable[[], None]) -> None:
-    """Run all errands at the same time and return when all have succeeded.
+    """Run all tasks at the same time and return when all have succeeded.
 
-    Each process calls ``prepare(errand)`` before the function and ``finish()`` after it. Raises `ProcessError`
-    with the traceback of the process that failed first. All processes and their descendants are ended before this
-    or any other error, `KeyboardInterrupt` included, propagates.
+    Each process calls ``prepare(task)`` before the function and ``finish()`` after it. Raises `ProcessError` with
+    the traceback of the process that failed first. All processes and their descendants are ended before any
+    error, `KeyboardInterrupt` included, propagates.
     """
     running: list[_Running] = []
     try:
@@ -82,11 +81,11 @@ def _start(task: Task, prepare: Callable[[Task], None], finish: Callable[[], Non
     sys.stdout.flush()
     sys.stderr.flush()
     with warnings.catch_warnings():
-        # Python 3.12 warns of any thread. A notebook has some, and they hold no lock that a rank takes.
+        # Python 3.12 warns if there are threads. A notebook's hold no lock that a rank takes.
         warnings.simplefilter("ignore", DeprecationWarning)
         process.start()
     sender.close()
-    # The sentinel is a pipe, which stays open as long as anything that the process has started is alive.
+    # Not the sentinel: that pipe stays open as long as any descendant of the process is alive.
     pid = process.pid or 0
     return _Running(task, process, receiver, os.pidfd_open(pid) if hasattr(os, "pidfd_open") else process.sentinel)
 
@@ -128,7 +127,7 @@ def _user_part(error: BaseException) -> Any:
 
 
 def _send_error(pipe: Connection, error: BaseException, text: str) -> None:
-    # Nobody reads before this process has ended: all of it has to fit into the pipe, which holds 64 KiB.
+    # The pipe is read only after this process has ended: all of it must fit into the pipe's 64 KiB.
     message, text = str(error)[:_MAX_CHARACTERS], text[-2 * _MAX_CHARACTERS :]
     with contextlib.suppress(OSError):
         pipe.send({"type": type(error).__name__, "message": message, "time": time.time(), "traceback": text})
@@ -144,27 +143,27 @@ def _watch(running: Sequence[_Running]) -> float | None:
         ready = wait([child.handle for child in remaining])
         for child in [child for child in remaining if child.handle in ready]:
             remaining.remove(child)
-            _note_end(child)
+            _record_end(child)
         failed = [child.exit for child in running if child.exit is not None and child.exit.code != 0]
         if failed:
             now = time.time()
-            if all(end.echo for end in failed):  # another died under it, and is about to say why
+            if all(end.echo for end in failed):  # the cause is another process's failure
                 deadline = time.monotonic() + _ECHO_WAIT_S
                 for child in remaining:
                     if wait([child.handle], max(0.0, deadline - time.monotonic())):
-                        _note_end(child)
+                        _record_end(child)
                 now = time.time()
             return now
     return None
 
 
-def _note_end(child: _Running) -> None:
+def _record_end(child: _Running) -> None:
     error = None
     with contextlib.suppress(EOFError, OSError):
         error = child.pipe.recv() if child.pipe.poll() else None
     pid = child.process.pid or 0
     if _has_failed(pid):
-        # What it has left is ended before it is collected: until then nobody else can have its number.
+        # Kill its descendants before it is reaped: until then its process group id is not reused.
         _signal_group(pid, signal.SIGKILL)
     child.process.join()
     if child.handle != child.process.sentinel:
@@ -194,7 +193,7 @@ def _end(running: Sequence[_Running]) -> None:
             wait([child.handle], max(0.0, deadline - time.monotonic()))
     for child in remaining:
         _signal_group(child.process.pid or 0, signal.SIGKILL)
-        _note_end(child)
+        _record_end(child)
 
 
 def _signal_group(pid: int, signum: int) -> None:
@@ -202,13 +201,13 @@ def _signal_group(pid: int, signum: int) -> None:
         return
     try:
         os.killpg(pid, signum)
-    except (ProcessLookupError, PermissionError):  # it has not come to its setsid yet
+    except (ProcessLookupError, PermissionError):  # it has not called setsid yet
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signum)
 
 
 def _failure(running: Sequence[_Running], failed_at: float) -> ProcessError:
-    end = first([child.exit for child in running if child.exit is not None], failed_at)
+    end = first_failure([child.exit for child in running if child.exit is not None], failed_at)
     error = end.error or {}
     description = f"was killed by {signal_name(-end.code)}" if end.code < 0 else f"ended with exit code {end.code}"
     error_text = f"{error['type']}: {error['message']}" if error else description

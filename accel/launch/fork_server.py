@@ -1,4 +1,4 @@
-"""The fork server: a process that has torch loaded, forks every rank from itself, and outlives the launcher's death.
+"""The fork server: a process with torch loaded that forks every rank, and ends the gang if the launcher dies.
 
     launcher (elastic agent) ──socket──► fork server ──fork──► rank 0 … N-1
 
@@ -30,38 +30,38 @@ from typing import Any, NoReturn
 from schedulers.processes import adopt_orphans, descendants, signal_name, wake_pipe
 
 from . import alias_env, watchdog
-from .worker import WARNINGS, Program, enter_rank, refuse, run
+from .worker import WARNINGS, Program, enter_rank, exit_with_error, run
 
-# Modules that the server loads beside torch, so that the ranks need not each load them for themselves.
+# Modules that the server imports besides torch, so that ranks need not import them each.
 
-# The first optimizer that a process makes imports torch._dynamo: 1.4 s, once here instead of once a rank. A program
-# that makes none should not wait for it; so its text is asked, and being wrong costs only time.
-_TRAINS = re.compile(rb"\boptim\b|\bAdamW?\b|\bSGD\b|accelerat|transformers|lightning|\baccel\b|torch\.compile")
-_MIRRORED = re.compile(rb"^\s*(?:from|import)\s+(?:accelerate|transformers|peft|trl)\b", re.MULTILINE)
-_OURS = re.compile(rb"^\s*(?:from|import)\s+accel\b", re.MULTILINE)
+# A process's first optimizer imports torch._dynamo, which takes 1.4 s: once here instead of in every rank. Programs
+# without an optimizer should not wait for it. A wrong guess from the program's text costs only time.
+_USES_OPTIMIZER = re.compile(rb"\boptim\b|\bAdamW?\b|\bSGD\b|accelerat|transformers|lightning|\baccel\b|torch\.compile")
+_IMPORTS_COMPAT = re.compile(rb"^\s*(?:from|import)\s+(?:accelerate|transformers|peft|trl)\b", re.MULTILINE)
+_IMPORTS_ACCEL = re.compile(rb"^\s*(?:from|import)\s+accel\b", re.MULTILINE)
 
 
 def modules_for(program: Program) -> list[str]:
     """Return the names of the modules that the program will probably import."""
-    text = _text(program)
-    names = ["torch._dynamo"] if _TRAINS.search(text) else []
-    # Under `accel.compat` ours is what stands behind their names.
-    uses_accel = _OURS.search(text) or (alias_env.is_requested(os.environ) and _MIRRORED.search(text))
+    text = _source(program)
+    names = ["torch._dynamo"] if _USES_OPTIMIZER.search(text) else []
+    # `accel.compat` implements their names with accel.
+    uses_accel = _IMPORTS_ACCEL.search(text) or (alias_env.is_requested(os.environ) and _IMPORTS_COMPAT.search(text))
     return [*names, "accel.accelerator", "safetensors.torch"] if uses_accel else names
 
 
 def preload(program: Program) -> None:
-    """Import the program's likely modules, ignoring missing ones, which are the program's concern."""
+    """Import the modules that the program will probably import. Missing ones are ignored."""
     for name in modules_for(program):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
 
 
-def _text(program: Program) -> bytes:
+def _source(program: Program) -> bytes:
     path = program.argv[0]
     if program.entry == "module":
-        # Beside the caller, where `python -m` looks first. An installed module is not read: finding it would import
-        # its parents, which are the program's own.
+        # Only the working directory, where `python -m` looks first: finding an installed module would import its
+        # parent packages, which is for the program to do.
         parts = program.argv[0].split(".")
         candidates = [Path(*parts).with_suffix(".py"), Path(*parts, "__main__.py")]
         path = next((str(file) for file in candidates if file.is_file()), "")
@@ -94,16 +94,18 @@ class ForkServer:
         self.pid = pid
 
     @classmethod
-    def start(cls, program: Program, guard_fd: int | None, grace_s: float, job_lock: int | None = None) -> ForkServer:
+    def start(
+        cls, program: Program, watchdog_fd: int | None, grace_s: float, job_lock: int | None = None
+    ) -> ForkServer:
         """Fork the server from this process, which must have the ranks' modules loaded and have no threads."""
         client_sock, server_sock = socket.socketpair()
         adopt_orphans()
         gc.collect()
-        gc.freeze()  # the collector would touch, and so copy, every page that the ranks share
+        gc.freeze()  # a collection in a rank would write to, and so copy, every shared page
         pid = _fork()
         if pid == 0:
             client_sock.close()
-            _Server(server_sock, program, guard_fd, grace_s, job_lock).serve()
+            _Server(server_sock, program, watchdog_fd, grace_s, job_lock).serve()
         server_sock.close()
         return cls(client_sock, pid)
 
@@ -154,7 +156,7 @@ class ForkServer:
 
 def _fork() -> int:
     with warnings.catch_warnings():
-        # numpy's BLAS keeps a thread pool, which it stops before a fork and starts again after it by itself.
+        # The warning is about numpy's BLAS threads, which stop before a fork and start again after it.
         warnings.simplefilter("ignore", DeprecationWarning)
         return os.fork()
 
@@ -191,19 +193,19 @@ class _Server:
     """The server's own side. Every method runs in the forked process."""
 
     def __init__(
-        self, sock: socket.socket, program: Program, guard_fd: int | None, grace_s: float, job_lock: int | None = None
+        self, sock: socket.socket, program: Program, watchdog_fd: int | None, grace_s: float, job_lock: int | None
     ) -> None:
         self._sock = sock
         self._lines = _Lines(sock)
         self._program = program
-        self._guard_fd = guard_fd
+        self._watchdog_fd = watchdog_fd
         self._job_lock = job_lock
         self._grace_s = grace_s
         self._ranks: dict[int, tuple[int, int]] = {}  # pid -> local rank, descriptor of its error file
-        self._launcher_lives = True
-        self._launcher_connected = True  # by the launcher, as far as is known: it has not closed its side
+        self._launcher_lives = True  # it has not closed its end of the socket
+        self._launcher_connected = True  # no event has failed to be sent
         self._deadline: float | None = None  # while ending: when to kill
-        self._terminated: set[int] = set()  # while ending: leftovers that have had their SIGTERM
+        self._terminated: set[int] = set()  # while ending: leftovers that were sent SIGTERM
         self._wake_read, self._wake_write = wake_pipe()
 
     def serve(self) -> NoReturn:
@@ -211,7 +213,7 @@ class _Server:
         adopt_orphans()
         self._install_handlers()
         while self._launcher_lives or self._deadline is not None:
-            readable = select.select(self._waited_for(), [], [], self._poll_timeout())[0]
+            readable = select.select(self._read_fds(), [], [], self._poll_timeout())[0]
             if self._wake_read in readable:
                 os.read(self._wake_read, 4096)
             if self._sock in readable:
@@ -221,7 +223,7 @@ class _Server:
                 self._advance_end()
         os._exit(0)
 
-    def _waited_for(self) -> list[Any]:
+    def _read_fds(self) -> list[Any]:
         return [self._sock, self._wake_read] if self._launcher_lives else [self._wake_read]
 
     def _install_handlers(self) -> None:
@@ -257,7 +259,7 @@ class _Server:
             self._refuse_start(message, "the gang is being ended", -signal.SIGTERM)
             return
         server = os.getpid()
-        # A rank takes no signal before it is one: with this server's handlers it would end its sisters and live on.
+        # Block signals until the rank has its own handlers: with the server's it would end the other ranks.
         signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
         try:
             error_fd = _error_file()
@@ -271,10 +273,10 @@ class _Server:
             if os.getpid() == server:
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED)
         if pid == 0:
-            self._become_rank(message, server, error_fd)
-        if self._guard_fd is not None:
-            with contextlib.suppress(OSError):  # without its guard a gang runs on
-                os.write(self._guard_fd, b"%d\n" % pid)
+            self._run_rank(message, server, error_fd)
+        if self._watchdog_fd is not None:
+            with contextlib.suppress(OSError):  # the gang can run without a watchdog
+                os.write(self._watchdog_fd, b"%d\n" % pid)
         self._send_event(event="started", local_rank=message["local_rank"], pid=pid)
 
     def _refuse_start(self, message: dict[str, Any], reason: str, code: int) -> None:
@@ -283,14 +285,14 @@ class _Server:
             event="exited", local_rank=message["local_rank"], pid=0, code=code, time=time.time(), error=error
         )
 
-    def _become_rank(self, message: dict[str, Any], server: int, error_fd: int) -> NoReturn:
+    def _run_rank(self, message: dict[str, Any], server: int, error_fd: int) -> NoReturn:
         try:
             enter_rank(server, message["log"])
         except OSError as error:  # its log cannot be written
-            refuse(error, error_fd)
+            exit_with_error(error, error_fd)
         self._sock.close()
         rank_fds = [fd for _, fd in self._ranks.values()]
-        for fd in (self._wake_read, self._wake_write, self._guard_fd, self._job_lock, *rank_fds):
+        for fd in (self._wake_read, self._wake_write, self._watchdog_fd, self._job_lock, *rank_fds):
             if fd is not None:
                 os.close(fd)
         run(self._program, message["env"], error_fd, preloaded=not message["spawn"])
@@ -301,7 +303,7 @@ class _Server:
                 os.kill(pid, signum)
 
     def _begin_end(self, signum: int, grace_s: float) -> None:
-        # Only the ranks are told: their data loaders must live on, should they want to save a checkpoint now.
+        # Only the ranks are signalled: they may still need their data-loader workers to save a checkpoint.
         deadline = time.monotonic() + grace_s
         if self._deadline is None:
             self._signal_ranks(signum)
@@ -321,7 +323,7 @@ class _Server:
             _kill(descendants(os.getpid()), signal.SIGKILL)
 
     def _end_leftovers(self, leftovers: list[int], now: float) -> float:
-        """End what the exited ranks have leftovers: SIGTERM, a short grace period, SIGKILL. Return the new deadline."""
+        """End the exited ranks' descendants: SIGTERM, a short grace period, SIGKILL. Return the new deadline."""
         deadline = self._deadline or now
         if now >= deadline:
             _kill(leftovers, signal.SIGKILL)
@@ -341,7 +343,7 @@ class _Server:
     def _send_event(self, **event: object) -> None:
         try:
             self._sock.sendall(json.dumps(event).encode() + b"\n")
-        except OSError:  # the launcher is dead; the end goes on without it
+        except OSError:  # the launcher is dead; the server ends the gang without it
             self._launcher_connected = False
 
 
@@ -363,7 +365,7 @@ def _kill(pids: list[int], signum: int) -> None:
 
 
 def _error_file() -> int:
-    """Return the descriptor of an unnamed file, in memory if possible, for a rank's last exception."""
+    """Return the descriptor of an unnamed file, in memory if possible, for a rank's exception."""
     if sys.platform == "linux":
         return os.memfd_create(watchdog.memory_file(os.environ[watchdog.LAUNCH_ID]))
     with tempfile.TemporaryFile() as file:

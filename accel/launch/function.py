@@ -35,7 +35,7 @@ def test_launch() -> None:
     PartialState()
 
 
-test_launch.__test__ = False  # type: ignore[attr-defined]  # its name is Accelerate's; no test runner should take it
+test_launch.__test__ = False  # type: ignore[attr-defined]  # the name is Accelerate's: keep pytest from collecting it
 
 
 def notebook_launcher(
@@ -71,7 +71,7 @@ def notebook_launcher(
 
     Forked processes compute with one CPU thread: OpenMP's threads do not survive a fork.
 
-    Raises `StateError` if this process has used the GPU or made an `Accelerator`, which forks cannot share,
+    Raises `StateError` if this process has used the GPU or created an `Accelerator`, which forks cannot share,
     `ProcessError` with the traceback of the process that failed first, and `ArgumentError`. On any error, an
     interrupt included, all processes and their descendants are ended first.
     """
@@ -162,11 +162,11 @@ class _Launch:
             return
         for attempt in range(self.restarts + 1):
             try:
-                with self._meeting() as (host, port, variables):
+                with self._rendezvous() as (host, port, variables):
                     tasks = [
                         self._task(rank, host, port, attempt, variables, function, args) for rank in range(self.count)
                     ]
-                    run_forked(tasks, partial(_enter, self.prefix), _leave)
+                    run_forked(tasks, partial(_prepare, self.prefix), _finish)
                 return
             except ProcessError as error:
                 if attempt == self.restarts:
@@ -174,12 +174,11 @@ class _Launch:
                 print(f"attempt {attempt}: {str(error).splitlines()[0]}; starting again", file=sys.stderr)
 
     @contextlib.contextmanager
-    def _meeting(self) -> Iterator[tuple[str, int, dict[str, str]]]:
+    def _rendezvous(self) -> Iterator[tuple[str, int, dict[str, str]]]:
         """Yield the host and port of the rendezvous, and its variables.
 
-        The store of a one-machine world is served here, where no other machine reaches it. A port that is merely free
-        now, for rank 0 to listen on later, can be lost to another launch, whose forks hold the sockets open at that
-        moment.
+        The store of a one-machine world is served here, on the loopback address. A port that is only free now, for
+        rank 0 to bind later, can be lost to another launch.
         """
         host, port = self._master()
         if self.nodes > 1:
@@ -192,7 +191,7 @@ class _Launch:
             listener = socket.create_server((host, port))
         except OSError as error:
             raise ArgumentError(
-                f"notebook_launcher: port {port}: {error.strerror}. Name another, or 0 for any"
+                f"notebook_launcher: port {port}: {error.strerror}. Use another, or 0 for any"
             ) from None
         port = listener.getsockname()[1]
         store = TCPStore(host, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
@@ -202,7 +201,7 @@ class _Launch:
             del store
 
     def _master(self) -> tuple[str, int]:
-        """Return host and port; port 0 for any, on one machine."""
+        """Return host and port; port 0 means any free one, on one machine."""
         host, _, port = self.endpoint.rpartition(":")
         if not host:
             raise ArgumentError(f"notebook_launcher(rdzv_endpoint={self.endpoint!r}) must be HOST:PORT")
@@ -242,7 +241,7 @@ class _Launch:
             raise _first_of(error) from None
 
 
-def _enter(prefix: str | None, task: Task) -> None:
+def _prepare(prefix: str | None, task: Task) -> None:
     """Set up a forked process before the function runs: reset the state inherited from its parent."""
     import torch
 
@@ -251,7 +250,7 @@ def _enter(prefix: str | None, task: Task) -> None:
 
     PartialState._reset_state()
     GradientState._reset_state()
-    torch.set_num_threads(1)  # GNU's OpenMP waits for ever for threads that its parent had and this process has not
+    torch.set_num_threads(1)  # GNU's OpenMP would wait for ever for the parent's threads
     os.environ["FORK_LAUNCHED"] = "1"
     label = string.Template(prefix or "").safe_substitute(
         rank=os.environ["RANK"], local_rank=os.environ["LOCAL_RANK"], role_name="default"
@@ -259,7 +258,7 @@ def _enter(prefix: str | None, task: Task) -> None:
     sys.stdout, sys.stderr = _LineBuffer(sys.stdout, label), _LineBuffer(sys.stderr, label)
 
 
-def _leave() -> None:
+def _finish() -> None:
     from accel.world import process_group as world
 
     world.destroy_process_group()
@@ -272,9 +271,9 @@ def _as_elastic_rank(
     task = Task(
         rank=int(os.environ["RANK"]), local_rank=int(os.environ["LOCAL_RANK"]), env=env, function=function, args=args
     )
-    _enter(prefix, task)
+    _prepare(prefix, task)
     function(*args)
-    _leave()
+    _finish()
 
 
 def _first_of(error: ChildFailedError) -> ProcessError:
@@ -286,7 +285,7 @@ def _first_of(error: ChildFailedError) -> ProcessError:
 
 
 class _LineBuffer:
-    """A stream that passes on whole lines, each with a label; other attributes are the stream's own.
+    """A stream that forwards complete lines, each with a label; other attributes are the stream's own.
 
     A notebook shows every write separately, and `print` writes once per argument: the lines of several processes
     would mix.
@@ -299,21 +298,21 @@ class _LineBuffer:
         self._at_start = True
 
     def write(self, text: str) -> int:
-        """Pass on the lines that ``text`` completes, in one write."""
+        """Forward the lines that ``text`` completes, in one write."""
         lines, newline, self._partial_line = (self._partial_line + text).rpartition("\n")
-        self._pass_on(lines + newline)
+        self._forward(lines + newline)
         return len(text)
 
     def flush(self) -> None:
-        """Pass on an incomplete last line too."""
+        """Forward an incomplete last line too."""
         last_line, self._partial_line = self._partial_line, ""
-        self._pass_on(last_line)
+        self._forward(last_line)
         self._stream.flush()
 
     def writelines(self, lines: Iterable[str]) -> None:
         self.write("".join(lines))
 
-    def _pass_on(self, text: str) -> None:
+    def _forward(self, text: str) -> None:
         if text:
             lines = text.splitlines(keepends=True)
             labels = [self._label * self._at_start, *[self._label] * (len(lines) - 1)]

@@ -1,4 +1,4 @@
-"""Identify one start of a node's launcher, so that a restarted launcher is not taken for a second machine."""
+"""The identity of one start of a node's launcher, so that a restarted launcher does not pass for a second machine."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Incarnation:
 
 
 def incarnation_from_env(env: Mapping[str, str], topology: Topology) -> Incarnation:
-    """Return the incarnation that the environment describes. Raises Refused.
+    """Return the incarnation that the environment describes. Raises LaunchConfigError.
 
     The attempt is ACCEL_ATTEMPT, else ACCEL_POD_FAILURES (the failures noted on the pod by the Job), else the
     JobSet's.
@@ -78,7 +78,7 @@ def count_start(incarnation: Incarnation, env: Mapping[str, str]) -> Incarnation
 
 
 def latest(incarnations: list[Incarnation]) -> int | None:
-    """Return a gang's attempt: the highest of its nodes, since a replaced pod counts from 0 again."""
+    """Return a gang's attempt, the highest of its nodes': a replaced pod counts from 0 again. None if unknown."""
     attempts = [incarnation.attempt for incarnation in incarnations if incarnation.attempt is not None]
     return max(attempts, default=None)
 
@@ -87,7 +87,7 @@ def _attempt(env: Mapping[str, str], topology: Topology) -> int | None:
     try:
         if "ACCEL_ATTEMPT" in env:
             return number(env, "ACCEL_ATTEMPT")
-        if "ACCEL_POD_FAILURES" in env:  # empty where the cluster does not note them
+        if "ACCEL_POD_FAILURES" in env:  # empty if the cluster does not count them
             return number(env, "ACCEL_POD_FAILURES") if env["ACCEL_POD_FAILURES"] else None
     except SpecError as error:
         raise LaunchConfigError(str(error)) from None

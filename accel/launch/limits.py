@@ -1,4 +1,4 @@
-"""Limits of this machine: those of its kernel and this user, and what control groups of either version say."""
+"""Values of control groups (v1 and v2), and the number of processes that this machine allows."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import resource
 from collections.abc import Iterator
 
 from .errors import LaunchConfigError
-
-# Control groups.
 
 
 def cgroup_values(controller: str, *, v2: str, v1: str) -> Iterator[str]:
@@ -45,11 +43,8 @@ def _text(path: str) -> str | None:
         return None
 
 
-# The number of ranks that this machine has room for.
-
-
 def check_process_limits(processes: int, total: int | None) -> None:
-    """Raise Refused for more processes than this machine can ever hold, whatever else runs on it.
+    """Raise LaunchConfigError for more processes than this machine allows, whatever else runs on it.
 
     total: the requested number on all machines, for the message.
     """
@@ -57,13 +52,13 @@ def check_process_limits(processes: int, total: int | None) -> None:
     if processes > maximum:
         local = "" if processes == total else f", {processes} of them here"
         raise LaunchConfigError(
-            f"--num_processes {total}{local}: this machine can hold {maximum} processes at most ({limit})"
+            f"--num_processes {total}{local}: this machine can run at most {maximum} processes ({limit})"
         )
 
 
 def _limits() -> Iterator[tuple[int, str]]:
     """Yield each limit with its name."""
-    limits = [(resource.RLIMIT_NOFILE, "open files: ulimit -n")]  # the fork server has one for each rank
+    limits = [(resource.RLIMIT_NOFILE, "open files: ulimit -n")]  # the fork server opens one per rank
     if os.geteuid() != 0:
         limits.append((resource.RLIMIT_NPROC, "this user's processes: ulimit -u"))
     for resource_id, name in limits:

@@ -1,4 +1,4 @@
-"""The machines of a run and this one's rank, by flags or by the scheduler that placed this process."""
+"""The machines of a run and this one's rank, from flags or the scheduler that started this process."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _REMEDY = "leave the machine flags out"
 class NodeLayout:
     """This machine among those of the run.
 
-    nodes, max_nodes: the number of machines; they differ in an elastic world.
-    topology:            the scheduler's topology; that of a single node if flags decide.
+    nodes, max_nodes: the fewest and most machines; they differ in an elastic world.
+    topology:         the scheduler's topology; that of a single node if flags decide.
     """
 
     nodes: int
@@ -30,21 +30,21 @@ class NodeLayout:
     topology: Topology
 
 
-def place(options: Mapping[str, Any], env: Mapping[str, str]) -> NodeLayout:
-    """Return this machine's place.
+def node_layout(options: Mapping[str, Any], env: Mapping[str, str]) -> NodeLayout:
+    """Return this machine's layout.
 
-    Raises Refused for invalid flags, flags that contradict the scheduler, and invalid scheduler variables.
+    Raises LaunchConfigError for invalid flags, flags that contradict the scheduler, and invalid scheduler variables.
     """
     topology = _topology(env, explicit=options["num_machines"] is not None)
     low, high, rank, address = _machines(options, topology)
     _check_agreement(options, topology, low, high)
     if options["num_machines"] is not None:
-        topology = Topology(node_rank=0, nodes=1, master=address)  # what is said by hand goes before what is found
+        topology = Topology(node_rank=0, nodes=1, master=address)  # flags take precedence
     return NodeLayout(nodes=low, max_nodes=high, rank=rank, address=address, topology=topology)
 
 
 def check_spread(total: int | None, machines: int) -> None:
-    """Raise Refused unless the processes can be spread evenly over the machines."""
+    """Raise LaunchConfigError unless the processes can be spread evenly over the machines."""
     if total == 0:
         raise LaunchConfigError("--num_processes 0: it must be 1 or more")
     if total is not None and total % machines:
@@ -57,7 +57,7 @@ def check_spread(total: int | None, machines: int) -> None:
 def _topology(env: Mapping[str, str], *, explicit: bool) -> Topology:
     """Return the scheduler's topology. With `explicit`, ignore one that is invalid: flags replace it."""
     single_node = Topology(node_rank=0, nodes=1, master="127.0.0.1")
-    if watchdog.LAUNCH_ID in env:  # a rank's program starts ranks of its own: these are for this machine
+    if watchdog.LAUNCH_ID in env:  # a launch inside a rank uses this machine only
         return single_node
     try:
         return Topology.from_env(env)
@@ -68,12 +68,10 @@ def _topology(env: Mapping[str, str], *, explicit: bool) -> Topology:
 
 
 def _machines(options: Mapping[str, Any], topology: Topology) -> tuple[int, int, int, str]:
-    """Return the least and most machines, this one's rank and machine 0's address, from flags or the scheduler."""
+    """Return the fewest and most machines, this one's rank and machine 0's address, from flags or the scheduler."""
     if options["num_machines"] is None:
         if options["machine_rank"] is not None and topology.nodes == 1:
-            raise LaunchConfigError(
-                f"--machine_rank {options['machine_rank']} needs --num_machines: how many are there?"
-            )
+            raise LaunchConfigError(f"--machine_rank {options['machine_rank']} needs --num_machines")
         return topology.nodes, topology.nodes, topology.node_rank, options["main_process_ip"] or topology.master
     low, high = machine_range(options["num_machines"])
     check_spread(options["num_processes"], low)
@@ -92,7 +90,7 @@ def _machines(options: Mapping[str, Any], topology: Topology) -> tuple[int, int,
 
 
 def _check_agreement(options: Mapping[str, Any], topology: Topology, low: int, high: int) -> None:
-    """Raise Refused where flags contradict the scheduler that placed this process; they may add to it."""
+    """Raise LaunchConfigError if flags contradict the scheduler. They may add to it."""
     if not topology.source or topology.nodes == 1:
         return
     if not low <= topology.nodes <= high:
@@ -110,7 +108,7 @@ def _check_agreement(options: Mapping[str, Any], topology: Topology, low: int, h
         raise LaunchConfigError(
             f"--machine_rank {rank} contradicts {topology.source}, where this is node {topology.node_rank}: {_REMEDY}"
         )
-    if address in topology.names[1:]:  # a name that is none of theirs may be another address of node 0
+    if address in topology.names[1:]:  # an unknown name may be another address of node 0
         raise LaunchConfigError(
             f"--main_process_ip {address} contradicts {topology.source}, "
             f"where that is node {topology.names.index(address)} and node 0 is {topology.names[0]}: {_REMEDY}"
@@ -118,7 +116,7 @@ def _check_agreement(options: Mapping[str, Any], topology: Topology, low: int, h
 
 
 def machine_range(text: str) -> tuple[int, int]:
-    """Return the least and most machines in `num_machines`. Raises Refused."""
+    """Return the fewest and most machines in `num_machines`. Raises LaunchConfigError."""
     low, _, high = str(text).partition(":")
     if (low + high).isascii() and low.isdigit() and (high or low).isdigit() and 1 <= int(low) <= int(high or low):
         return int(low), int(high or low)

@@ -30,15 +30,15 @@ from .rendezvous import DEFAULT_TIMEOUT_S, GangRendezvous, reach_node_0
 from .tee import Tee, parse
 from .worker import WARNINGS
 
-_CLUSTER_UPDATE_S = 5.0  # a kubelet looks after its containers every second, and may be busy
-_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGALRM)  # the last by the time limit
+_CLUSTER_UPDATE_S = 5.0  # a kubelet checks its containers every second, and may be busy
+_TERMINATION_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGALRM)  # SIGALRM: the time limit
 
 
 class Signals:
-    """Received signals, recorded until a place where they can be acted on.
+    """The launcher's signal handlers. They record the first termination signal; `check` raises it.
 
-    Raising in a handler could cut a message to the fork server in two. So the handlers only record, and waits are
-    sliced and call `check`. torch's own waits (c10d) are not sliced: there the handler raises.
+    Raising in a handler could cut a message to the fork server in two. So waits are short slices that call
+    `check`. torch's own waits (c10d) cannot be sliced: during `raising`, the handler raises.
     """
 
     def __init__(self, server: ForkServer) -> None:
@@ -46,15 +46,15 @@ class Signals:
         self.received: int | None = None
         self._acting = False
         self._raising = False
-        for signum in _ENDING:
-            signal.signal(signum, self._on_end)
+        for signum in _TERMINATION_SIGNALS:
+            signal.signal(signum, self._on_termination)
         for signum in WARNINGS:
             signal.signal(signum, lambda received, _: self._server.warn(received))
 
-    def _on_end(self, signum: int, _: FrameType | None) -> None:
+    def _on_termination(self, signum: int, _: FrameType | None) -> None:
         if self.received is not None:
             if not is_repeated_signal(signum):
-                self._server.kill_now()  # asked twice: no more grace
+                self._server.kill_now()  # a second signal ends the grace period
             return
         self.received = signum
         if self._raising:
@@ -79,12 +79,12 @@ class Signals:
 
 
 def run_gang(run: Launch, launch_id: str) -> int:
-    """Run the gang to its end and return its exit code; no process of it is left then."""
+    """Run the gang to its end and return its exit code. No process of the gang is left on return."""
     if not run.spawn and run.program.entry != "command":
         preload(run.program)
     watchdog_handle = watchdog.start(launch_id)
     server = ForkServer.start(run.program, watchdog_handle.pipe, run.grace_s, run.job_lock)
-    # From here on only the launcher itself: a rank has left through SystemExit, below this frame's feet.
+    # Only the launcher comes here: a rank is forked inside `start` and leaves through SystemExit.
     signals = Signals(server)
     if run.deadline is not None:
         run.deadline.arm()
@@ -96,7 +96,7 @@ def run_gang(run: Launch, launch_id: str) -> int:
         server.close()
         end_all(lambda: watchdog_handle.other_processes(descendants(os.getpid())), grace_s=run.grace_s)
         watchdog_handle.dismiss()
-        for signum in _ENDING:  # Python restores the default action, death, before it ends: the code would be another
+        for signum in _TERMINATION_SIGNALS:  # else death by a late signal would change the code
             signal.signal(signum, signal.SIG_IGN)
 
 
@@ -117,7 +117,7 @@ def _run_agent(run: Launch, server: ForkServer, signals: Signals, tee: Tee) -> i
         received = signals.received or int(error.sigval)
         if not run.quiet:
             tee.close()
-            print_message(f"accel launch: {error}; all ranks here have been ended")
+            print_message(f"accel launch: {error}; all ranks on this node were terminated")
         return 128 + received
     except ServerGone as error:
         raise LaunchError(str(error)) from None
@@ -128,10 +128,10 @@ def _run_agent(run: Launch, server: ForkServer, signals: Signals, tee: Tee) -> i
     if not result.is_failed():
         return 0
     if run.deadline is not None and getattr(agent.failure, "reason", "") == "time_limit":
-        return _stop_at_deadline(run, tee)  # another node's clock was the first
+        return _stop_at_deadline(run, tee)  # another node reached the limit first
     preempted = agent.preempted()
     if preempted is not None and preempted.reason != getattr(agent.failure, "reason", ""):
-        _observer(run, tee)("failure", failure=preempted, restarts_left=0)  # another node was told to end, and told us
+        _observer(run, tee)("failure", failure=preempted, restarts_left=0)  # instead of another node's termination
     failure = preempted or agent.failure
     assert failure is not None
     code = _report_failure(run, tee, failure)
@@ -140,13 +140,13 @@ def _run_agent(run: Launch, server: ForkServer, signals: Signals, tee: Tee) -> i
 
 
 def _await_cluster_update(run: Launch) -> None:
-    """Wait until the cluster knows that the other nodes have ended: it deletes them once node 0 has failed."""
+    """Wait, on node 0, until the cluster has recorded that the other nodes ended: its failure deletes their pods."""
     if run.node_0_reports and not run.node_rank:
         time.sleep(_CLUSTER_UPDATE_S)
 
 
 def _leave(handler: Peers | None) -> bool:
-    """Leave the gang. Return True if node 0 knows how it ended."""
+    """Leave the gang. Return True if node 0 knows the outcome."""
     with contextlib.suppress(RuntimeError):
         return handler is not None and handler.leave()
     return False
@@ -188,17 +188,17 @@ def _agent(run: Launch, handler: Peers, server: ForkServer, signals: Signals, te
         entrypoint=run.program.argv[0],
         rdzv_handler=handler,
         max_restarts=run.max_restarts,
-        monitor_interval=1e-6,  # the agent waits for events where it would otherwise sleep
+        monitor_interval=1e-6,  # `_monitor_workers` waits for events instead of sleeping
     )
     settings = RankSettings(
         env={},
-        log_of=lambda rank, attempt: log_path(run.log_dir, rank, attempt),
+        log_path=lambda rank, attempt: log_path(run.log_dir, rank, attempt),
         spawn=run.spawn,
         grace_s=run.grace_s,
         first_attempt=run.incarnation.attempt,
         requeued=run.requeued,
     )
-    os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"  # all machines run equally many ranks: no exchange, no wait
+    os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"  # equally many ranks per node: no exchange
     observe = _observer(run, tee)
     return GangAgent(
         spec, server, settings, observe=observe, interrupted=signals.check, poll_s=run.monitor_interval_s,
@@ -238,7 +238,7 @@ def _rendezvous(run: Launch, signals: Signals) -> Peers:
             names=run.node_names,
             timeout_s=timeout_s, interrupted=signals.check, incarnation=run.incarnation,
             service=run.service, own_address=run.own_address,
-            say=lambda text: None if run.quiet else print_message(f"accel launch: {text}"), **common,
+            notify=lambda text: None if run.quiet else print_message(f"accel launch: {text}"), **common,
         )  # fmt: skip
     config = {"join_timeout": str(int(timeout_s)), **run.rdzv_conf}
     parameters = RendezvousParameters(
@@ -252,7 +252,7 @@ def _rendezvous(run: Launch, signals: Signals) -> Peers:
     guessed = parameters.get_as_bool("is_host") is None
     if guessed:
         parameters.config["is_host"] = str(is_this_machine(run.address, resolve=not run.service))
-    if not parameters.get_as_bool("is_host"):  # else torch would wait, in a call that takes no signal
+    if not parameters.get_as_bool("is_host"):  # else torch would wait, in a call that handles no signal
         deadline = time.monotonic() + timeout_s
         reach_node_0(lambda _: [run.service or run.address], run.address, run.port, timeout_s, deadline, signals.check)
     return ElasticRendezvous(parameters, guessed=guessed, **common)

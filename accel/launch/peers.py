@@ -1,4 +1,4 @@
-"""What the agents of a gang's nodes tell each other in one attempt, through the store in which they met."""
+"""Messages between a gang's nodes in one attempt (failure, success, heartbeat), through the rendezvous store."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from typing import Any, TypeVar
 from torch._C._distributed_c10d import Store
 from torch.distributed.elastic.rendezvous import RendezvousHandler
 
-# A client of that store with a timeout: torch's own blocks for a quarter of an hour, in a call that handles no signal.
-#
-# torch's own client blocks for 15 minutes when the store's machine vanishes, and handles no signals meanwhile.
+# The store client. torch's own blocks for 15 minutes if the store's machine vanishes, and handles no signals meanwhile.
 
 T = TypeVar("T")
 
@@ -40,8 +38,8 @@ class StoreWithTimeout:
         self._thread: threading.Thread | None = None
         self._silent_s: float | None = None
 
-    def call(self, question: Callable[[], T]) -> T:
-        """Return the result of `question`, or raise its error. Raises StoreSilent."""
+    def call(self, query: Callable[[], T]) -> T:
+        """Return the result of `query`, or raise its error. Raises StoreSilent."""
         if self._silent_s is not None:
             raise self._timeout_error()
         if self._thread is None:
@@ -49,13 +47,13 @@ class StoreWithTimeout:
             self._thread.start()
         results: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
 
-        def answer() -> None:
+        def request() -> None:
             try:
-                results.put((question(), None))
+                results.put((query(), None))
             except BaseException as error:
                 results.put((None, error))
 
-        self._requests.put(answer)
+        self._requests.put(request)
         started_at = time.monotonic()
         while True:
             try:
@@ -68,17 +66,17 @@ class StoreWithTimeout:
                 continue
             if error is not None:
                 raise error
-            return value  # type: ignore[return-value]  # no error: it is there
+            return value  # type: ignore[return-value]  # None only with an error
 
     def _serve(self) -> None:
         while True:
             self._requests.get()()
 
     def _timeout_error(self) -> StoreSilent:
-        return StoreSilent(f"its store has not answered for {self._silent_s:.0f} s")
+        return StoreSilent(f"its store has not responded for {self._silent_s:.0f} s")
 
 
-# The agents.
+# The nodes of a gang.
 
 LOST_AFTER_S = 30.0
 LINGER_S = 10.0
@@ -88,20 +86,20 @@ _BEAT_S = 1.0
 class Peers(RendezvousHandler):
     """A rendezvous whose nodes fail and end as one.
 
-    lost_after_s: the longest silence of another node.
-    stay_s:       how long the node that keeps the store, after a signal, waits for the others to learn of it.
+    lost_after_s: the longest time without a heartbeat before a node counts as lost.
+    stay_s:       the longest time that the store's node waits for the others to leave after a termination signal.
     ending:       returns True after a termination signal to this node.
     """
 
-    may_shrink = False  # the gang goes on without a node that has gone, if restarts are left
+    may_shrink = False  # a lost node does not end the gang if restarts are left
     _node_rank, _nodes = 0, 1
     _hosts_store = True
 
     def __init__(self, *, lost_after_s: float, stay_s: float, ending: Callable[[], bool]) -> None:
-        self._lost_after_s, self._linger_s, self._ending = lost_after_s, stay_s, ending
+        self._lost_after_s, self._stay_s, self._ending = lost_after_s, stay_s, ending
         self._client = StoreWithTimeout(lost_after_s, ending)
         self._next_beat = 0.0
-        self._beats: dict[int, tuple[int, float]] = {}  # node -> its beats, and when they last became more
+        self._beats: dict[int, tuple[int, float]] = {}  # node -> number of its beats, and when it last grew
         self._lost_nodes: set[int] = set()
 
     @abc.abstractmethod
@@ -109,7 +107,7 @@ class Peers(RendezvousHandler):
         """Return the attempt's store. Each node has a key `node/RANK` there; its value begins with the host name."""
 
     def announce_failure(self, failure: dict[str, Any]) -> dict[str, Any]:
-        """Set the gang's failure unless another node was first. Return the gang's."""
+        """Set the gang's failure unless another node has. Return the one that is set."""
         if self._nodes == 1:
             return failure
         store = self._store()
@@ -133,7 +131,7 @@ class Peers(RendezvousHandler):
         return self._nodes == 1 or self._query(lambda: store.add("succeeded", 0)) >= self._nodes
 
     def beat(self) -> None:
-        """Send a heartbeat to the node that keeps the store, at most once a second, however often it is called."""
+        """Send a heartbeat to the store, at most once a second however often this is called."""
         now = time.monotonic()
         if self._nodes == 1 or self._hosts_store or now < self._next_beat:
             return
@@ -141,8 +139,8 @@ class Peers(RendezvousHandler):
         store = self._store()
         self._query(lambda: store.add(f"beat/{self._node_rank}", 1))
 
-    def silent_nodes(self) -> tuple[int, str, float] | None:
-        """Return a node silent for too long, its host and the seconds; None if there is none, or on other nodes."""
+    def silent_node(self) -> tuple[int, str, float] | None:
+        """Return a lost node, its host and its seconds without a heartbeat, or None. Only the store's node checks."""
         if not self._hosts_store or self._nodes == 1 or (now := time.monotonic()) < self._next_beat:
             return None
         self._next_beat = now + _BEAT_S
@@ -158,15 +156,15 @@ class Peers(RendezvousHandler):
         return None
 
     def leave(self) -> bool:
-        """Leave the gang. Return True if the node that keeps the store knows how it ended.
+        """Leave the gang. Return True: the store's node knows the outcome. Raises RuntimeError if that node is gone.
 
-        That node leaves last, because the others read the outcome from its store. Raises RuntimeError if it is gone.
+        It leaves last, because the others read the outcome from its store.
         """
         store = self._store()
         self._query(lambda: store.set(f"gone/{self._node_rank}", ""))
         started_at = time.monotonic()
         while self._hosts_store and not store.check([f"gone/{rank}" for rank in self._present()]):
-            if time.monotonic() - started_at >= (self._linger_s if self._ending() else LINGER_S):
+            if time.monotonic() - started_at >= (self._stay_s if self._ending() else LINGER_S):
                 break
             time.sleep(0.02)
         return True
@@ -175,6 +173,6 @@ class Peers(RendezvousHandler):
         """Return the nodes that joined this attempt and are not lost."""
         return [rank for rank in set(range(self._nodes)) - self._lost_nodes if self._store().check([f"node/{rank}"])]
 
-    def _query(self, question: Callable[[], T]) -> T:
-        """Query a store that may not respond. Raises StoreSilent and the errors of `question`."""
-        return question() if self._hosts_store else self._client.call(question)
+    def _query(self, query: Callable[[], T]) -> T:
+        """Query a store that may not respond. Raises StoreSilent and the errors of `query`."""
+        return query() if self._hosts_store else self._client.call(query)

@@ -1,4 +1,4 @@
-"""Plan what this node starts, and with which variables, from the flags of `accel launch`; start nothing."""
+"""Plan this node's part of a launch from the flags of `accel launch`: processes, rendezvous and variables."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .devices import VISIBLE, Devices, available_cpus, find, only_cpu
 from .errors import CommandNotFound, LaunchConfigError
 from .incarnation import Incarnation
 from .limits import check_process_limits
-from .machines import NodeLayout, check_spread, place
+from .machines import NodeLayout, check_spread, node_layout
 from .tee import parse
 from .tpu import host as tpu_host
 from .worker import Program
@@ -39,14 +39,14 @@ class Launch:
     address: str
     port: int
     service: str = ""  # a name of node 0 that exists before node 0 does
-    own_address: str = ""  # of this node, where its scheduler tells it
+    own_address: str = ""  # of this node, if its scheduler sets it
     env: Mapping[str, str] = field(default_factory=dict)
     rdzv_backend: Literal["static", "c10d"] = "static"
     rdzv_conf: Mapping[str, str] = field(default_factory=dict)
     run_id: str = "accel"
     role: str = "default"
     max_restarts: int = 0
-    incarnation: Incarnation = field(default_factory=Incarnation, compare=False)  # each has a token of its own
+    incarnation: Incarnation = field(default_factory=Incarnation, compare=False)  # its token is random
     grace_s: float = 30.0
     monitor_interval_s: float = 0.1
     deadline: Deadline | None = None
@@ -54,13 +54,13 @@ class Launch:
     tee: str = "0"
     spawn: bool = False
     quiet: bool = False
-    node_names: tuple[str, ...] = ()  # by rank, where a scheduler has told them
-    source: str = ""  # what has told how many machines there are and which of them this is
-    start_message: str = ""  # what it has, for people
-    node_0_reports: bool = False  # how the gang ended; the others end with 0, so that no pod is deleted early
-    requeued: bool = False  # by its scheduler, when its ranks were warned
-    events: str | None = None  # where to tell what happens, instead of beside the logs
-    job_lock: int | None = None  # the descriptor of a local job's lock: held by the launcher, and not by ranks
+    node_names: tuple[str, ...] = ()  # by rank, if a scheduler sets them
+    source: str = ""  # the scheduler whose variables place this node; empty for flags
+    start_message: str = ""  # printed by node 0
+    node_0_reports: bool = False  # only node 0 exits with the failure's code, so that no pod is deleted early
+    requeued: bool = False  # the scheduler requeues the job after its ranks were warned
+    events: str | None = None  # path of the event log, instead of one in log_dir
+    job_lock: int | None = None  # the descriptor of a local job's lock, held by the launcher and not by ranks
 
     @property
     def static(self) -> bool:
@@ -76,19 +76,19 @@ class Launch:
 
     @property
     def is_single_process(self) -> bool:
-        """True for one process in all with nothing to supervise: it replaces the launcher."""
+        """True for one process in all, without restarts: it needs no agent."""
         return self.processes == 1 and self.max_nodes == 1 and self.max_restarts == 0 and self.rdzv_backend == "static"
 
 
 def plan(options: Mapping[str, Any], program: Program, env: Mapping[str, str] = os.environ) -> Launch:
-    """Plan this machine's part of the launch from the flags. Raises Refused if they are invalid."""
+    """Plan this machine's part of the launch from the flags. Raises LaunchConfigError if they are invalid."""
     problem = contradictions(options)
     if problem:
         raise LaunchConfigError(problem)
     _check_program(program)
     parse(options["tee"])
     devices = _devices(options, env)
-    layout = place(options, env)
+    layout = node_layout(options, env)
     topology, nodes = layout.topology, layout.nodes
     processes = _per_node(options["num_processes"], nodes, devices)
     _check_gpus(processes, devices, options)
@@ -120,11 +120,11 @@ def _check_program(program: Program) -> None:
     name = program.argv[0]
     if program.entry == "script" and not os.path.exists(name):
         directory = os.getcwd()
-        raise LaunchConfigError(f"there is no script {name!r} in {directory}{_nearest_script(name)}")
+        raise LaunchConfigError(f"script {name!r} not found in {directory}{_nearest_script(name)}")
     if program.entry == "command" and shutil.which(name) is None:
         if os.path.dirname(name) and os.path.exists(name):
             raise CommandNotFound(f"{name!r} is not executable: chmod +x", missing=False)
-        raise CommandNotFound(f"there is no command {name!r} on PATH ({os.environ.get('PATH', '')})", missing=True)
+        raise CommandNotFound(f"command {name!r} not found on PATH ({os.environ.get('PATH', '')})", missing=True)
 
 
 def _nearest_script(name: str) -> str:
@@ -140,16 +140,16 @@ def _nearest_script(name: str) -> str:
 
 
 def _in_cluster(layout: NodeLayout, env: Mapping[str, str]) -> dict[str, str]:
-    """Return how a job's pods find node 0, if the cluster and not the flags placed them."""
+    """Return the names by which a job's pods find node 0, unless flags place the machines."""
     if watchdog.LAUNCH_ID in env or not (layout.topology.source or layout.max_nodes > layout.nodes):
         return {}
     return {"service": env.get("ACCEL_SERVICE", ""), "own_address": env.get("ACCEL_POD_IP", "")}
 
 
 def _start_message(layout: NodeLayout, port: int, env: Mapping[str, str]) -> str:
-    """Return the line that node 0 prints; empty if a target that watches the job has it on record.
+    """Return the line that node 0 prints; empty if a target reads the events instead.
 
-    Every pod of a job prints a line, by which a reader knows that its log has its beginning (`LAUNCH_LINE` in
+    In a job every pod prints a line: it marks the beginning of a log (`LAUNCH_LINE` in
     schedulers/kubernetes/logs/cursor.py).
     """
     if "ACCEL_LAUNCH_EVENTS" in env:
@@ -182,7 +182,7 @@ def _devices(options: Mapping[str, Any], env: Mapping[str, str]) -> Devices:
 def _tpu_devices(env: Mapping[str, str]) -> Devices:
     chips = tpu_host.chips(env)
     if not chips:
-        raise LaunchConfigError("--tpu: this machine shows no TPU; where it has one, export TORCH_TPU_DEVICES_PER_HOST")
+        raise LaunchConfigError("--tpu: no TPU found on this machine. If it has one, export TORCH_TPU_DEVICES_PER_HOST")
     return Devices(kind="tpu", ids=tuple(map(str, range(len(chips)))), cpus=available_cpus())
 
 
@@ -193,7 +193,7 @@ def _port(requested: int | None, machines: int, topology: Topology) -> int:
         raise LaunchConfigError(f"--main_process_port {requested}: ports end at 65535")
     if requested == 0 and machines > 1:
         raise LaunchConfigError(
-            "--main_process_port 0 takes any port, which the other machines could not know: name one"
+            "--main_process_port 0 means any port, which the other machines cannot know: choose one"
         )
     return requested
 
@@ -224,20 +224,20 @@ def _pairs(text: str) -> dict[str, str]:
     return {key.strip(): value.strip() for key, _, value in pairs}
 
 
-# Variables of workers: how a script is to train, and what keeps a node from being overrun.
+# Variables of the ranks.
 
-# Ways whose launcher in Accelerate leaves the choice of the device to the runtime.
+# Backends for which Accelerate's launcher leaves the choice of the device to the runtime.
 _OWN_DEVICE = ("use_deepspeed", "use_fsdp", "use_megatron_lm", "tpu")
 
 
 def training_variables(options: Mapping[str, Any], devices: Devices) -> dict[str, str]:
     """Return the `ACCELERATE_*` variables that `Accelerator()` reads, accel's and Hugging Face's alike.
 
-    `options` are the values of the settings, by name. A setting that is not given leaves its variable as it is.
+    `options` are the values of the settings, by name. A setting that is not given does not set its variable.
     """
     env = variables(options)
     if options["cpu"] or (devices.kind == "cpu" and not any(options[name] for name in _OWN_DEVICE)):
-        # Hugging Face's runtime forms no world on a machine without a GPU unless it is told that CPUs are meant.
+        # Hugging Face's runtime forms no world on a machine without a GPU unless this variable is set.
         env["ACCELERATE_USE_CPU"] = "true"
     if options["gpu_ids"] not in (None, "", "all") and devices.kind in VISIBLE:
         env[VISIBLE[devices.kind]] = str(options["gpu_ids"])
@@ -245,7 +245,7 @@ def training_variables(options: Mapping[str, Any], devices: Devices) -> dict[str
 
 
 def thread_variables(requested: int | None, processes: int, devices: Devices, env: Mapping[str, str]) -> dict[str, str]:
-    """Return `OMP_NUM_THREADS`: an equal share of this node's processors per rank, unless it is set already."""
+    """Return `OMP_NUM_THREADS`: an equal share of this node's processors per rank, unless the variable is set."""
     if requested is not None:
         return {"OMP_NUM_THREADS": str(requested)}
     if "OMP_NUM_THREADS" in env or processes == 1:

@@ -1,8 +1,8 @@
-"""A static rendezvous that honours the given node rank; through it a gang of nodes fails and restarts as one.
+"""A static rendezvous with fixed node ranks, through which the nodes of a gang fail and restart as one.
 
 torch's own (`StaticTCPRendezvous`) reuses one store for every attempt, blocks where no signal can be handled,
-and does not know of other nodes' failures. Here every attempt has a store and a port of its own; the stores
-live in the agent of node 0; waits are short slices.
+and does not know of other nodes' failures. Here every attempt has its own store and port; the stores live in
+node 0's agent; waits are short slices.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ _SLICE_S = 0.25
 _SERVICE_S = 30.0
 _REMEDY = "Is the launch running there, and the port open between the machines?"
 _STORE_TIMEOUT = timedelta(seconds=60)
-# Raised by questions to a store that has gone, or does not answer.
+# Raised by queries to a store that is gone or does not respond.
 _STORE_ERRORS = (DistStoreError, DistNetworkError, StoreSilent)
 
 
 class GangRendezvous(Peers):
     """The rendezvous of `nodes` agents at node 0's `address:port`; `port` 0 (one node only) means any free one.
 
-    A single node uses its loopback address: everything that can connect to a store can write to it.
+    A single node uses its loopback address: every process that can connect to a store can write to it.
 
     interrupted: called between slices of waiting; raises to give up.
-    names:       of the nodes, by rank, if known; for messages.
+    names:       the nodes' names by rank, if known, for messages.
     incarnation: this start of the launcher. A later one of the same node inherits its rank.
-    say:         prints a message.
+    notify:      prints a message.
     service:     a name of node 0 that exists before node 0 does; `address` is tried only if it does not respond.
-    own_address: an address of this node that the others reach. The ranks get node 0's instead of `address`.
+    own_address: an address of this node that the others reach. The ranks use node 0's instead of `address`.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class GangRendezvous(Peers):
         names: Sequence[str] = (),
         ending: Callable[[], bool] = lambda: False,
         incarnation: Incarnation | None = None,
-        say: Callable[[str], None] = lambda _: None,
+        notify: Callable[[str], None] = lambda _: None,
         service: str = "",
         own_address: str = "",
     ) -> None:
@@ -71,18 +71,18 @@ class GangRendezvous(Peers):
         self._timeout_s = timeout_s
         self._interrupted = interrupted
         self._names = names
-        self._rejected = False  # another node has this one's rank: it has no say in what becomes of the gang
-        self._report = say
+        self._rejected = False  # another node has this one's rank: this one cannot end the gang
+        self._notify = notify
         self._service, self._own_address = service, own_address
         self._incarnation = incarnation or Incarnation()
-        self.first_attempt = self._incarnation.attempt  # of the job, as all nodes agree once they have met
+        self.first_attempt = self._incarnation.attempt  # of the job; all nodes agree on it in the rendezvous
         self._control: Store | None = None  # outlives the attempts
-        self._served: list[TCPStore] = []  # held: a store lives as long as its object
-        self._met = False  # in this attempt
+        self._served: list[TCPStore] = []  # referenced, because a store lives as long as its object
+        self._joined = False  # in this attempt
         self._address_for_ranks = self._address
         self.attempt = -1
 
-    # What the elastic agent asks for.
+    # Methods that the elastic agent calls.
 
     def get_backend(self) -> str:
         return "static"
@@ -94,17 +94,17 @@ class GangRendezvous(Peers):
     def next_rendezvous(self) -> RendezvousInfo:
         """Meet all nodes for the next attempt. Raises RendezvousFailed, naming the missing nodes."""
         self.attempt += 1
-        self._met = False
+        self._joined = False
         deadline = time.monotonic() + self._timeout_s
         if self.attempt == 0:
             self._open(deadline)
         port = self._port_of_attempt(deadline)
         if self._nodes > 1:
             while not self._join(deadline):
-                self._open(deadline)  # the store of the attempt before has gone
+                self._open(deadline)  # the previous attempt's store is gone
             self._wait([f"node/{rank}" for rank in range(self._nodes)], deadline)
-            self._agree()
-        self._met = True
+            self._agree_on_attempt()
+        self._joined = True
         self._beats.clear()
         master = RendezvousStoreInfo(self._address_for_ranks, port)
         return RendezvousInfo(self._store(), self._node_rank, self._nodes, master)
@@ -125,7 +125,7 @@ class GangRendezvous(Peers):
         self._served.clear()
         return True
 
-    # What the gang's agents tell each other.
+    # The gang's state, see `Peers`.
 
     def beat(self) -> None:
         if self._control is not None:
@@ -134,11 +134,11 @@ class GangRendezvous(Peers):
     def leave(self) -> bool:
         if self._nodes == 1 or self._control is None or self._rejected:
             return self._node_rank == 0
-        if not self._met:
-            self._abort_meeting(f"node {self._node_rank} was ended before all nodes had met")
+        if not self._joined:
+            self._abort(f"node {self._node_rank} was terminated before all nodes had joined")
         return super().leave()
 
-    def _abort_meeting(self, reason: str) -> None:
+    def _abort(self, reason: str) -> None:
         store = self._store()
         self._query(lambda: store.compare_set("gave up", "", reason))
 
@@ -159,7 +159,7 @@ class GangRendezvous(Peers):
     def _serve(self, port: int, deadline: float) -> TCPStore:
         listener = self._listen(port)
         port = listener.getsockname()[1]
-        # Node 0 goes by its public address too, as its ranks will: a wrong one is found out here, not in a hang there.
+        # Node 0 connects by its public address, as its ranks will: a wrong one fails here instead of hanging there.
         address = self._reach_node_0(port, deadline)
         store = TCPStore(
             address, port, None, True, _STORE_TIMEOUT, wait_for_workers=False, master_listen_fd=listener.detach()
@@ -181,7 +181,7 @@ class GangRendezvous(Peers):
                 ) from None
             raise LaunchError(
                 f"port {port} (--main_process_port) is in use on this machine, by another job perhaps: "
-                "name a free one, or 0 on a single machine for any"
+                "choose a free one, or 0 on a single machine for any"
             ) from None
 
     def _connect(self, deadline: float) -> TCPStore:
@@ -196,7 +196,7 @@ class GangRendezvous(Peers):
         )
 
     def _addresses(self, waited_s: float) -> Sequence[str]:
-        """Return node 0's possible addresses. A pod's name comes late: name servers cache "no such name"."""
+        """Return the addresses of node 0 to try. A pod's name is tried late: name servers cache "no such name"."""
         if self._nodes == 1:
             return [self._address]
         if self._node_rank == 0:
@@ -217,9 +217,9 @@ class GangRendezvous(Peers):
         return int(self._query(lambda: store.get("port")))
 
     def _join(self, deadline: float) -> bool:
-        """Claim this node's rank. Return False if the store is from an attempt that this launcher's predecessor joined.
+        """Claim this node's rank. Return False if this launcher's predecessor joined the store's attempt.
 
-        Node 0 ends with that attempt, is started again, and opens another store.
+        Node 0 then ends with that attempt, restarts, and opens another store.
         """
         store, claim = self._store(), self._incarnation.encode()
         key, keys = f"node/{self._node_rank}", [f"node/{rank}" for rank in range(self._nodes)]
@@ -235,9 +235,8 @@ class GangRendezvous(Peers):
                     "give every machine a --machine_rank of its own"
                 )
             if not self._query(lambda: store.check(keys) or store.check(["gave up"])):
-                return (
-                    self._query(lambda: store.compare_set(key, holder, claim)).decode() == claim
-                )  # no rank has started
+                # No rank has started.
+                return self._query(lambda: store.compare_set(key, holder, claim)).decode() == claim
             self._end_predecessor(predecessor.host, deadline)
         except _STORE_ERRORS:
             self._interrupted()
@@ -245,7 +244,7 @@ class GangRendezvous(Peers):
                 raise
         return False
 
-    def _agree(self) -> None:
+    def _agree_on_attempt(self) -> None:
         """Agree with the other nodes on the job's attempt and on node 0's address."""
         control = self._control
         if self.attempt == 0 and control is not None:
@@ -255,10 +254,10 @@ class GangRendezvous(Peers):
                 if self._query(lambda: control.check(["address"])):
                     self._address_for_ranks = self._query(lambda: control.get("address")).decode()
             except _STORE_ERRORS as error:
-                raise self._lost_node_0(error) from None
+                raise self._node_0_lost(error) from None
             self.first_attempt = latest([Incarnation.decode(node.decode()) for node in nodes])
 
-    def _lost_node_0(self, error: Exception) -> RendezvousFailed:
+    def _node_0_lost(self, error: Exception) -> RendezvousFailed:
         return RendezvousFailed(f"node {self._node_rank} lost node 0 at {self._address}: {error}")
 
     def _end_predecessor(self, host: str, deadline: float) -> None:
@@ -267,21 +266,21 @@ class GangRendezvous(Peers):
             "rank": None, "node": self._node_rank, "host": host, "attempt": None, "exit_code": 1,
             "reason": "node_failure", "how": "was started again", "message": "", "time": time.time(), "final": True,
         }  # fmt: skip
-        store = self._query(self._current)
+        store = self._query(self._running_store)
         self._query(lambda: store.compare_set("failure", "", json.dumps(failure)))
         self._query(lambda: store.set(f"gone/{self._node_rank}", ""))
-        self._report(f"node {self._node_rank} was started again, and waits for node 0 to end the attempt before")
+        self._notify(f"node {self._node_rank} restarted and is waiting for node 0 to end the previous attempt")
         while time.monotonic() < deadline:
             self._interrupted()
             self._query(lambda: store.check(["gone/0"]))
             time.sleep(_SLICE_S)
         raise RendezvousFailed(
-            f"node {self._node_rank} was started again, and node 0 at {self._address}:{self._port} has not "
-            f"ended the attempt before within {self._timeout_s:g} s"
+            f"node {self._node_rank} restarted, but node 0 at {self._address}:{self._port} did not "
+            f"end the previous attempt within {self._timeout_s:g} s"
         )
 
-    def _current(self) -> PrefixStore:
-        """Return the store of the running attempt: the gang's launchers may have restarted their ranks."""
+    def _running_store(self) -> PrefixStore:
+        """Return the running attempt's store, perhaps a later attempt's: the launchers may have restarted ranks."""
         attempt = self.attempt
         while self._store(attempt + 1).check(["node/0"]):
             attempt += 1
@@ -301,14 +300,14 @@ class GangRendezvous(Peers):
                     raise RendezvousFailed(f"node {failure['node']} ({failure['host']}) {failure['how']}")
             except _STORE_ERRORS as error:
                 self._interrupted()
-                raise self._lost_node_0(error) from None
+                raise self._node_0_lost(error) from None
             if time.monotonic() >= deadline:
                 missing = [self._node_label(int(key.rpartition("/")[2])) for key in keys if not store.check([key])]
                 reason = (
-                    f"of {self._nodes} nodes, node {', '.join(missing)} did not come to "
+                    f"node {', '.join(missing)} of {self._nodes} nodes did not join at "
                     f"{self._address}:{self._port} within {self._timeout_s:g} s"
                 )
-                self._abort_meeting(reason)
+                self._abort(reason)
                 raise RendezvousFailed(reason)
             time.sleep(0.02)
 
@@ -328,7 +327,7 @@ def reach_node_0(
 ) -> str:
     """Connect until node 0 responds, since it may start later than this node. Return the address that responded.
 
-    `addresses` returns the candidates after the given seconds. Raises RendezvousFailed.
+    `addresses` returns the candidates after a number of seconds. Raises RendezvousFailed.
     """
     started_at = time.monotonic()
     while True:

@@ -25,18 +25,18 @@ def launch(run: Launch) -> int:
     _open_standard_descriptors()
     if run.job_lock is not None:
         os.set_inheritable(run.job_lock, False)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # inherited as ignored, it would hide how children end
-    run = _counted(run)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # inherited as ignored, it would hide children's exit codes
+    run = _count_start(run)
     if run.start_message and not run.quiet:
         print_message(f"accel launch: {run.start_message}")
-    ignore_warnings()  # from the first moment: loading torch takes a second, and a scheduler's warning may come in it
+    ignore_warnings()  # at once: a scheduler's warning may come while torch loads
     if run.log_dir:
         _check_log_dir(run.log_dir)
     launch_id = uuid.uuid4().hex
     os.environ.update(run.env)
     os.environ[watchdog.LAUNCH_ID] = launch_id
     if run.is_single_process:
-        os.environ.update(_world_of_one(run))
+        os.environ.update(_single_process_variables(run))
         if run.log_dir is None and run.deadline is None:
             code = signals.stay_as_pid1() if os.getpid() == 1 else None
             if code is not None:
@@ -46,7 +46,7 @@ def launch(run: Launch) -> int:
 
         return run_single(run, launch_id)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        # Nothing is there to be ended yet, and a KeyboardInterrupt inside torch's native initialisation would abort.
+        # Nothing runs yet that must be ended, and a KeyboardInterrupt in torch's native initialisation would abort.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         import torch.distributed
@@ -66,14 +66,14 @@ def launch(run: Launch) -> int:
         raise
 
 
-def _counted(run: Launch) -> Launch:
+def _count_start(run: Launch) -> Launch:
     """Count this start, and measure the time limit from the first one."""
     start = incarnation.count_start(run.incarnation, os.environ)
     limit = run.deadline and replace(run.deadline, first_at=start.first_at)
     return replace(run, incarnation=start, deadline=limit)
 
 
-def _world_of_one(run: Launch) -> dict[str, str]:
+def _single_process_variables(run: Launch) -> dict[str, str]:
     return {
         **dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "ROLE_RANK"), "0"),
         **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"), "1"),
@@ -99,12 +99,12 @@ def _exec_program(program: Program, launch_id: str) -> NoReturn:
 
 
 def _open_standard_descriptors() -> None:
-    """Open 0, 1 and 2 if the caller closed them, so that no pipe of accel's gets that number and a rank's output."""
+    """Open 0, 1 and 2 if the caller closed them, so that no pipe of accel's gets the number and so ranks' output."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, this one
 
 
 def _check_log_dir(log_dir: str) -> None:

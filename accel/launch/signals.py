@@ -1,4 +1,4 @@
-"""Signals of a launcher: the first that ends it, and those that the kernel drops for PID 1."""
+"""Signals of a launcher: the first termination signal, and forwarding as PID 1."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from schedulers.processes import die_with_parent
 class TerminationSignals:
     """A recorder of SIGTERM and SIGHUP, except an ignored one (`nohup`). Works in the main thread only.
 
-    signum: the first signal received.
-    on_signal:   called with it at that moment.
+    signum:    the first signal received, or None.
+    on_signal: called with it, in the handler.
     """
 
     def __init__(self, on_signal: Callable[[int], object] = lambda signum: None) -> None:
         self.signum: int | None = None
-        self._then = on_signal
-        self._before = {
+        self._on_signal = on_signal
+        self._previous_handlers = {
             signum: previous
             for signum in (signal.SIGTERM, signal.SIGHUP)
             if (previous := signal.getsignal(signum)) not in (signal.SIG_IGN, None)
             and threading.current_thread() is threading.main_thread()
         }
-        for signum in self._before:
-            signal.signal(signum, self._note)
+        for signum in self._previous_handlers:
+            signal.signal(signum, self._record)
 
-    def _note(self, signum: int, _: FrameType | None) -> None:
+    def _record(self, signum: int, _: FrameType | None) -> None:
         if self.signum is None:
             self.signum = signum
-            self._then(signum)
+            self._on_signal(signum)
 
     @property
     def exit_code(self) -> int:
@@ -46,7 +46,7 @@ class TerminationSignals:
 
     def forget(self) -> None:
         """Restore the previous handlers."""
-        for signum, previous in self._before.items():
+        for signum, previous in self._previous_handlers.items():
             signal.signal(signum, previous)
 
 
@@ -65,10 +65,8 @@ def run_child(command: Sequence[str]) -> int:
     return code
 
 
-# PID 1, as a container's command is, which the kernel treats unlike any other.
-#
-# PID 1 ignores signals for which it has no handler, so a program that replaced the launcher would ignore
-# SIGTERM. PID 1 also inherits every orphan, and nothing else reaps those.
+# PID 1, which a container's command is. It ignores signals without a handler, so a program that replaced the launcher
+# would ignore SIGTERM. It also inherits all orphans, and must reap them.
 
 _FORWARDED = {
     signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT,
@@ -84,20 +82,20 @@ def stay_as_pid1() -> int | None:
     sys.stdout.flush()
     sys.stderr.flush()
     signums = _FORWARDED | {signal.SIGCHLD}
-    # Blocked from before the fork: PID 1 keeps a signal without a handler only while it is blocked.
+    # Blocked before the fork: the kernel drops PID 1's signals that have no handler unless they are blocked.
     previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, signums)
     child = os.fork()
     if child == 0:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
         return None
-    shared = _has_terminal()
+    shares_terminal = _has_terminal()
     while True:
         received = signal.sigwait(signums)
         if received == signal.SIGCHLD:
             code = _reap(child)
             if code is not None:
                 return code
-        elif not (shared and received == signal.SIGINT):
+        elif not (shares_terminal and received == signal.SIGINT):
             os.kill(child, received)
 
 

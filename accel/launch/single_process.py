@@ -24,7 +24,7 @@ _LEFTOVER_GRACE_S = 2.0
 
 
 def run_single(run: Launch, launch_id: str) -> int:
-    """Run the program to its end as a child of this process; nothing that it started is left on return.
+    """Run the program to its end as a child of this process. No process that it started is left on return.
 
     Returns its exit code (128 + N for signal N), or 128 + N if this process received termination signal N.
     """
@@ -43,17 +43,17 @@ def run_single(run: Launch, launch_id: str) -> int:
         tee.follow([(0, run.node_rank, log)])
         code = watch.wait()
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)  # Python restores the default action, death, before it ends
+        signal.setitimer(signal.ITIMER_REAL, 0)  # Python restores its default action, death, before it exits
         end_all(
             lambda: watchdog_handle.other_processes(descendants(os.getpid())),
             grace_s=min(run.grace_s, _LEFTOVER_GRACE_S),
         )
         tee.close()
         watchdog_handle.dismiss()
-    if watch.signals == signal.SIGALRM and run.deadline is not None:
+    if watch.signum == signal.SIGALRM and run.deadline is not None:
         return run.deadline.end(run.quiet)
-    if watch.signals is not None and code != REQUEUE:
-        return 128 + watch.signals
+    if watch.signum is not None and code != REQUEUE:
+        return 128 + watch.signum
     if code == 0:
         return 0
     end = failures.Exit(rank=run.node_rank, local_rank=0, pid=watch.program.pid, code=code, time=time.time(),
@@ -100,22 +100,22 @@ class _Watch:
         self._grace_s = grace_s
         self._deadline: float | None = None
         self._pending: list[int] = []
-        self.signals: int | None = None  # SIGALRM by the time limit
-        self._woken, wake_fd = wake_pipe()
+        self.signum: int | None = None  # the first termination signal; SIGALRM for the time limit
+        self._wake_read, wake_fd = wake_pipe()
         signal.set_wakeup_fd(wake_fd, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGALRM):
-            signal.signal(signum, self._on_end)
+            signal.signal(signum, self._on_termination)
         for signum in WARNINGS:
             signal.signal(signum, lambda received, _: self._pending.append(received))
 
-    def _on_end(self, signum: int, _: FrameType | None) -> None:
-        if self.signals is not None and is_repeated_signal(signum):
+    def _on_termination(self, signum: int, _: FrameType | None) -> None:
+        if self.signum is not None and is_repeated_signal(signum):
             return
         now = time.monotonic()
-        self._deadline = now + self._grace_s if self.signals is None else now  # asked twice: no more grace
-        if self.signals is None:
-            self.signals = signum
+        self._deadline = now + self._grace_s if self.signum is None else now  # a second signal ends the grace
+        if self.signum is None:
+            self.signum = signum
             self._pending.append(signal.SIGINT if signum == signal.SIGINT else signal.SIGTERM)
 
     def wait(self) -> int:
@@ -126,6 +126,6 @@ class _Watch:
             if timeout is not None and timeout <= 0:
                 self.program.kill()
                 return self.program.wait()
-            if select.select([self._woken], [], [], timeout)[0]:
-                os.read(self._woken, 4096)
+            if select.select([self._wake_read], [], [], timeout)[0]:
+                os.read(self._wake_read, 4096)
         return code

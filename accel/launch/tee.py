@@ -12,14 +12,13 @@ from .errors import LaunchConfigError
 
 _INTERVAL_S = 0.05
 _CHUNK = 1 << 20
-_MAX_LINE = 1 << 20  # bytes of a line that are held until its end comes
-# In a pod, ends the first part of a long line where a line of another rank comes before the rest: the Kubernetes target
-# takes it, and the newline after it, out again.
+_MAX_LINE = 1 << 20  # bytes of an incomplete line that are buffered
+# In a pod, marks a break in a long line before another rank's line: the Kubernetes target removes mark and newline.
 _CONTINUATION = b"\x1f\n"
 
 
 class Tee:
-    """A follower of the log files of one attempt after another. Does nothing for spec `0` or without log files."""
+    """A follower of each attempt's log files. Does nothing for spec `0` or without log files."""
 
     def __init__(self, spec: str, log_dir: str | None) -> None:
         self._streams_by_rank = parse(spec) if log_dir else {}
@@ -27,7 +26,7 @@ class Tee:
         self._thread: threading.Thread | None = None
 
     def follow(self, logs: Iterable[tuple[int, int, str | None]]) -> None:
-        """Switch to these files, given as (local rank, rank, path), after reading the last attempt's to their end."""
+        """Switch to these (local rank, rank, path) files after printing the last attempt's to their end."""
         self.close()
         output = _Output()
         files = [
@@ -41,7 +40,7 @@ class Tee:
             self._thread.start()
 
     def close(self) -> None:
-        """Print what is left, so that nothing follows a report."""
+        """Print the rest and stop, so that no output follows a report."""
         if self._thread is not None:
             self._end.set()
             self._thread.join()
@@ -60,18 +59,18 @@ class _Output:
     """Standard output, and the file whose last line there is incomplete."""
 
     def __init__(self) -> None:
-        self._unended: _Followed | None = None
+        self._incomplete: _Followed | None = None
         self._break = _CONTINUATION if "ACCEL_POD_UID" in os.environ else b"\n"
 
     def is_continuation(self, file: _Followed) -> bool:
         """Return True if the next output continues an incomplete line of that file."""
-        return self._unended is file
+        return self._incomplete is file
 
     def print(self, file: _Followed, data: bytes) -> None:
-        if self._unended not in (None, file):
+        if self._incomplete not in (None, file):
             data = self._break + data
-        self._unended = None if data.endswith(b"\n") else file
-        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+        self._incomplete = None if data.endswith(b"\n") else file
+        with contextlib.suppress(OSError, ValueError):  # the reader is gone
             sys.stdout.flush()
             remaining = memoryview(data)
             while remaining:
@@ -79,7 +78,7 @@ class _Output:
 
 
 class _Followed:
-    """A growing file whose lines are printed whole, or in pieces if they are long."""
+    """A growing file, printed in complete lines, long ones in pieces."""
 
     def __init__(self, path: str, prefix: bytes, output: _Output) -> None:
         self._path, self._prefix, self._output = path, prefix, output
@@ -116,7 +115,7 @@ def _cut_at(line: bytes) -> int:
 
 
 def parse(spec: str) -> dict[int | None, int]:
-    """Parse `3` for all ranks or `0:3,1:1` for some. Raises Refused.
+    """Parse `3` for all ranks or `0:3,1:1` for some local ranks. Raises LaunchConfigError.
 
     A number selects the streams that torchrun would tee, stdout (1) and stderr (2), which are one stream here.
     """

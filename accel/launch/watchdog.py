@@ -24,21 +24,21 @@ _GRACE_S = 1.0
 
 @dataclass(frozen=True)
 class Watchdog:
-    """A running guard. `pipe` accepts one session id per line, for every forked rank.
+    """A running watchdog. Write the session id of each forked rank to `pipe`, one per line.
 
-    Processes that left their rank's session are found by `ACCEL_LAUNCH_ID` in their environment if exec'd, and by
-    an inherited file (`memory_file`) if only forked.
+    The watchdog finds processes that left their rank's session by `ACCEL_LAUNCH_ID` in their environment, or, if
+    they only forked, by an inherited file (`memory_file`).
     """
 
     identity: Identity | None
     pipe: int
 
     def other_processes(self, pids: list[int]) -> list[int]:
-        """Return the pids other than the guard's."""
+        """Return the pids other than the watchdog's."""
         return [pid for pid in pids if self.identity is None or pid != self.identity.pid]
 
     def dismiss(self) -> None:
-        """End the guard, once nothing is left to guard."""
+        """Kill the watchdog, after the gang has ended."""
         os.close(self.pipe)
         if self.identity is not None and self.identity.send(signal.SIGKILL):
             with contextlib.suppress(ChildProcessError):
@@ -51,7 +51,7 @@ def memory_file(launch_id: str) -> str:
 
 
 def start(launch_id: str) -> Watchdog:
-    """Start a guard in a session of its own, so that no signal to the launcher's terminal or group reaches it."""
+    """Start a watchdog in its own session, so that no signal to the launcher's terminal or group reaches it."""
     reading, writing = os.pipe()
     process = subprocess.Popen(
         python_module("accel.launch.watchdog", launch_id, str(Identity.of(os.getpid()))),
@@ -59,16 +59,16 @@ def start(launch_id: str) -> Watchdog:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         cwd="/",
-        env={name: value for name, value in os.environ.items() if name != LAUNCH_ID},  # it must not find itself
+        env={name: value for name, value in os.environ.items() if name != LAUNCH_ID},  # it is not of the gang
         start_new_session=True,
     )
     os.close(reading)
-    process.returncode = 0  # the object is done with; forked processes inherit it and must not mind the child
+    process.returncode = 0  # forked processes inherit the object and must not wait for the child
     return Watchdog(Identity.of(process.pid), writing)
 
 
 def start_detached(launch_id: str) -> None:
-    """Start a guard that is no child of this process, which will become a program that expects no child."""
+    """Start a watchdog that is no child of this process: the program that replaces it expects none."""
     identity = str(Identity.of(os.getpid()))
     pid = os.fork()
     if pid:
@@ -95,7 +95,7 @@ def main(launch_id: str, launcher: str) -> None:
     identity = Identity.parse(launcher)
     while not identity.wait(3600):
         pass
-    reader.join()  # the end of the pipe is the end of the fork server too; and so no session is missed
+    reader.join()  # the pipe closes when the fork server is dead; then all sessions are known
 
     def leftovers() -> set[int]:
         pid_sets = (

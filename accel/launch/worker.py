@@ -1,4 +1,4 @@
-"""Run one rank from the fork to the first line of the user's program, and end one that is to be started again."""
+"""Run the user's program in a forked rank, report its error, and exit fast with the requeue code."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def enter_rank(server_pid: int, log: str | None) -> None:
 
 
 def redirect(log: str | None) -> None:
-    """Redirect stdin from /dev/null and output straight into the log file, with no process in between."""
+    """Read stdin from /dev/null, and write stdout and stderr directly to the log file, if any."""
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
@@ -100,11 +100,11 @@ def run(program: Program, env: dict[str, str], error_fd: int, preloaded: bool) -
     _fresh_interpreter_state()
     if alias_env.is_requested(os.environ):
         import accel.compat  # noqa: F401
-    faulthandler.enable(file=2)  # a rank that dies of SIGSEGV says where
+    faulthandler.enable(file=2)  # prints the stack on SIGSEGV
     try:
         run_main(program)
     except SystemExit as end:
-        if isinstance(end.code, str):  # sys.exit("why"): the interpreter prints it, and the report repeats it
+        if isinstance(end.code, str):  # sys.exit("message"): the interpreter prints it, and the report repeats it
             _write_error(end, "")
         if end.code == REQUEUE:
             exit_without_teardown(REQUEUE)
@@ -114,7 +114,7 @@ def run(program: Program, env: dict[str, str], error_fd: int, preloaded: bool) -
     raise SystemExit(0)
 
 
-def refuse(error: Exception, error_fd: int) -> NoReturn:
+def exit_with_error(error: Exception, error_fd: int) -> NoReturn:
     _set_error_file(error_fd)
     _write_error(error, "")
     os._exit(1)
@@ -122,7 +122,7 @@ def refuse(error: Exception, error_fd: int) -> NoReturn:
 
 def exec_command(command: list[str]) -> NoReturn:
     """Replace this process by `command`. Raises OSError."""
-    for signum in (signal.SIGPIPE, signal.SIGXFSZ):  # this interpreter ignores them; what follows must not inherit that
+    for signum in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them; the command must not
         signal.signal(signum, signal.SIG_DFL)
     os.execvp(command[0], command)
 
@@ -140,9 +140,9 @@ _keep_alive: list[object] = []
 
 def _fresh_interpreter_state() -> None:
     """Renew the state that a forked interpreter shares with its siblings: standard streams and random seeds."""
-    # A new file over the descriptor holds nothing half-written by the parent. Line by line, so that the lines of
-    # several ranks on one terminal stay whole, and a rank that is killed has lost at most the one it was writing.
-    _keep_alive.extend((sys.stdin, sys.stdout, sys.stderr))  # one that is collected would close the descriptor
+    # New files have no half-written output of the parent. They are line-buffered: lines of several ranks do not mix,
+    # and a killed rank loses at most one.
+    _keep_alive.extend((sys.stdin, sys.stdout, sys.stderr))  # a collected one would close the descriptor
     encoding, errors = (sys.stdin.encoding, sys.stdin.errors) if sys.stdin else ("utf-8", "strict")
     for name, fd in (("stdout", 1), ("stderr", 2)):
         stream = io.TextIOWrapper(
@@ -155,7 +155,7 @@ def _fresh_interpreter_state() -> None:
         setattr(sys, f"__{name}__", stream)
     stdin = open(0, closefd=False, encoding=encoding, errors=errors)  # noqa: SIM115
     sys.stdin = sys.__stdin__ = stdin  # type: ignore[misc]
-    # Else every rank would draw the same "random" numbers.
+    # Else every rank would draw the same random numbers.
     random.seed()
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
@@ -170,7 +170,7 @@ def run_main(program: Program) -> None:
     sys.modules["__main__"] = main
     sys.argv = list(program.argv)
     sys.orig_argv = program.command()
-    # The launcher's own imports must not stand in for a package of the same name beside the user's script.
+    # The launcher's `schedulers` must not shadow a package of that name next to the user's script.
     for name in [name for name in sys.modules if name.partition(".")[0] == "schedulers"]:
         del sys.modules[name]
     safe_path = getattr(sys.flags, "safe_path", False)
@@ -189,7 +189,7 @@ def run_main(program: Program) -> None:
 
 def _load(path: str) -> tuple[types.CodeType, dict[str, Any]]:
     if os.path.isdir(path) or not path.endswith((".py", ".pyw")):
-        # Directories, zip files and byte code: rare, and runpy knows them all.
+        # A directory, zip file or byte code.
         source = f"import runpy; globals().update(runpy.run_path({path!r}, run_name='__main__'))"
         return compile(source, path, "exec"), {}
     from importlib.machinery import SourceFileLoader
@@ -205,14 +205,14 @@ def _report(error: BaseException) -> NoReturn:
     user_frames = _user_frames(error)
     code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     _write_error(error, "".join(traceback.format_exception(type(error), error, user_frames)), code)
-    # As the interpreter does before its hook: exit handlers ask this whether the program failed.
+    # As the interpreter does before its hook: exit handlers read these.
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, user_frames
     sys.excepthook(type(error), error.with_traceback(user_frames), user_frames)
-    # Not the signal's own death: exit handlers and buffered files come first.
+    # Not by the signal itself: exit handlers must run, and files be flushed.
     raise SystemExit(code)
 
 
-_error_file: tuple[int, int] | None = None  # the descriptor, and which file it was when this rank began
+_error_file: tuple[int, int] | None = None  # the descriptor, and its inode when this rank began
 
 
 def _set_error_file(descriptor: int) -> None:
@@ -221,10 +221,10 @@ def _set_error_file(descriptor: int) -> None:
 
 
 def _write_error(error: BaseException, trace: str, code: int = 1) -> None:
-    """Leave the error, and this rank's coming exit code, for the launcher."""
+    """Write the error and this rank's coming exit code for the launcher."""
     try:
         message = str(error)
-    except Exception:  # the program's own class, and its own mistake
+    except Exception:  # a class of the program
         message = "<its __str__ failed>"
     report = {
         "time": time.time(),
@@ -236,7 +236,7 @@ def _write_error(error: BaseException, trace: str, code: int = 1) -> None:
     with contextlib.suppress(OSError):
         assert _error_file is not None
         descriptor, inode = _error_file
-        if os.fstat(descriptor).st_ino == inode:  # a program may close what it does not know, and open its own there
+        if os.fstat(descriptor).st_ino == inode:  # the program may have closed and reused it
             os.write(descriptor, json.dumps(report).encode())
 
 
@@ -245,11 +245,10 @@ def _user_frames(error: BaseException) -> TracebackType | None:
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
         frames = frames.tb_next
-    # All ours: a script that could not be read or compiled. The last frames say nothing that the message does not.
-    return frames
+    return frames  # None for a script that could not be read or compiled
 
 
-# End a rank that is to be started again, quickly: a scheduler, and those who wait for the job, are waiting.
+# The exit of a rank that will be restarted.
 
 
 def exit_without_teardown(code: int) -> NoReturn:
@@ -274,6 +273,6 @@ def _flush_files() -> None:
     for file in objects:
         if type(file) in kinds:
             with contextlib.suppress(Exception):  # closed, a full disk, or a class of the program's own
-                if stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # a pipe might never take it
+                if stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # a full pipe could block for ever
                     file.flush()
     ctypes.CDLL(None).fflush(None)

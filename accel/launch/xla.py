@@ -23,21 +23,21 @@ from typing import Any
 from accel.errors import nearest
 from schedulers.processes import die_with_parent
 
-# torchrun's, which `accel launch` sets: where torch_xla finds the last one, it takes itself for a rank and starts none.
-_OF_A_RANK = (
+# `accel launch` sets these; given TORCHELASTIC_RUN_ID, torch_xla takes this process for a rank and starts none.
+_TORCHRUN_VARIABLES = (
     "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE",
     "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID",
 )  # fmt: skip
-_PASSED_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the function on every core. Return 0, or the exit code of the first failed process; end the others then."""
+    """Run the function on every core. Return 0 or the exit code of the first failed process; it ends the others."""
     kind, function, name, *arguments = argv
     problem = _problem(kind, function, name)
     if problem:
         return _print_error(problem)
-    for variable in _OF_A_RANK:
+    for variable in _TORCHRUN_VARIABLES:
         os.environ.pop(variable, None)
     import torch_xla
 
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
         received.append(signum)
         _signal_all(signum)
 
-    for signum in _PASSED_ON:
+    for signum in _FORWARDED:
         signal.signal(signum, forward_signal)
     signal.signal(signal.SIGCHLD, _on_child)
     with tempfile.TemporaryDirectory(prefix="accel-xla-") as folder:
@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
                 return int(report.read_text() or 1)
             if received:
                 return 128 + received[0]
-            return _print_error("a process that torch_xla has started was killed (out of memory?)")
+            return _print_error("a process of torch_xla was killed (out of memory?)")
         except (RuntimeError, OSError) as error:
             lines = str(error).strip().splitlines() or [type(error).__name__]
             return _print_error(f"torch_xla cannot start: {lines[0]}")
@@ -95,7 +95,7 @@ class Core:
     def __call__(self, index: int) -> None:
         """Run the function. On failure, exit at once: torch_xla would wait for all others first."""
         die_with_parent(signal.SIGKILL, self._parent)
-        os.environ["FORK_LAUNCHED"] = "1"  # as Accelerate marks a process that was forked for it
+        os.environ["FORK_LAUNCHED"] = "1"  # as Accelerate's launcher sets it
         try:
             sys.argv = [self._name, *self._arguments]
             module = _load(self._kind, self._name)
@@ -121,7 +121,7 @@ class Core:
 
 
 def _problem(kind: str, function: str, name: str) -> str:
-    """Return why the function cannot be called, or "", without importing the script."""
+    """Return an error message if the function cannot be called, else "". Does not import the script."""
     if find_spec("torch_xla") is None:
         return f"torch_xla is not installed in {sys.executable}: pip install 'accel-launch[torch-xla]'"
     path = name
@@ -131,14 +131,14 @@ def _problem(kind: str, function: str, name: str) -> str:
         except ImportError:
             spec = None
         if spec is None:
-            return f"there is no module {name!r}"
+            return f"module {name!r} not found"
         path = spec.origin or ""
     if not path.endswith(".py"):
         return ""
     try:
         tree = ast.parse(Path(path).read_bytes(), path)
     except SyntaxError:
-        return ""  # the import says more
+        return ""  # the import reports it
     functions = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
     names = {alias.asname or alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)
              for alias in node.names}  # fmt: skip
@@ -146,7 +146,7 @@ def _problem(kind: str, function: str, name: str) -> str:
     if function in functions | names or "*" in names:
         return ""
     suggestion = nearest(function, functions)
-    return f"{name} has no function {function!r}{suggestion}: name the one to run with --main_training_function"
+    return f"{name} has no function {function!r}{suggestion}: pass its name with --main_training_function"
 
 
 def _load(kind: str, name: str) -> Any:

@@ -225,7 +225,7 @@ def test_told_to_end_it_leaves_nothing(pod: Pod, name: str, begun: list[str], si
     running.send_signal(signum)
     _, said = running.communicate(timeout=60)
     assert running.returncode == 128 + signum
-    assert said.decode().splitlines() == [f"accel: told to end by {signal.Signals(signum).name}; ending what runs"]
+    assert said.decode().splitlines() == [f"accel: received {signal.Signals(signum).name}; ending all workers"]
     until(lambda: not any(map(Identity.of, pids)), "its end")
 
 
@@ -233,4 +233,4 @@ def test_without_gcloud_it_says_so(pod: Pod) -> None:
     (pod.folder / "gcloud").unlink()
     done = pod.accel.finish("tpu-config", *WHERE, "--command", "true", PATH=str(pod.folder))
     assert done.returncode == exit_status.ERROR
-    assert b"there is no gcloud on PATH" in done.stderr
+    assert b"gcloud not found on PATH" in done.stderr

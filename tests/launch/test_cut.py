@@ -87,7 +87,7 @@ def test_the_others_notice_that_node_0_is_lost(start: Start, two_hosts: SshHosts
     two_hosts["node1"].link(False)
     assert launchers[1].wait(DEADLINE_S) != 0
     assert "told to end" in printed(tmp_path, 1)
-    assert "node 0 is gone: its store has not answered for" in (tmp_path / "node1/launch.jsonl").read_text()
+    assert "node 0 is gone: its store has not responded for" in (tmp_path / "node1/launch.jsonl").read_text()
 
 
 def test_node_0_need_not_stay_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

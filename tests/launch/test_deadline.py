@@ -31,7 +31,7 @@ signal.signal(signal.SIGTERM, end)
 print("ready", flush=True)
 while True: time.sleep(0.01)
 """
-OVER = "accel launch: the time limit of 100 s is over; all ranks here have been ended"
+OVER = "accel launch: the time limit of 100 s is over; all ranks on this node were terminated"
 
 
 def past(tmp_path: Path, seconds: float) -> dict[str, str]:

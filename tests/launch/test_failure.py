@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel.launch.console import event_writer
-from accel.launch.failure import Exit, Failure, diagnose, error_in_log, first, oom_kill_count
+from accel.launch.failure import Exit, Failure, diagnose, error_in_log, first_failure, oom_kill_count
 
 
 def exited(rank: int, code: int, at: float, said: str | None = None, raised_at: float | None = None) -> Exit:
@@ -46,14 +46,14 @@ FOREVER = float("inf")
     ],
 )
 def test_first(exits: list[Exit], ended_at: float, rank: int) -> None:
-    assert first(exits, ended_at).rank == rank
+    assert first_failure(exits, ended_at).rank == rank
 
 
 @given(st.lists(st.tuples(st.integers(-64, 255), st.floats(0, 10), st.booleans()), min_size=1), st.floats(0, 10))
 def test_the_first_is_one_that_failed(ends: list[tuple[int, float, bool]], ended_at: float) -> None:
     exits = [exited(rank, code, at, CLOSED if echo else None) for rank, (code, at, echo) in enumerate(ends)]
     if any(one.code for one in exits):
-        assert first(exits, ended_at).code != 0
+        assert first_failure(exits, ended_at).code != 0
 
 
 @pytest.mark.parametrize(

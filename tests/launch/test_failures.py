@@ -149,7 +149,7 @@ def test_a_command_that_cannot_be_run(launcher: Launcher, text: str, mode: int, 
 @pytest.mark.parametrize(
     ("name", "code", "said"),
     [
-        ("no-such-command", 127, "there is no command 'no-such-command' on PATH"),
+        ("no-such-command", 127, "command 'no-such-command' not found on PATH"),
         ("./train.py", 126, "'./train.py' is not executable: chmod +x"),
     ],
 )
@@ -164,7 +164,7 @@ def test_a_command_that_is_not_there(launcher: Launcher, name: str, code: int, s
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (("no.py",), "there is no script 'no.py' in "),
+        (("no.py",), "script 'no.py' not found in "),
         (("--log_dir", "/proc", "train.py"), "--log_dir /proc cannot be written to: "),
         (("--log_dir", "train.py", "train.py"), "--log_dir train.py cannot be written to: File exists"),
         (
@@ -275,7 +275,7 @@ def test_no_more_processes(launcher: Launcher, group: Path) -> None:
     """As many as the limit are tried, and some find no room beside the launcher; of more nothing is started."""
     set_limit(group, "pids", 20)
     launcher.script(WAIT)
-    refused = "accel launch: --num_processes 21: this machine can hold 20 processes at most (pids.max of its control"
+    refused = "accel launch: --num_processes 21: this machine can run at most 20 processes (pids.max of its control"
     for count, code, said in (("21", 2, refused), ("20", 1, "cannot start a process: Resource temporarily unavail")):
         argv = ("--num_processes", count, "--log_dir", "logs", "train.py")
         done = launcher.start(*argv, preexec=lambda: enter(group)).wait()

@@ -188,4 +188,4 @@ def test_nodes_that_do_not_come_are_named(launcher: Launcher) -> None:
         "--cpu", "--num_processes", "3", "--rdzv_conf", "timeout=1", launcher.script("pass"), code=1,
         ACCEL_NODE_NAMES="n1,n2,n3", ACCEL_NODE_RANK="0", ACCEL_NODES="3", ACCEL_MASTER="127.0.0.1", ACCEL_PORT=port,
     )  # fmt: skip
-    assert f"of 3 nodes, node 1 (n2), 2 (n3) did not come to 127.0.0.1:{port} within 1 s" in done.err
+    assert f"node 1 (n2), 2 (n3) of 3 nodes did not join at 127.0.0.1:{port} within 1 s" in done.err

@@ -141,9 +141,9 @@ def test_what_is_set_stays() -> None:
     [
         (2, 4, {}, "--tpu on 2 machines: TPU_WORKER_HOSTNAMES is not set: export the names of all"),
         (3, 4, {"TPU_WORKER_HOSTNAMES": "a,b"}, "--tpu on 3 machines: TPU_WORKER_HOSTNAMES names 2: "),
-        (1, 3, {}, "--num_processes 3: on one such TPU host it is one of 1, 2, 4, 8"),
-        (2, 4, {"TPU_WORKER_HOSTNAMES": "a,b"}, "nothing says the slice's topology: export TORCH_TPU_TOPOLOGY"),
-        (2, 4, {"TPU_WORKER_HOSTNAMES": "a,b", "TPU_TOPOLOGY": "big"}, "TPU_TOPOLOGY='big' is no topology"),
+        (1, 3, {}, "--num_processes 3: one TPU host of this kind allows 1, 2, 4, 8"),
+        (2, 4, {"TPU_WORKER_HOSTNAMES": "a,b"}, "the slice's topology is unknown: export TORCH_TPU_TOPOLOGY"),
+        (2, 4, {"TPU_WORKER_HOSTNAMES": "a,b", "TPU_TOPOLOGY": "big"}, "TPU_TOPOLOGY='big' is not a topology"),
         (1, 4, {"MEGASCALE_NUM_SLICES": "2"}, "torch_tpu on several slices (MEGASCALE_NUM_SLICES) is not in this"),
     ],
 )  # fmt: skip
@@ -229,7 +229,7 @@ def test_chips_that_are_not_used_are_said(torch_xla: Machine) -> None:
     env = {"TORCH_TPU_DEVICES_PER_HOST": "2", "CUDA_VISIBLE_DEVICES": ""}
     code, lines, err = torch_xla.launch(TELL, "train.py", **env)
     assert (code, len(lines)) == (0, 1)
-    assert err == "accel launch: this machine shows TPU chips, and the ranks use none: give --tpu, or --cpu\n"
+    assert err == "accel launch: this machine has TPU chips that the ranks do not use: pass --tpu or --cpu\n"
 
 
 def test_torch_tpu_on_the_hosts_of_a_slice(torch_tpu: Machine, worker_1: Mapping[str, str]) -> None:
@@ -258,7 +258,7 @@ def _free_port() -> int:
 def test_a_host_without_chips_or_with_too_few(torch_tpu: Machine) -> None:
     code, _, err = torch_tpu.launch(TELL, "train.py")
     assert (code, err) == (
-        2, "accel launch: --tpu: this machine shows no TPU; where it has one, export TORCH_TPU_DEVICES_PER_HOST\n"
+        2, "accel launch: --tpu: no TPU found on this machine. If it has one, export TORCH_TPU_DEVICES_PER_HOST\n"
     )  # fmt: skip
     code, _, err = torch_tpu.launch(TELL, "--num_processes", "3", "train.py", TORCH_TPU_DEVICES_PER_HOST="2")
     assert code == 2
@@ -305,7 +305,7 @@ def test_torch_xla_calls_the_function_on_every_core(torch_xla: Machine, entry: s
         ("sys.exit(3)", 3, ""),
         ("sys.exit('why')", 1, "why\n"),
         ("raise ValueError('wrong')", 1, "ValueError: wrong\n"),
-        ("os.kill(os.getpid(), 9)", 1, "accel launch: a process that torch_xla has started was killed"),
+        ("os.kill(os.getpid(), 9)", 1, "accel launch: a process of torch_xla was killed"),
     ],
 )
 def test_the_first_failure_ends_all(torch_xla: Machine, body: str, code: int, said: str) -> None:
@@ -333,8 +333,8 @@ def test_no_process_stays_behind(torch_xla: Machine, signum: int) -> None:
     ("script", "words", "code", "said"),
     [
         ("def train():\n    pass\n", ["--main_training_function", "trian", "train.py"], 1,
-         "train.py has no function 'trian'; did you mean 'train'?: name the one to run with --main_training_function"),
-        ("", ["-m", "nothing.here"], 1, "there is no module 'nothing.here'"),
+         "train.py has no function 'trian'; did you mean 'train'?: pass its name with --main_training_function"),
+        ("", ["-m", "nothing.here"], 1, "module 'nothing.here' not found"),
         ("", ["--no_python", "true"], 2, "--tpu and --no_python contradict each other: torch_xla calls a function"),
     ],
 )  # fmt: skip

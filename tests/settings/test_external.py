@@ -116,8 +116,8 @@ def test_deepspeed_on_one_machine_is_our_gang_with_its_variables(machine: Machin
     [({}, "pdsh"), ({"SLURM_JOB_ID": "1"}, "standard"), ({"ACCEL_JOB_ID": "j"}, "standard")],
 )
 def test_deepspeed_is_started_on_each_machine_by_who_has_placed_it(env: dict[str, str], starter: str) -> None:
-    assert external._starter({"deepspeed_multinode_launcher": None}, env) == starter
-    assert external._starter({"deepspeed_multinode_launcher": "mpich"}, env) == "mpich"
+    assert external._deepspeed_launcher({"deepspeed_multinode_launcher": None}, env) == starter
+    assert external._deepspeed_launcher({"deepspeed_multinode_launcher": "mpich"}, env) == "mpich"
 
 
 def test_several_machines_need_a_hostfile(machine: Machine) -> None:
@@ -188,7 +188,7 @@ def test_a_tpu_pod_by_gcloud(machine: Machine, code: int) -> None:
         ("tpu_name: pod", 2, "--tpu_cluster: tpu_name pod is no tpu target of accel.yaml: for gcloud, write tpu_zone"),
         ("tpu_zone: z", 2, "--tpu_cluster needs the pod's name: tpu_name in the configuration file"),
         ("{tpu_vm: [h], tpu_zone: z}", 2, "--vm (c.yaml:1): hosts are found by tpu_name in the configuration file"),
-        ("{tpu_name: pod, tpu_zone: z}", 1, "there is no gcloud on PATH: install the Google Cloud CLI"),
+        ("{tpu_name: pod, tpu_zone: z}", 1, "gcloud not found on PATH: install the Google Cloud CLI"),
     ],
 )
 def test_a_pod_that_cannot_be_reached(machine: Machine, text: str, code: int, said: str) -> None:

@@ -61,7 +61,7 @@ FLAGS = [
     ("--tpu_cluster --tpu --vm h --env A @", "--env A: a variable for the hosts is NAME=VALUE"),
     ("--aws_access_key_id A @", "--aws_access_key_id needs --aws_secret_access_key"),
     ("--cpu=yes @", "--cpu takes no value"),
-    ("trian.py", "there is no script 'trian.py' in "),
+    ("trian.py", "script 'trian.py' not found in "),
     ("--config_file nowhere.yaml @", "--config_file: cannot read nowhere.yaml: it does not exist"),
     ("--config_file . @", "--config_file: cannot read .: it is not a file"),
 ]

@@ -18,11 +18,11 @@ from ..errors import LaunchConfigError
 PCI = "/sys/bus/pci/devices"
 VFIO = "/dev/vfio"
 _METADATA = "169.254.169.254"
-_ANSWER_S = 2.0
+_TIMEOUT_S = 2.0
 _PORT = 8070
 _GOOGLE = "0x1ae0"
 _V7 = "0x0076"
-# PCI device -> the shape that so many of a host's devices have together (X, Y, Z; of TPU7x also the core of a chip).
+# PCI device -> number of a host's devices -> their topology (X, Y, Z; for TPU7x also the cores of a chip).
 _CUBE = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,2,2"}
 _FLAT = {1: "1,1,1", 4: "2,2,1", 8: "2,4,1"}
 _SHAPES: Mapping[str, Mapping[int, str]] = {
@@ -47,7 +47,7 @@ def chips(env: Mapping[str, str], pci: str = PCI, vfio: str = VFIO) -> list[str]
 
 
 def slice_environment(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables for this host's place in its slice that `env` lacks, from the metadata server.
+    """Return, from the metadata server, the variables of this host's place in its slice that `env` lacks.
 
     Empty if the variables are set (GKE sets them), if TPU_SKIP_MDS_QUERY is, and if no server responds.
     """
@@ -57,7 +57,7 @@ def slice_environment(env: Mapping[str, str]) -> dict[str, str]:
     endpoints = _attribute(server, "worker-network-endpoints")
     if not endpoints:
         return {}
-    # name:id:address of each worker, in their order.
+    # name:id:address of each worker, in order.
     hosts = [end.split(":")[-1].strip() for end in endpoints.split(",")]
     attributes = dict(re.findall(r"^(\w+): *'([^']*)'", _attribute(server, "tpu-env"), re.MULTILINE))
     values = {
@@ -74,14 +74,14 @@ def torch_tpu_variables(
 ) -> dict[str, str]:
     """Return torch_tpu's variables for all ranks, the same on every host. Variables that are set stay.
 
-    `devices` are the host's, as `chips` returns them. Raises Refused for what cannot be determined.
+    `devices` is the result of `chips`. Raises LaunchConfigError for a value that cannot be determined.
     """
     values = dict.fromkeys(("TORCH_TPU_SLICEBUILDER_ADDRESSES", "TORCH_TPU_TOPOLOGY", "TORCH_TPU_XPROF_SESSION_ID"), "")
     values |= {name: env[name] for name in values if env.get(name)}
     addresses, topology, session = values
     if int(env.get("MEGASCALE_NUM_SLICES") or 1) > 1 and not (values[addresses] and values[topology]):
         raise LaunchConfigError(
-            "--tpu: torch_tpu on several slices (MEGASCALE_NUM_SLICES) is not in this version: use one slice"
+            "--tpu: torch_tpu on several slices (MEGASCALE_NUM_SLICES) is not supported: use one slice"
         )
     if not values[addresses]:
         values[addresses] = ",".join(_addresses(env, nodes, processes))
@@ -100,9 +100,7 @@ def _addresses(env: Mapping[str, str], nodes: int, processes: int) -> list[str]:
     hosts = [name.strip() for name in env.get("TPU_WORKER_HOSTNAMES", "").split(",") if name.strip()]
     if len(hosts) != nodes:
         problem = f"TPU_WORKER_HOSTNAMES names {len(hosts)}" if hosts else "TPU_WORKER_HOSTNAMES is not set"
-        raise LaunchConfigError(
-            f"--tpu on {nodes} machines: {problem}: export the names of all, in the order of their ranks"
-        )
+        raise LaunchConfigError(f"--tpu on {nodes} machines: {problem}: export the names of all, in rank order")
     base = _number(env, "TORCH_TPU_BASE_PORT", _PORT)
     return [f"{host}:{base + index}" for host in hosts for index in range(processes)]
 
@@ -114,11 +112,11 @@ def _topology(env: Mapping[str, str], devices: Sequence[str], nodes: int, proces
         return shapes[processes]
     if nodes == 1 and shapes:
         counts = ", ".join(map(str, shapes))
-        raise LaunchConfigError(f"--num_processes {processes}: on one such TPU host it is one of {counts}")
+        raise LaunchConfigError(f"--num_processes {processes}: one TPU host of this kind allows {counts}")
     text = env.get("TPU_TOPOLOGY", "")
     dimensions = re.split("[x,]", text)
     if not all(dimension.isdecimal() for dimension in dimensions):
-        problem = f"TPU_TOPOLOGY={text!r} is no topology" if text else "nothing says the slice's topology"
+        problem = f"TPU_TOPOLOGY={text!r} is not a topology" if text else "the slice's topology is unknown"
         raise LaunchConfigError(f"--tpu: {problem}: export TORCH_TPU_TOPOLOGY, such as 2,2,2")
     return ",".join(
         [*dimensions, "1", "1"][: max(3, len(dimensions))] + (["2"] if kind == _V7 and len(dimensions) < 4 else [])
@@ -135,13 +133,13 @@ def _free_ports(count: int) -> list[int]:
 
 def _attribute(server: str, name: str) -> str:
     url = f"http://{server}/computeMetadata/v1/instance/attributes/{name}"
-    # By no proxy: the server is this machine's own.
+    # Without a proxy: the server is link-local.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(
-            urllib.request.Request(url, headers={"Metadata-Flavor": "Google"}), timeout=_ANSWER_S
-        ) as answer:
-            return str(answer.read().decode())
+            urllib.request.Request(url, headers={"Metadata-Flavor": "Google"}), timeout=_TIMEOUT_S
+        ) as response:
+            return str(response.read().decode())
     except (OSError, urllib.error.URLError, ValueError):
         return ""
 

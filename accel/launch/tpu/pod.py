@@ -20,7 +20,7 @@ from schedulers.processes import descendants, end_all, signal_name
 
 _GRACE_S = 10.0
 _POLL_S = 0.05
-_KEY = "~/.ssh/google_compute_engine"  # where gcloud keeps it
+_KEY = "~/.ssh/google_compute_engine"  # gcloud's SSH key
 
 
 class PodError(Exception):
@@ -70,8 +70,8 @@ def on_each(lines: Callable[[TerminationSignals], Sequence[Sequence[str]]]) -> i
         return signals.exit_code
     finally:
         if signals.signum:
-            print(f"accel: told to end by {signal_name(signals.signum)}; ending what runs", file=sys.stderr)
-        _end(running)
+            print(f"accel: received {signal_name(signals.signum)}; ending all workers", file=sys.stderr)
+        _end_workers(running)
         signals.forget()
 
 
@@ -82,7 +82,7 @@ def workers(gcloud: Sequence[str], name: str, zone: str, signals: TerminationSig
         code, stdout, stderr = _run_gcloud(argv, signals)
     except FileNotFoundError:
         raise PodError(
-            "there is no gcloud on PATH: install the Google Cloud CLI (https://cloud.google.com/sdk)"
+            "gcloud not found on PATH: install the Google Cloud CLI (https://cloud.google.com/sdk)"
         ) from None
     if code != 0:
         raise PodError(f"gcloud cannot describe {name} in {zone}: {_error(stderr) or f'code {code}'}")
@@ -90,7 +90,7 @@ def workers(gcloud: Sequence[str], name: str, zone: str, signals: TerminationSig
         description = json.loads(stdout)
         endpoints, state = description.get("networkEndpoints") or [], description.get("state", "READY")
     except (ValueError, AttributeError):
-        raise PodError(f"gcloud describes {name} in words that are not understood: {shlex.join(argv)}") from None
+        raise PodError(f"gcloud's description of {name} is not valid JSON: {shlex.join(argv)}") from None
     if state != "READY":
         raise PodError(f"{name} in {zone} is {state}, not READY")
     return max(1, len(endpoints))
@@ -106,13 +106,13 @@ def _sign_in(gcloud: Sequence[str], name: str, zone: str, signals: TerminationSi
 
 
 class _Terminated(Exception):
-    """A signal came while gcloud ran."""
+    """A termination signal was received while gcloud ran."""
 
 
 def _run_gcloud(command: Sequence[str], signals: TerminationSignals) -> tuple[int, str, str]:
-    """Return gcloud's exit code, stdout and stderr. Raises _ToldToEnd after gcloud and its ssh have ended.
+    """Return gcloud's exit code, stdout and stderr. Raises _Terminated after gcloud and its ssh have ended.
 
-    Runs in this session, on whose terminal gcloud may prompt for a key's passphrase.
+    It runs in this session, so that gcloud may prompt for a key's passphrase on its terminal.
     """
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -132,7 +132,7 @@ def _run_gcloud(command: Sequence[str], signals: TerminationSignals) -> tuple[in
 
 
 def _error(stderr: str) -> str:
-    """Return gcloud's paragraph that begins with ERROR, as one line; without one, its last line."""
+    """Return gcloud's paragraph that begins with ERROR, as one line; if there is none, the last line."""
     lines = stderr.strip().splitlines()
     start = next((index for index, line in enumerate(lines) if line.startswith("ERROR")), len(lines) - 1)
     return " ".join(line.strip() for line in itertools.takewhile(str.strip, lines[max(start, 0) :]))
@@ -145,20 +145,20 @@ class _Worker:
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
         )
         self._readers = [
-            threading.Thread(target=self._pass_on, args=pair, daemon=True)
+            threading.Thread(target=self._forward, args=pair, daemon=True)
             for pair in ((self._process.stdout, sys.stdout), (self._process.stderr, sys.stderr))
         ]
         for reader in self._readers:
             reader.start()
 
-    def _pass_on(self, lines: IO[bytes], stream: IO[str]) -> None:
+    def _forward(self, lines: IO[bytes], stream: IO[str]) -> None:
         for line in lines:
             text = line.decode(errors="replace").rstrip("\r\n")
             try:
                 stream.write(f"[worker {self.index}] {text}\n")
                 stream.flush()
             except (OSError, ValueError):
-                continue  # nobody reads any more; the worker must still not wait for a full pipe
+                continue  # the reader is gone; keep the worker's pipe empty
 
     def poll(self) -> int | None:
         return self._process.poll()
@@ -199,7 +199,7 @@ def _first_failure(running: Sequence[_Worker], signals: TerminationSignals) -> i
     return 0
 
 
-def _end(running: Sequence[_Worker]) -> None:
+def _end_workers(running: Sequence[_Worker]) -> None:
     for worker in running:
         worker.signal(signal.SIGTERM)
     for worker in running:

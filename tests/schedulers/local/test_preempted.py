@@ -27,4 +27,4 @@ def test_it_ends_as_preempted(submit: Submit, project: Path) -> None:
     identities(job)["launcher"].send(signal.SIGUSR1)
     status = job.wait(60)
     assert (status.state, status.reason, status.exit_code) == (State.FAILED, Reason.PREEMPTED, REQUEUE)
-    assert "ask to be started again" in status.message
+    assert "requested a restart" in status.message

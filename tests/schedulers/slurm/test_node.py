@@ -136,7 +136,7 @@ def test_nothing_stays_behind(run: Run, tmp_path: Path) -> None:
         ({"setup": [["sh", "-c", "exit 5"]]}, 5, "setup", "the setup command 'sh' failed with exit code 5"),
         ({"setup": [["/no/such"]]}, 127, "setup", "the setup command '/no/such' cannot be run: No such file or"),
         ({"workdir": "nowhere"}, 1, "setup", "directory not found: "),
-        ({"argv": ["no-such-command"]}, 127, "setup", "there is no command 'no-such-command' on PATH"),
+        ({"argv": ["no-such-command"]}, 127, "setup", "command 'no-such-command' not found on PATH"),
         ({"python": "/no/python"}, 1, "setup", "/no/python: No such file or directory"),
     ],
 )

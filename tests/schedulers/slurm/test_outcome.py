@@ -55,13 +55,13 @@ def evidence(*reports: dict[str, Any] | None, restarts: int = 0, attempt: int = 
 
 SEVEN = report(7, failure=failure(3, 7, "ValueError: x"))
 LATER = report(7, failure=failure(1, 1, "RuntimeError: y", time=6.0))
-GONE = report(1, failure=failure(None, 1, "nothing has been heard from it", "node_failure"))
+GONE = report(1, failure=failure(None, 1, "no heartbeat", "node_failure"))
 SAVED = report(85, failure=failure(0, 85, "rank 0 exited with code 85", "preempted"))
 TOLD = report(143, told="SIGTERM")
 SILENT = {"reason": "node_failure", "message": "n2 has not reported for 22 s"}
 LATE = {"reason": "rendezvous", "message": "n2 did not start within 60 s"}
 ECHO = report(1, failure=failure(0, 1, "RuntimeError: Connection closed by peer"))
-UNMET = report(1, refused="rendezvous", words="of 2 nodes, node 1 (n2) did not come to n1:20001 within 60 s")
+UNMET = report(1, refused="rendezvous", words="node 1 (n2) of 2 nodes did not join at n1:20001 within 60 s")
 LIMIT = {**GOING, "Reason": "TimeLimit", "TimeLimit": "00:10:00"}
 PREEMPTED = {**RUNNING, "PreemptTime": "2026-11-21T13:28:18"}
 # As in Slurm 22.05.8: the reason is set together with the state, and the batch script's SIGTERM comes after it.
@@ -114,7 +114,7 @@ FELLED = report(143, failure=failure(None, 143, "", "node_failure"))
         (evidence(TOLD, TOLD, terminated=True, slurm=None), "leave", "failed", "exit_code", 143, "be queried"),
         (evidence(TOLD, TOLD, slurm=RUNNING), "finish", "failed", "exit_code", 143, "SIGTERM from outside accel"),
         (evidence(SAVED, TOLD, slurm=RUNNING, restarts=1), "again", "failed", "preempted", 85, "checkpoint"),
-        (evidence(GONE, None, restarts=1), "again", "failed", "node_failure", 1, "nothing has been heard"),
+        (evidence(GONE, None, restarts=1), "again", "failed", "node_failure", 1, "no heartbeat"),
         (evidence(GONE, None), "finish", "failed", "node_failure", 1, "--max-restarts"),
         (evidence(ECHO, None, overdue=SILENT, restarts=1), "again", "failed", "node_failure", 1, "n2 has not reported"),
         (evidence(SEVEN, None, overdue=SILENT, restarts=1), "finish", "failed", "exit_code", 7, "ValueError"),
