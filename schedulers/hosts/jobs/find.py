@@ -33,7 +33,7 @@ def find(hosts: Hosts, host_list: Sequence[Host], job_id: str, target: str) -> D
         summary = f"{count} other host{'s do' if count > 1 else ' does'} not know it" if count else "no host answers"
         raise Unreachable(f"job {job_id} may be on hosts that cannot be reached ({summary}): {'; '.join(problems)}")
     if any(reply is not None for _, reply, _ in replies):
-        raise UnknownJob(f"job {job_id} is being submitted to target {target} this moment, or was never started there")
+        raise UnknownJob(f"job {job_id} is being submitted to target {target} right now, or was never started there")
     return None
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from ...errors import SchedulerError
 from ...job import Reason, State, Status
-from .. import replies as answers
+from .. import replies
 from ..errors import HostUnreachable, RemoteError, one_line
 from ..host_list import Host
 from ..remote_files import host_programs, program_loader
@@ -118,7 +118,7 @@ class Hosts:
         argv = [self.python, "-I", "-S", "-c", program_loader(program)]
         completed = remote.run(argv, stdin=program + request + b"\n", timeout_s=_REPLY_TIMEOUT_S)
         line, _, data = completed.stdout.partition(b"\n")
-        return Reply(answers.decode_done(line, steps, answers.JOBS, remote.name, completed.stderr), data)
+        return Reply(replies.decode_done(line, steps, replies.JOBS, remote.name, completed.stderr), data)
 
 
 def on_host(path: str) -> str:

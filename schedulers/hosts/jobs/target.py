@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 SCHEMA = 1
 _SETTINGS = "settings.json"
 _NODE_PYTHON = (3, 8)  # runs schedulers/node
-_UNKNOWN = "{when the hosts have been examined}"
+_UNKNOWN = "{known after the preflight}"
 # Import the installed accel, even if the program's directory has one, too.
 _ACCEL = "import sys; sys.path[:] = [p for p in sys.path if p]; from accel.cli import main; sys.exit(main())"
 
@@ -402,21 +402,10 @@ class HostsTarget(abc.ABC):
         options = self._options
         job = _join(options.root, "jobs", job_id)
         python_note = ["with Python", options.requirements_python] if options.requirements_python else []
+        file = options.requirements
+        environment = ("make", _join(options.root, "envs"), "from", file or "", *python_note, "where it is lacking")
         return (
-            *(
-                [
-                    (
-                        "make",
-                        _join(options.root, "envs"),
-                        "from",
-                        options.requirements,
-                        *python_note,
-                        "where it is lacking",
-                    )
-                ]
-                if options.requirements
-                else []
-            ),
+            *([environment] if file else []),
             ("examine", self._candidates()),
             ("take", self._describe_choice(spec)),
             ("send", spec.code, "to", f"{job}/code", "where it is lacking"),

@@ -46,7 +46,7 @@ class Leader:
         self._states: dict[int, State] = {}
         self._last_heard: dict[int, float] = {}
         self._lost_hosts: dict[int, float] = {}  # lost hosts, and how long they had been silent
-        self._former = own  # leader of the last attempt: with it, half of the hosts are a quorum
+        self._former_leader = own  # of the last attempt: with it, half of the hosts are a quorum
         self._lost_end_at = now  # from then on nothing runs on the lost hosts
         self._cause: dict[str, Any] | None = None
         self._first_failure: float | None = None
@@ -55,7 +55,7 @@ class Leader:
             "queue": self._queue,
             "setup": self._setup,
             "arm": self._arm,
-            "go": self._run_phase,
+            "go": self._go,
             "stop": self._stop,
         }
         self._next_in_queue: int | None = None
@@ -148,13 +148,13 @@ class Leader:
             self._enter("arm", now)
 
     def _arm(self, now: float) -> None:
-        if self._all("armed", now_attempt=True):
+        if self._all("armed", this_attempt=True):
             first = self.members[0]
             self.address, self.port = self._hosts[first]["address"], self._states[first]["port"]
-            self._former = self._index
+            self._former_leader = self._index
             self._enter("go", now)
 
-    def _run_phase(self, now: float) -> None:
+    def _go(self, now: float) -> None:
         limit = self._settings["time_limit_s"]
         ended = [index for index in self.members if self._in_phase(index, "done")]
         failed = [index for index in ended if self._states[index]["code"] != 0]
@@ -242,7 +242,7 @@ class Leader:
         self.attempt, self.members = last["attempt"], last["members"] or list(range(self._required_hosts))
         self._nothing_started = last["do"] == "wait"  # the lost leader may still start the job on other hosts
         self.restarts_left = last["restarts_left"]
-        self._former = last["leader"]
+        self._former_leader = last["leader"]
         for index in last["lost"]:
             self._lost_hosts[index] = self._heartbeat_s
         self._lost_hosts[last["leader"]] = last["silent_s"]
@@ -271,9 +271,9 @@ class Leader:
         state = self._states.get(index)
         return state is not None and state["phase"] == phase and state["attempt"] == self.attempt
 
-    def _all(self, phase: str, now_attempt: bool = False) -> bool:
+    def _all(self, phase: str, this_attempt: bool = False) -> bool:
         return all(
-            self._in_phase(index, phase) if now_attempt else self._states.get(index, {}).get("phase") == phase
+            self._in_phase(index, phase) if this_attempt else self._states.get(index, {}).get("phase") == phase
             for index in self.members
         )
 
@@ -307,8 +307,8 @@ class Leader:
     def _has_quorum(self) -> bool:
         """Return True if no other part of the hosts can consider itself in charge."""
         present = len(self._states)
-        has_former = self._former in self._states
-        return 2 * present > len(self._hosts) or (2 * present == len(self._hosts) and has_former)
+        has_former_leader = self._former_leader in self._states
+        return 2 * present > len(self._hosts) or (2 * present == len(self._hosts) and has_former_leader)
 
     def _outvoted(self) -> bool:
         """Return True if the hosts silent here could restart the job without these, if they reach each other."""

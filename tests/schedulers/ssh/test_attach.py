@@ -132,7 +132,7 @@ def test_what_is_not_there(
         find(job.id, target="ssh", options=options)
     (job_files(ssh_hosts, "node3", job.id) / "exit.json").unlink()
     (job_files(ssh_hosts, "node3", job.id) / "state.json").unlink()
-    with pytest.raises(UnknownJob, match="is being submitted to target ssh this moment, or was never started there"):
+    with pytest.raises(UnknownJob, match="is being submitted to target ssh right now, or was never started there"):
         find(job.id, target="ssh", options={**options, "hosts": "node3"})
     for words, said in [
         (("status", job.id[:5], "--target", "lab"), "give its full id"),
