@@ -11,22 +11,22 @@ _NAMES = frozenset(
     "ACCEL_JOB_ID ACCEL_JOB_DIR ACCEL_JOB_LOCK ACCEL_PORT ACCEL_NODE_NAMES ACCEL_FENCE ACCEL_LAUNCH_EVENTS "
     "ACCEL_REQUEUED ACCEL_SECRETS JOB_COMPLETION_INDEX JOBSET_RESTART_ATTEMPT".split()
 )
-_KEPT = "SLURM_CONF"  # where the client finds its controller: SLURM_CONF, SLURM_CONF_SERVER
-# What people and sites set for all their jobs.
+_CONFIGURATION = "SLURM_CONF"  # where the client finds its controller: SLURM_CONF, SLURM_CONF_SERVER
+# Defaults that users and sites set for all their jobs.
 _DEFAULTS = ("account", "constraint", "partition", "qos", "reservation", "wckey")
 
 
 def outside_any_job(env: Mapping[str, str]) -> dict[str, str]:
     """Return `env` without the variables that set a process's rank in a job.
 
-    With them, a job submitted from inside another one would count itself a part of it. Under a launcher
-    (`ACCEL_LAUNCH_ID` is set), `ACCELERATE_*` is removed too; without one, a person has set it, and it stays.
+    With them, a job submitted from inside another one would take itself for a part of it. Under a launcher
+    (`ACCEL_LAUNCH_ID` is set), `ACCELERATE_*` is removed too; without one, the user has set it, and it stays.
     """
     prefixes = (*_PREFIXES, "ACCELERATE_") if "ACCEL_LAUNCH_ID" in env else _PREFIXES
     return {
         name: value
         for name, value in env.items()
-        if name.startswith(_KEPT) or not (name in _NAMES or name.startswith(prefixes))
+        if name.startswith(_CONFIGURATION) or not (name in _NAMES or name.startswith(prefixes))
     }
 
 

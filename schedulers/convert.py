@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
 
-_ONE_AT_A_TIME = threading.Lock()
+_CONVERT_LOCK = threading.Lock()
 _LATEST = 253_402_300_799  # the last second of the year 9999: no calendar goes further
 _LARGEST = 2**53  # the integers that every JSON reader keeps exact
 
@@ -25,7 +25,7 @@ def convert(data: Any, schema: type[T], *, strict: bool = True) -> T:
     """
     import msgspec
 
-    with _ONE_AT_A_TIME:
+    with _CONVERT_LOCK:
         try:
             return msgspec.convert(data, schema, strict=strict)
         except UnicodeEncodeError as error:  # a key with a lone surrogate
@@ -68,7 +68,7 @@ def _format_value(value: object) -> str:
     return type(value).__name__ if isinstance(value, (dict, list)) else repr(value)[:40]
 
 
-def _refuse(constant: str) -> NoReturn:
+def _reject_constant(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not a number")
 
 
@@ -79,4 +79,4 @@ def _finite(literal: str) -> float:
     return number
 
 
-_DECODER = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite)
+_DECODER = json.JSONDecoder(parse_constant=_reject_constant, parse_float=_finite)

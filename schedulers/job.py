@@ -96,7 +96,7 @@ class JobSpec:
             raise SpecError("nothing to run: give a script, -m MODULE, or --no-python COMMAND")
         for argument in self.argv:
             if "\0" in argument:
-                raise SpecError(f"an argument holds a NUL byte, which no process can be given: {argument!r}")
+                raise SpecError(f"an argument has a NUL byte, which no process accepts: {argument!r}")
         if not self.name or not self.name.isprintable():
             raise SpecError(f"name must be one printable line, not {self.name!r}")
         _at_least("nodes", self.nodes, 1)

@@ -6,10 +6,10 @@ import hashlib
 import re
 import unicodedata
 
-# Names of pods and Services are made of it: `NAME-worker-9999`, `NAME-node-0-9999-abcde`, and 63 is the end.
+# Names of pods and Services add to it (`NAME-worker-9999`, `NAME-node-0-9999-abcde`), and 63 is their limit.
 MAX_LENGTH = 40
 HASH = 8
-# As the store makes them: no hyphen, so that the last one of a name is before the id.
+# Ids as the store creates them have no hyphen: the last hyphen of a name is before the id.
 _PLAIN_ID = re.compile(r"[0-9a-z]{1,20}\Z")
 
 

@@ -14,8 +14,8 @@ _ESCAPE = (
     r"|(?:\x1b[PX\]^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x9c]*(?:\x07|\x1b\\|\x9c)"
     r"|\x1b[ -/]*[0-OQ-WYZ\\`-~]"
 )
-# C0 and C1 but for line feed and tab; the separators of lines and the marks of direction that Unicode adds, by which
-# a terminal shows text in another order than it stands in.
+# C0 and C1 except line feed and tab; Unicode's line separators, and its direction marks, which make a terminal
+# reorder text.
 _CONTROL = "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069]"
 
 # Up to the last @ before the path; or, after a name and a colon, up to the last @ before a space: a password may hold a
@@ -24,10 +24,10 @@ _USER = r"(?<=://)(?:[^/?#\s]*@|([^/?#@:\s[]+:)\d*[/?#]\S*(?=@)|[^/?#@:\s[]+:\S*
 
 
 def printable(text: str) -> str:
-    """Return the text without terminal escapes; other control characters but line feed and tab become `\\xNN`."""
+    """Return the text without terminal escapes; other control characters except line feed and tab become `\\xNN`."""
     if text.isascii() and text.isprintable():
         return text
-    import re  # compiled when needed: most text is plain, and a command starts without
+    import re  # imported when needed: most text is plain
 
     return re.sub(_CONTROL, _escaped, re.sub(_ESCAPE, "", text.replace("\r\n", "\n")))
 

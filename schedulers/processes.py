@@ -68,7 +68,7 @@ def _exists(pid: int) -> bool:
 
 @dataclass(frozen=True)
 class Identity:
-    """A process that is never confused with a later one of the same pid, nor with one of another boot.
+    """The identity of a process, distinct from later processes with its pid and from those of other boots.
 
     namespace: its PID namespace; empty for the reader's own.
     """
@@ -100,7 +100,7 @@ class Identity:
         return self.namespace in ("", pid_namespace()) and _started(self.pid) == self.started
 
     def send(self, signum: int) -> bool:
-        """Signal the process. Return False if it has ended, or is not visible. No other process is ever hit."""
+        """Signal the process. Return False if it has ended, or is not visible. Never signals another process."""
         with self.opened() as handle:
             if handle is None:
                 return False
@@ -130,7 +130,7 @@ class _Opened:
                 self._fd = os.pidfd_open(self._identity.pid)
             except OSError:
                 return None
-        # Asked after opening: from here on the number cannot come to mean another process.
+        # Checked again after opening: from here on the pidfd belongs to this process, even if the pid is reused.
         if self._identity.alive():
             return self
         self.__exit__()

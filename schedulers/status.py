@@ -57,7 +57,7 @@ class Status:
     attempt:     0 for the first run, one more for every restart.
     message:     one line for people: the first error of the first failing rank, or what the job waits for.
     observed_at: seconds since the epoch; a backend that cannot be reached leaves it, and the status, unchanged.
-    details:     values that only some targets have, by name; a target's document lists them.
+    details:     values that only some targets have, by name; its page in docs/ lists them.
     """
 
     state: State

@@ -80,8 +80,8 @@ def submit_sweep(
     """Submit the jobs, in one request if the target supports that.
 
     A job that is rejected alone is then returned as failed or submitting, with the reason in `record.warning`.
-    Other targets get the jobs one by one: those before a rejected one go on, and the message counts them. Raises
-    what `submit` raises.
+    Other targets get the jobs one by one: those before a rejected one stay submitted, and the message counts them.
+    Raises what `submit` raises.
     """
     from .errors import SchedulerError
     from .jobs.handle import Job, submit_spec
@@ -145,7 +145,7 @@ def _arguments(argv: Sequence[str], point: Point) -> tuple[str, ...]:
 
 def _check_count(count: int) -> None:
     if count > _MAX_JOBS:
-        raise SpecError(f"sweep: {count:,} jobs; {_MAX_JOBS:,} are the most that one sweep may have")
+        raise SpecError(f"sweep: {count:,} jobs, but at most {_MAX_JOBS:,} are allowed")
 
 
 def _from_csv(text: str, name: str) -> list[Point]:
@@ -155,7 +155,7 @@ def _from_csv(text: str, name: str) -> list[Point]:
     try:
         header = next(rows, [])
         if len(set(header)) != len(header):
-            raise SpecError(f"sweep {name}:1: a column has the name of another")
+            raise SpecError(f"sweep {name}:1: two columns have the same name")
         points: list[Point] = []
         for row in rows:
             if row and len(row) != len(header):

@@ -76,7 +76,7 @@ def from_accel(env: Mapping[str, str]) -> Topology:
     )
 
 
-# The variable that marks a scheduler -> what reads its environment, which is imported only where the variable is set.
+# Variable that marks a scheduler -> the function that reads its environment, imported only if the variable is set.
 RULES: Mapping[str, str] = {
     "ACCEL_NODE_RANK": "schedulers.topology:from_accel",
     "SLURM_JOB_ID": "schedulers.slurm.topology:from_slurm",

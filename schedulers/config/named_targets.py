@@ -1,4 +1,4 @@
-"""Load named targets: the project's `accel.yaml`, if no other user could have written it, over the user's own.
+"""Named targets: the project's `accel.yaml`, if no other user could have written it, over the user's own.
 
     targets:
       lab:
@@ -123,7 +123,7 @@ def _user_name(uid: int) -> str:
         return f"user {uid}"
 
 
-# Named targets.
+# Targets by name or kind.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,21 +179,21 @@ def resolve_target(
     `start`: the directory from which to look for the project's file, upward; default: the current one. Raises
     UnknownTarget, and ConfigError, with file:line (or `option NAME`), for a file or an option that is wrong.
     """
-    named_target = _files(start).get(name_or_kind)
+    named_target = _targets_by_name(start).get(name_or_kind)
     if named_target is None and name_or_kind not in BUILT_IN and name_or_kind not in kinds():
         raise _unknown(name_or_kind, start)
     named_target = named_target or NamedTarget(name=name_or_kind, kind=name_or_kind, options={}, source="--target")
-    return _make(named_target, jobs, overrides or {})
+    return _construct(named_target, jobs, overrides or {})
 
 
 def restore_target(name: str, kind: str, options: Mapping[str, Any], jobs: Path) -> Target:
     """Construct a target as `resolve_target` once described it, whatever the files hold now. Raises ConfigError."""
-    return _make(NamedTarget(name=name, kind=kind, options=options, source=f"target {name}"), jobs, {}).target
+    return _construct(NamedTarget(name=name, kind=kind, options=options, source=f"target {name}"), jobs, {}).target
 
 
 def known_targets(start: Path | str | None = None) -> list[NamedTarget]:
     """Return all that `--target` accepts: names in the files, then kinds. Raises ConfigError for a bad file."""
-    by_name = _files(start)
+    by_name = _targets_by_name(start)
     targets = [target for _, target in sorted(by_name.items())]
     for kind, value in sorted(kinds().items()):
         if kind not in by_name:
@@ -219,7 +219,7 @@ def skipped_files(start: Path | str | None = None) -> list[str]:
     return find_project_file(os.path.abspath(start or os.getcwd()))[1]
 
 
-def _files(start: Path | str | None) -> dict[str, NamedTarget]:
+def _targets_by_name(start: Path | str | None) -> dict[str, NamedTarget]:
     by_name: dict[str, NamedTarget] = {}
     for path in config_files(start):
         by_name |= _read(path)
@@ -269,7 +269,7 @@ def _parse_target(file: YamlFile, name: object, value: object) -> NamedTarget:
     return NamedTarget(name=name, kind=kind, options=options, source=location, file=file)
 
 
-def _make(named_target: NamedTarget, jobs: Path, overrides: Mapping[str, Any]) -> ResolvedTarget:
+def _construct(named_target: NamedTarget, jobs: Path, overrides: Mapping[str, Any]) -> ResolvedTarget:
     file = named_target.file
     location = named_target.source if file is None else file.location("targets", named_target.name, "kind")
     kind = load_kind(named_target.kind, location)

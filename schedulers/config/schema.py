@@ -11,8 +11,8 @@ from ..convert import convert
 from ..errors import ConfigError, SchedulerError, nearest
 
 Path = tuple[str | int, ...]
-# Where the value (or, when asked, the key) at a path stands, and whose it is: `accel.yaml:7: target lab`.
-Place = Callable[[Path, bool], str]
+# (path, of_key) -> the location of the value, or of its key, and the target: `accel.yaml:7: target lab`.
+Locate = Callable[[Path, bool], str]
 
 # Target options that the command line has flags for.
 _FLAGS = ("hosts", "hostfile", "spares")
@@ -23,9 +23,9 @@ _EXPECTED = re.compile(r"Expected `(?P<type>[^`]*)`(?P<limit>[^`]*), got `[^`]*`
 
 
 def make_options(
-    schema: type, values: Mapping[str, Any], overrides: Mapping[str, Any], locate: Place, *, kind: str = ""
+    schema: type, values: Mapping[str, Any], overrides: Mapping[str, Any], locate: Locate, *, kind: str = ""
 ) -> tuple[Any, dict[str, Any]]:
-    """Return the options, and the given ones as plain JSON values. Raises ConfigError.
+    """Return the options, and those of them that are set as plain JSON values. Raises ConfigError.
 
     `overrides`, from the command line, take precedence; text in them may stand for a number, true or false.
     """
@@ -89,11 +89,11 @@ def _from_text(schema: type, overrides: Mapping[str, Any]) -> dict[str, Any]:
             try:
                 converted[key] = msgspec.to_builtins(convert(value, types[key], strict=False))
             except msgspec.ValidationError:
-                continue  # said, with its place, when everything is converted
+                continue  # reported, with its location, by `_build`
     return converted
 
 
-def _build(schema: type, values: Mapping[str, Any], overrides: Mapping[str, Any], locate: Place) -> Any:
+def _build(schema: type, values: Mapping[str, Any], overrides: Mapping[str, Any], locate: Locate) -> Any:
     try:
         if not values:
             return schema()
@@ -105,24 +105,24 @@ def _build(schema: type, values: Mapping[str, Any], overrides: Mapping[str, Any]
             problem = str(error)
     except SchedulerError as error:
         raise ConfigError(f"{locate((), True)}: {error}") from None
-    raise _validation_message(schema, problem, values, overrides, locate)
+    raise _validation_error(schema, problem, values, overrides, locate)
 
 
-def _validation_message(
-    schema: type, problem: str, values: Mapping[str, Any], overrides: Mapping[str, Any], locate: Place
+def _validation_error(
+    schema: type, problem: str, values: Mapping[str, Any], overrides: Mapping[str, Any], locate: Locate
 ) -> ConfigError:
-    """Translate msgspec's message: the place, the expected value and the actual one."""
+    """Translate msgspec's message: the location, the expected value and the actual one."""
     match = _AT.search(problem)
     path = _steps(match["path"]) if match else ()
     message = problem[: match.start()] if match else problem
     message = _EXPECTED.sub(lambda m: f"expects {m['type'].replace(' | null', '')}{m['limit']}", message)
     if message.startswith("expects "):
-        value = _at(values, path)
+        value = _value_at(values, path)
         message += f", got {'nothing' if value is None else f'{type(value).__name__} {value!r}'}"
         if message.startswith("expects str,") and isinstance(value, float):  # a version: 3.10 is read as 3.1
             message += "; put it in quotes"
     elif message.startswith("Invalid enum value"):
-        message = f"expects {_choices(schema, path)}, got {_at(values, path)!r}"
+        message = f"expects {_choices(schema, path)}, got {_value_at(values, path)!r}"
     name = _dotted(path)
     if path and path[0] in overrides:
         return ConfigError(f"{_flag(name)}: {message}")
@@ -144,7 +144,7 @@ def _choices(schema: type, path: Path) -> str:
     return f"one of {', '.join(choices)}" if choices else "another value"
 
 
-def _refuse_unknown_nested(raw: Any, converted: Any, path: Path, overrides: Mapping[str, Any], locate: Place) -> None:
+def _refuse_unknown_nested(raw: Any, converted: Any, path: Path, overrides: Mapping[str, Any], locate: Locate) -> None:
     """Raise ConfigError for an unknown key in a nested dataclass: the validator drops it silently."""
     if isinstance(raw, Mapping) and dataclasses.is_dataclass(converted):
         names = [f.name for f in dataclasses.fields(converted)]
@@ -166,12 +166,12 @@ def _is_list(value: Any) -> bool:
 
 def _steps(text: str) -> Path:
     steps = [m["key"] if m["key"] is not None else m["index"] for m in _STEP.finditer(text)]
-    # `[...]` is "some value of this mapping": the place is as near as the mapping.
+    # msgspec writes `[...]` for some value of a mapping: the location is then the mapping's.
     known = steps[: steps.index("...")] if "..." in steps else steps
     return tuple(int(step) if step.isdigit() else step for step in known)
 
 
-def _at(value: Any, path: Path) -> Any:
+def _value_at(value: Any, path: Path) -> Any:
     for step in path:
         try:
             value = value[step]

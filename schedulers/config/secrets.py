@@ -27,7 +27,7 @@ def variables(secrets: Mapping[str, str]) -> set[str]:
 
 
 def values(secrets: Mapping[str, str]) -> dict[str, str]:
-    """Resolve the references here and now. Raises SpecError, whose message never has a value."""
+    """Resolve the references on this machine. Raises SpecError, whose message never has a value."""
     return {name: _value(name, reference) for name, reference in secrets.items()}
 
 

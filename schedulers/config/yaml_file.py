@@ -59,7 +59,7 @@ class YamlFile:
         return self.location(*path)
 
     def _check(self, root: Node) -> None:
-        """Reject duplicate keys, where YAML silently uses the last one, and values inside themselves."""
+        """Reject duplicate keys, where YAML silently uses the last one, and values that contain themselves."""
         pending: list[tuple[Node, bool]] = [(root, False)]
         seen: set[int] = set()
         ancestors: set[int] = set()
@@ -141,7 +141,7 @@ def format_path(path: str) -> str:
     """Return the path for messages: relative if it is below the current directory."""
     try:
         relative = os.path.relpath(path)
-    except OSError:  # the directory that this runs in is gone
+    except OSError:  # the current directory was deleted
         return path
     return path if relative.startswith("..") else relative
 

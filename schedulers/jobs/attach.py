@@ -25,7 +25,7 @@ def find_or_attach(
 ) -> tuple[Record, ResolvedTarget | None]:
     """Return the job's record, and its target if the job was found there now.
 
-    A job without a record here is looked up on `target`, if there is one, by its whole id, and recorded. Any
+    A job without a record here is looked up on `target`, if there is one, by its full id, and recorded. Any
     number of machines may have a record of one job. If a job from another machine is over, and the target has
     created another one under its id since, that one's record replaces it.
 
@@ -38,14 +38,14 @@ def find_or_attach(
     except UnknownJob as unknown:
         job_id = full_id(ref)
         if job_id is None:
-            hint = "" if target is None else f"; to be looked for on target {target}, a job needs its whole id"
+            hint = "" if target is None else f"; to find it on target {target}, give its full id"
             raise UnknownJob(f"{unknown}{hint}") from None
         if target is None:
             hint = f"accel status {job_id} --target NAME looks for it there"
             raise UnknownJob(f"no job {job_id} here; if another machine submitted it, {hint}") from None
         return _attach(job_id, store, target, options or {}, start)
     if target is not None and record.adopted and record.status.state.final:
-        with contextlib.suppress(SchedulerError):  # where it cannot be asked, what is known stands
+        with contextlib.suppress(SchedulerError):  # if it cannot be queried, the record stands
             return _attach(record.id, store, target, options or {}, start, old_record=record)
     return record, None
 
@@ -63,7 +63,7 @@ def _attach(
 
     resolved = resolve_target(target, store.jobs, start=start, overrides=options)
     if not isinstance(resolved.target, Finds):
-        raise SpecError(f"target {target} ({resolved.kind}) cannot be asked for a job that this machine did not submit")
+        raise SpecError(f"target {target} ({resolved.kind}) cannot find jobs of other machines")
     discovered_job = resolved.target.find(job_id)
     if discovered_job is None:
         raise UnknownJob(f"no job {job_id}, here or on target {target}")
@@ -83,7 +83,7 @@ def _attach(
             made_at=discovered_job.created_at,
         )
     except StoreError:
-        # Another process has been as quick, unless that is not what is wrong.
+        # Another process may have stored the job at the same time.
         if job_id not in store.ids():
             raise
         record = store.record(job_id)

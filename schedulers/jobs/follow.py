@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..store.record import Record
     from ..target import Target
 
-_SLICE_S = 1.0  # how long a wait on the target itself may last before stop and deadline are looked at again
+_SLICE_S = 1.0  # longest wait on the target before stop and deadline are checked again
 _FIRST_POLL_S, _LAST_POLL_S = 1.0, 30.0
 _FIRST_READ_S, _LAST_READ_S = 0.1, 1.0
 _FIRST_EARLY_S = 0.005
@@ -63,7 +63,7 @@ class Backoff:
         """Wait until the job may have ended or must be polled again: 1 s at first, later up to 30 s."""
         changed = self.wait_on_target(target, native_id, _SLICE_S)
         if changed is None:
-            self._sleep(self.poll_after() if target is not None else _SLICE_S / 10)
+            self.sleep(self.poll_after() if target is not None else _SLICE_S / 10)
             return
         poll_at = time.monotonic() + self.poll_after()
         while not (changed or self.over or time.monotonic() >= poll_at):
@@ -86,13 +86,13 @@ class Backoff:
         started_at = time.monotonic()
         limit = self._limited(seconds)
         changed = target.wait(native_id, limit)
-        # A target that returns early time and again has no event to wait for, and must not be asked in a tight loop.
+        # A target that returns early time and again has no event to wait for, and must not be polled in a tight loop.
         self._early = self._early + 1 if time.monotonic() - started_at < limit / 2 else 0
         if self._early > 1:
-            self._sleep(min(seconds, _FIRST_EARLY_S * 2 ** min(self._early, 10)))
+            self.sleep(min(seconds, _FIRST_EARLY_S * 2 ** min(self._early, 10)))
         return changed is not False
 
-    def _sleep(self, seconds: float) -> None:
+    def sleep(self, seconds: float) -> None:
         if self._stop is not None:
             self._stop.wait(self._limited(seconds))
         else:
@@ -100,8 +100,6 @@ class Backoff:
 
     def _limited(self, seconds: float) -> float:
         return seconds if self._deadline is None else max(0.0, min(seconds, self._deadline - time.monotonic()))
-
-    sleep = _sleep
 
 
 def read_once(job: Followed, cursor: Cursor, ranks: Collection[int] | None, tail: int | None) -> Iterator[LogLine]:
@@ -120,10 +118,10 @@ def follow(
         yield from _catch_up(job, cursor, ranks, tail, backoff)
     poll_at, idle = 0.0, _FIRST_READ_S
     status = job.status()
-    if not status.state.final:  # a target that is to be told is so from the first line on, however many come
+    if not status.state.final:  # register with the target before the first line, however many there are
         backoff.wait_on_target(job.waiting_target(), job.native_id, 0.0)
     while not backoff.stopped:
-        # Asked before reading: when the job was over by then, what is read now is all there will ever be.
+        # Polled before reading: if the job was over by then, the lines read now are the last ones.
         if not status.state.final and time.monotonic() >= poll_at:
             status = job.status()
             poll_at = time.monotonic() + backoff.poll_after()
@@ -175,7 +173,7 @@ def _catch_up(
 
 @dataclass
 class _Line:
-    """The pieces of a line; of one with more than _MOST_PIECES, only its start and the number of pieces."""
+    """The pieces of a line; of one with more than _MAX_PIECES, only its start and the number of pieces."""
 
     number: int
     start: str | None

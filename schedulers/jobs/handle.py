@@ -120,7 +120,7 @@ def find(
     """Return the job with that id or unique prefix; `@last` is the newest.
 
     With a `target` (and `options` for it, as for `submit`), a job that is unknown here is looked up there by its
-    whole id and recorded here. Raises UnknownJob, StoreError, and with a target the errors of querying it.
+    full id and recorded here. Raises UnknownJob, StoreError, and with a target the errors of querying it.
     """
     return find_all([ref], store, target=target, options=options)[0]
 
@@ -182,7 +182,7 @@ class Job:
     ) -> None:
         """Create a handle. `shared`: a cache of targets, where this job's is looked up or added."""
         self.record = record
-        self._made = target
+        self._cached_target = target
         self._shared = {} if shared is None else shared
 
     def __repr__(self) -> str:
@@ -246,7 +246,7 @@ class Job:
         since: Cursor | str | float | None = None,
         tail: int | None = None,
     ) -> Iterator[LogLine]:
-        """Return the existing lines; with `follow`, also those to come, each exactly once and whole.
+        """Return the existing lines; with `follow`, also those to come, each exactly once and complete.
 
         Following ends when the job is over and all its lines were yielded. It continues while the backend cannot be
         reached; without `follow` that raises Unreachable.
@@ -259,7 +259,7 @@ class Job:
         return self._logs(follow, ranks, since, tail, None)
 
     def cancel(self, wait: bool = True) -> Status:
-        """Cancel the job in order: a warning, the job's grace period, SIGKILL.
+        """Cancel the job: SIGTERM, then SIGKILL after its grace period.
 
         Of a job that is over, only the parts that still run are cancelled. With `wait`, returns when the job is over,
         or its status a minute after the grace period. A job that is being submitted is cancelled by its submit as
@@ -273,7 +273,7 @@ class Job:
             return status
         self.record.append("cancel", host=os.uname().nodename, pid=os.getpid())
         if self.record.incomplete:
-            status = self.status()  # one whose submit was cut off is looked for
+            status = self.status()  # looks for a job whose submit was cut off
         if not status.state.final and self.record.native_id is not None:
             self._target().cancel(self.record.native_id)
         try:
@@ -300,7 +300,7 @@ class Job:
             target = self._target()
             return isinstance(target, Outlives) and target.cancel_rest(self.native_id)
         except (Unreachable, ConfigError) as error:
-            self.record.warning = f"its target could not be asked whether something of it still runs: {error}"
+            self.record.warning = f"cannot check whether parts of it still run: {error}"
             return False
 
     def shell(self, node: int, argv: Sequence[str] = (), *, terminal: bool = False) -> int:
@@ -315,7 +315,7 @@ class Job:
             raise SubmitError(f"job {self.id} does not run: its target has not confirmed it yet")
         if not isinstance(target, Shells):
             kinds = kinds_with("shell")
-            raise SpecError(f"target {self.target} ({self.record.kind}) opens no shells (kinds that do: {kinds})")
+            raise SpecError(f"shell is not supported by {self.record.kind} targets (supported by: {kinds})")
         return target.shell(self.native_id, node, argv, terminal=terminal)
 
     def resume_submit(self) -> Status:
@@ -339,7 +339,7 @@ class Job:
             except Unreachable as error:
                 self.record.warning = str(error)
             except SubmitError:
-                pass  # the status says it
+                pass  # the status has the reason
             return self.record.status
 
     def describe(self) -> dict[str, Any]:
@@ -410,10 +410,10 @@ class Job:
             stop.set()
 
     def _target(self) -> Target:
-        if self._made is None:
+        if self._cached_target is None:
             key = target_key(self.record)
-            self._made = self._shared.get(key) or self._shared.setdefault(key, restore(self.record))
-        return self._made
+            self._cached_target = self._shared.get(key) or self._shared.setdefault(key, restore(self.record))
+        return self._cached_target
 
     def _wait(self, timeout: float | None, stop: Event | None) -> Status:
         backoff = Backoff(stop, None if timeout is None else time.monotonic() + timeout)
@@ -438,9 +438,10 @@ class Job:
         target = self._target()
         if not isinstance(target, Fetches):
             kinds = kinds_with("fetch")
-            raise SpecError(f"job {self.id} left its results where it ran: {self.target} keeps none (kinds: {kinds})")
+            hint = f"the results of job {self.id} are where it ran"
+            raise SpecError(f"fetch is not supported by {self.record.kind} targets (supported by: {kinds}): {hint}")
         if self.native_id is None:
-            raise NotReady(f"job {self.id} is not known to have reached {self.target}")
+            raise NotReady(f"target {self.target} has not confirmed job {self.id} yet")
         return target.fetch(self.native_id, Path(directory))
 
     def native(self) -> object:
@@ -453,9 +454,9 @@ class Job:
         target = self._target()
         if not isinstance(target, HasNative):
             kinds = kinds_with("native")
-            raise SpecError(f"job {self.id} has no native object: {self.target} has no library for it (kinds: {kinds})")
+            raise SpecError(f"native is not supported by {self.record.kind} targets (supported by: {kinds})")
         if self.native_id is None:
-            raise NotReady(f"job {self.id} is not known to have reached {self.target}")
+            raise NotReady(f"target {self.target} has not confirmed job {self.id} yet")
         return target.native(self.native_id)
 
     def waiting_target(self) -> Target | None:
@@ -476,7 +477,7 @@ class Job:
         return follow(self, cursor, ranks, tail, Backoff(stop, None))
 
     def cursor(self, since: Cursor | str | float | None) -> Cursor:
-        """Return the log position that `since` means, as for `logs`. Raises SpecError, ConfigError.
+        """Return `since`, as for `logs`, as a cursor. Raises SpecError, ConfigError.
 
         A job whose submit was cut off is looked up on its target first.
         """

@@ -1,4 +1,4 @@
-"""Ask each target once about all of its jobs, record the answers, and recover jobs whose submit was cut off."""
+"""Polling of jobs, with one request per target, and recovery of submits that were cut off."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from ..target import Gathers, Target
 
 
-# Record an answer about a job, or its absence.
+# The result of a poll in a job's record.
 
-# How long a backend must go on not knowing a job before that counts: answers lag behind a submit.
+# Seconds for which a job must be unknown to its backend before that counts: backends lag behind a submit.
 ABSENT_S = 60.0
-# How long a submit is believed to be going on when its process cannot be looked at.
+# Seconds for which a submit counts as running if its process is not visible.
 ABANDONED_S = 60.0
 
 
@@ -80,9 +80,7 @@ def is_abandoned(record: Record) -> bool:
     return submitter_ended or time.time() - record.created_at > ABANDONED_S
 
 
-# Recover jobs whose submit was cut off, or cancelled before it had ended: find them on their target, end them if asked.
-#
-# For a record that is `incomplete`, the backend may have the job, or a part of it. Nothing here submits.
+# Recovery of submits that were cut off: the backend may have the `incomplete` job, or a part of it. Submits nothing.
 
 
 def recover(record: Record, target: Target) -> None:
@@ -96,7 +94,7 @@ def recover(record: Record, target: Target) -> None:
         try:
             known = find_submitted(record, target) or record.status.state.final
             if not known and not record.warning and is_abandoned(record):
-                record.warning = f"its submit was cut off; `accel status {record.id}` carries it out"
+                record.warning = f"its submit was cut off; `accel status {record.id}` resumes it"
         except (SchedulerError, OSError) as error:
             record.warning = str(error)
 
@@ -116,7 +114,7 @@ def find_submitted(record: Record, target: Target) -> bool:
     polled_at = time.time()
     try:
         discovered_job = target.find(record.id)
-    except UnknownJob:  # put there and not started
+    except UnknownJob:  # sent there, not started
         discovered_job = None
     if discovered_job is None:
         if record.cancel_requested:
@@ -133,7 +131,7 @@ def find_submitted(record: Record, target: Target) -> bool:
     return True
 
 
-# Poll.
+# Polls of targets.
 
 
 def restore(record: Record) -> Target:
@@ -152,7 +150,7 @@ def poll_all(records: Sequence[Record], shared: dict[str, Target] | None = None)
     """Poll each target once for all its jobs and record the results.
 
     Jobs whose submit was cut off are looked up on their targets. An error of one target, or one record, becomes a
-    warning on the records concerned. `shared` is a cache of targets by `target_key`, which is added to.
+    warning on the records concerned. `shared` is a cache of targets by `target_key`; new ones are added.
     """
     shared = {} if shared is None else shared
     groups: dict[str, list[Record]] = {}
@@ -177,7 +175,7 @@ def target_key(record: Record) -> str:
     try:
         options = json.dumps(record.options(), sort_keys=True)
     except StoreError:
-        options = record.id  # said when its target cannot be made
+        options = record.id  # reported when its target is constructed
     return f"{record.kind}\0{record.target}\0{options}"
 
 
@@ -185,22 +183,22 @@ def _poll_key(record: Record) -> str:
     """Return a key that is the same for records whose backend can be polled for all of them at once."""
     import json
 
-    kind = _gathering(record.kind)
+    kind = _load_gatherer(record.kind)
     try:
         if kind is not None:
             return f"{record.kind}\0{json.dumps(kind.poll_key(record.options() or {}))}"
-    except StoreError:  # said when its target is made
+    except StoreError:  # reported when its target is constructed
         pass
     return target_key(record)
 
 
 @functools.cache
-def _gathering(name: str) -> Gathers | None:
+def _load_gatherer(name: str) -> Gathers | None:
     from ..target import Gathers, load_kind
 
     try:
         kind = load_kind(name)
-    except SchedulerError:  # said when its target is made
+    except SchedulerError:  # reported when its target is constructed
         return None
     return kind if isinstance(kind, Gathers) else None
 
@@ -246,11 +244,11 @@ def _any_target(records: Sequence[Record], shared: dict[str, Target]) -> Target:
     """Return the target of the first record with valid options: each can poll all the jobs. Raises ConfigError."""
     for record in records[:-1]:
         with contextlib.suppress(SchedulerError):
-            return _restored(record, shared)
-    return _restored(records[-1], shared)
+            return _cached_target(record, shared)
+    return _cached_target(records[-1], shared)
 
 
-def _restored(record: Record, shared: dict[str, Target]) -> Target:
+def _cached_target(record: Record, shared: dict[str, Target]) -> Target:
     key = target_key(record)
     if key not in shared:
         shared[key] = restore(record)

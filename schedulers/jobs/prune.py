@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..errors import SchedulerError, StoreError
+from ..errors import SchedulerError
 from ..store import atomic_files
 from ..target import Clears, RunsInPlace, load_kind
-from .poll import restore
+from .poll import restore, target_key
 
 if TYPE_CHECKING:
     from ..store.record import CorruptRecord, Record
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 class Pruned:
     """The result of pruning.
 
-    ids:  jobs whose records are gone (or would be), newest first.
+    ids:          jobs whose records are gone (or would be), newest first.
     kept_reasons: a line for each thing that is kept.
     """
 
@@ -41,10 +40,10 @@ def prune(
 
     A target that cannot be reached keeps its data, and the rest goes on. Of a job that another machine submitted,
     only the record here goes, unless the job is named (`ids`): that machine may still need its logs. A job that
-    may still run in its directory is kept, whatever its record has. Raises StoreError.
+    may still run in its directory is kept, whatever its status. Raises StoreError.
     """
     chosen = store.prune(older_than_s=older_than_s, keep=keep, ids=ids, dry_run=True)
-    in_use = _used(store, set(chosen))
+    in_use = _jobs_in_use(store, set(chosen))
     chosen = [job_id for job_id in chosen if job_id not in in_use]
     if dry_run or not chosen:
         return Pruned(ids=tuple(chosen), kept_reasons=tuple(in_use.values()))
@@ -54,7 +53,7 @@ def prune(
     return Pruned(ids=tuple(store.prune(ids=to_delete)) if to_delete else (), kept_reasons=tuple(skipped))
 
 
-def _used(store: Store, chosen: set[str]) -> dict[str, str]:
+def _jobs_in_use(store: Store, chosen: set[str]) -> dict[str, str]:
     """Return a line for each of these jobs that may still run in its directory."""
     lines = {}
     for record in store.records():
@@ -71,7 +70,7 @@ def _in_use(record: Record | CorruptRecord) -> str:
     try:
         kind = load_kind(record.kind if isinstance(record, Record) else _kind(record.path))
         return kind.in_use(record.directory) if isinstance(kind, RunsInPlace) else ""
-    except (SchedulerError, OSError):  # a plug-in that is gone, or a damaged record: nothing tells of its processes
+    except (SchedulerError, OSError):  # a plug-in that is gone, or a damaged record: its processes are unknown
         return ""
 
 
@@ -82,10 +81,10 @@ def _kind(path: str) -> str:
 def _clear(store: Store, chosen: set[str], *, include_adopted: bool) -> list[str]:
     from ..store.record import Record
 
-    groups: dict[tuple[str, str, str], list[Record]] = {}
+    groups: dict[str, list[Record]] = {}
     for record in store.records():
         if isinstance(record, Record) and record.id in chosen and (include_adopted or not record.adopted):
-            groups.setdefault(_clear_group(record), []).append(record)
+            groups.setdefault(target_key(record), []).append(record)
     skipped = []
     for records in groups.values():
         try:
@@ -94,13 +93,5 @@ def _clear(store: Store, chosen: set[str], *, include_adopted: bool) -> list[str
                 skipped += target.clear({record.id: record.native_id for record in records})
         except (SchedulerError, OSError) as error:
             count = f"{len(records)} job{'s' * (len(records) > 1)}"
-            skipped.append(f"target {records[0].target}: {error}; what it has of {count} stays there")
+            skipped.append(f"target {records[0].target}: {error}; its data of {count} stays")
     return skipped
-
-
-def _clear_group(record: Record) -> tuple[str, str, str]:
-    """Return a key that is the same for jobs with the same target and options, which are cleared together."""
-    try:
-        return record.kind, record.target, json.dumps(record.options(), sort_keys=True)
-    except StoreError:
-        return record.kind, record.target, record.id

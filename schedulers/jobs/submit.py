@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     Item = TypeVar("Item")
     Result = TypeVar("Result")
 
-# Jobs whose records are written at a time: a disk that is told to keep many things at once keeps them in one go.
+# Threads that write records: a disk flushes concurrent writes together.
 _MAX_WORKERS = 8
 
 
@@ -80,7 +80,7 @@ def send_many(records: Sequence[Record], target: Sweeps, plans: Sequence[Plan]) 
     `Record.warning` has the reason why a job was not submitted; an error that all jobs have is raised.
     """
     sent_at = time.time()
-    # The first one's lock stands for all: a thousand jobs would need a thousand open files.
+    # The first job's lock covers all: a thousand jobs would need a thousand open files.
     with records[0].submission():
         outcomes: Sequence[str | SchedulerError]
         try:
@@ -94,7 +94,7 @@ def send_many(records: Sequence[Record], target: Sweeps, plans: Sequence[Plan]) 
     first = problems[0]
     if first is not None and {str(problem) for problem in problems} == {str(first)}:
         if isinstance(first, Unreachable):
-            hint = f"the {len(records)} jobs are kept as submitting, and `accel status ID` asks again"
+            hint = f"the {len(records)} jobs are kept as submitting, and `accel status ID` tries again"
             raise Unreachable(f"{first}; {hint}") from first
         raise first
     for record, problem in zip(records, problems, strict=True):
@@ -104,7 +104,7 @@ def send_many(records: Sequence[Record], target: Sweeps, plans: Sequence[Plan]) 
 def for_each(act: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
     """Call `act`, which writes a job's record, for each of `items` in several threads; return the results in order.
 
-    All records are on disk when this returns. Raises the error of the first that failed; none is begun after
+    All records are on disk when this returns. Raises the error of the first that failed; no call starts after
     that.
     """
     from concurrent.futures import ThreadPoolExecutor
@@ -124,7 +124,7 @@ def send(record: Record, target: Target, plan: Plan) -> None:
     _record_native_id(record, outcome, sent_at)
     problem = _cancel_or_record(record, outcome, target)
     if isinstance(problem, Unreachable):
-        hint = f"job {record.id} is kept as {record.status.state.value}, and `accel status {record.id}` asks again"
+        hint = f"job {record.id} is kept as {record.status.state.value}, and `accel status {record.id}` tries again"
         raise Unreachable(f"{problem}; {hint}") from problem
     if problem is not None:
         raise problem
@@ -137,7 +137,7 @@ def _record_native_id(record: Record, outcome: str | SchedulerError, sent_at: fl
         return
     if isinstance(outcome, SchedulerError):
         record.append("cancel", host=os.uname().nodename, pid=os.getpid())
-    # As old as the question: what the job itself has told since then is newer, and stands.
+    # With the time of the submit: a status that the job has written since is newer, and stays.
     confirmed = record.reload().native_id is not None
     status = record.status if confirmed else Status(state=State.QUEUED, observed_at=sent_at)
     record.update(status, native_id, incomplete=record.cancel_requested)
@@ -147,11 +147,11 @@ def _cancel_or_record(record: Record, outcome: str | SchedulerError, target: Swe
     """Cancel the job if requested, and record a rejection. Return why the job was not submitted."""
     problem = None if isinstance(outcome, str) else outcome
     if isinstance(problem, Unreachable):
-        return problem  # it may have got there all the same, so it is neither failed nor sent again blindly
+        return problem  # the target may have the job: it is neither failed nor sent again blindly
     if record.cancel_requested and record.native_id is not None and not record.status.state.final:
         try:
             target.cancel(record.native_id)
-        except Unreachable as error:  # the submit stays incomplete, and whoever completes it repeats the cancel
+        except Unreachable as error:  # the submit stays incomplete; its completion repeats the cancel
             return Unreachable("; ".join(filter(None, (str(problem or ""), f"it is not cancelled: {error}"))))
     if problem is not None:
         reason = getattr(problem, "reason", Reason.SETUP)

@@ -23,13 +23,13 @@ SCHEMA = 1
 
 Migration = Callable[[dict[str, Any]], dict[str, Any]]
 
-# File name -> schema it has -> what makes the next schema out of it.
+# File name -> schema -> the function that migrates a document to the next schema.
 MIGRATIONS: dict[str, dict[int, Migration]] = {}
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
-_LINE_BEGINS = '{"schema":'
+_LINE_START = '{"schema":'
 # Ends a torn line so that it is no record, even where all but its newline had been written.
 _VOID = b"~\n"
 _FOREIGN_LOCK_STALE_S = 600.0
@@ -42,14 +42,14 @@ def store_error(error: OSError, path: str, action: str) -> StoreError:
     if error.errno in _FORBIDDEN:
         return StoreError(f"no permission to {action} {path} ({error.strerror})")
     if error.errno == errno.ENOENT:
-        return StoreError(f"cannot {action} {path}: it is not there (was the job pruned?)")
+        return StoreError(f"cannot {action} {path}: not found (was the job pruned?)")
     return StoreError(f"cannot {action} {path}: {error.strerror or error}")
 
 
 def migrate(document: object, path: str) -> dict[str, Any]:
     """Return the document in today's schema. Raises StoreError for one that is newer or has no schema."""
     if not isinstance(document, dict):
-        raise StoreError(f"{path} is damaged: it holds no JSON object")
+        raise StoreError(f"{path} is damaged: it is not a JSON object")
     schema = document.get("schema")
     if type(schema) is not int or schema < 0:
         raise StoreError(f"{path} is damaged: its schema is {schema!r}, not a number")
@@ -58,7 +58,7 @@ def migrate(document: object, path: str) -> dict[str, Any]:
     steps = MIGRATIONS.get(os.path.basename(path), {})
     while schema < SCHEMA:
         if schema not in steps:
-            raise StoreError(f"{path} has schema {schema}, which no accel has ever written")
+            raise StoreError(f"{path} has schema {schema}, which no version of accel has written")
         document, schema = steps[schema](document), schema + 1
     return document
 
@@ -176,7 +176,7 @@ def _write(fd: int, data: bytes) -> None:
 
 
 def parse_lines(raw: bytes, path: str) -> tuple[list[dict[str, Any]], bool]:
-    """Return all complete records, and True if the file ends in a torn one (a writer died in mid-write).
+    """Return all complete records, and True if the file ends in a torn one, whose writer died.
 
     A record with `torn_before` was appended after a torn one: the text just before it is skipped. Raises
     StoreError, naming the line, for anything else that is not a record.
@@ -194,7 +194,7 @@ def parse_lines(raw: bytes, path: str) -> tuple[list[dict[str, Any]], bool]:
                 rows.pop()
         rows.append(row)
     torn = bool(tail)
-    # The next writer died just after it had ended the torn line: the fragment now has its newline and no follower.
+    # The next writer died just after it had ended the torn line: the fragment now has a newline and no line after it.
     while rows and isinstance(rows[-1], tuple) and _is_fragment(rows[-1][1]):
         rows.pop()
         torn = True
@@ -217,7 +217,7 @@ def _parse_line(line: str) -> dict[str, Any] | None:
 
 
 def _is_fragment(line: str) -> bool:
-    return line.isascii() and _LINE_BEGINS.startswith(line.rstrip("~")[: len(_LINE_BEGINS)])
+    return line.isascii() and _LINE_START.startswith(line.rstrip("~")[: len(_LINE_START)])
 
 
 def append_line(
@@ -340,7 +340,7 @@ def _break_if_stale(path: str, temporary: str) -> None:
     stale_path = f"{temporary}.aside"
     with contextlib.suppress(OSError):
         os.rename(path, stale_path)
-        # Another process may have broken it, and taken it, between the look and the rename: then it gets it back.
+        # Another process may have broken and acquired the lock before the rename: it then gets the lock back.
         if read_bytes(stale_path) != holder:
             os.link(stale_path, path)
         os.unlink(stale_path)
@@ -350,7 +350,7 @@ def _stale_holder(path: str) -> bytes | None:
     holder = read_bytes(path)
     if not holder:
         return None
-    host, pid, _, *rest = holder.decode("ascii", "replace").split(" ")  # an older version wrote no more than these
+    host, pid, _, *rest = holder.decode("ascii", "replace").split(" ")  # older versions write only these
     boot, namespace = ("" if field == "-" else field for field in [*rest, "-", "-"][:2])
     space = space_of(boot, host, namespace)
     if space == pid_space():

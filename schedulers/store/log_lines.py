@@ -1,6 +1,6 @@
-"""Log lines, read byte-exact from a directory of log files, from a cursor on; none is lost, repeated or cut.
+"""Log lines, read byte-exact from a directory of log files from a cursor on: none is lost, repeated or cut.
 
-The files are those of `schedulers.node.logs`. A line longer than MOST_BYTES is split into pieces.
+The files are those of `schedulers.node.logs`. A line longer than MAX_BYTES is split into pieces.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from ..job import Cursor, LogLine
 from ..node import logs as files
 
-MAX_BYTES = 1 << 20  # of a piece, the line's ending included
+MAX_BYTES = 1 << 20  # of a piece, including a line's ending
 _CHUNK = 1 << 20
 
 
@@ -70,7 +70,7 @@ def pieces(line: bytes) -> Generator[tuple[bytes, bool], None, bytes]:
 
 
 def is_long(line: bytes) -> bool:
-    """Return True for a line whose text does not fit in a piece. A piece has room for an ending, and has none."""
+    """Return True if the line's text does not fit in a piece, which reserves room for an ending."""
     return len(line) > MAX_BYTES - 2 and len(line.rstrip(b"\r\n")) > MAX_BYTES - 2
 
 
@@ -90,7 +90,6 @@ def tail_at(directory: Path, since: Cursor, count: int, *, complete: bool) -> Cu
 
     A line without an end counts as in `read`, and one in pieces counts once.
     """
-
     start = offsets(since)
 
     def read_tails(counts: Mapping[str, int]) -> list[dict[str, Any]]:
@@ -132,6 +131,3 @@ def offsets(since: Cursor | None) -> dict[str, int]:
     """Return the cursor's position in each file that it names."""
     pairs = (pair.partition("=") for pair in str(since or "").split(",") if pair)
     return {source: int(offset) for source, _, offset in pairs if offset.isdigit()}
-
-
-__all__ = ["MAX_BYTES", "cursor_at", "last_lines", "lines", "offsets", "pieces", "read", "split", "tail_at"]

@@ -14,8 +14,8 @@ from ..errors import ConfigError
 
 _NAME, _PACKAGES = "accel-launch", ("accel", "schedulers")
 _LICENCE = "licenses/LICENSE"
-# The first moment that a zip file can tell.
-_MOMENT = (1980, 1, 1, 0, 0, 0)
+# The earliest time that a zip file can hold.
+_ZIP_EPOCH = (1980, 1, 1, 0, 0, 0)
 
 
 def write(directory: Path) -> Path:
@@ -65,7 +65,7 @@ def _metadata(distribution: importlib.metadata.Distribution, info: str) -> Itera
 
 
 def _add(archive: zipfile.ZipFile, name: str, data: bytes) -> None:
-    entry = zipfile.ZipInfo(name, _MOMENT)
+    entry = zipfile.ZipInfo(name, _ZIP_EPOCH)
     entry.external_attr = 0o644 << 16
     entry.compress_type = zipfile.ZIP_DEFLATED
     archive.writestr(entry, data)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from ..target import Plan
 
-# Within one attempt a job goes this way; an answer that is older than the one in force cannot send it back.
+# The order of states within an attempt: an answer older than the current status cannot move the job back.
 _ORDER = {State.SUBMITTING: 0, State.QUEUED: 1, State.RUNNING: 2}
 _ADOPTED = "adopted"
 
@@ -61,7 +61,7 @@ class Record:
     submitter:      (host, process id) that wrote the intent.
     submitted_from: the scope of that process id (`pid_space`).
     adopted:        another machine submitted the job, and it was found on its target.
-    cancel_requested:   somebody has requested accel to cancel the job.
+    cancel_requested: a cancel of the job was requested through accel.
     incomplete:     the submit is not complete: the target has not confirmed all of the job, or the cancel of it.
     warning:        why `status` may be old; never stored.
     """
@@ -116,13 +116,13 @@ class Record:
             return None
         options = document.get("options", {})
         if not isinstance(options, dict):
-            raise StoreError(f"{path} is damaged: its options are no JSON object")
+            raise StoreError(f"{path} is damaged: its options are not a JSON object")
         return options
 
     def events(self) -> list[Event]:
         """Return all events of the job, oldest first. Raises StoreError."""
         rows = _rows(self.path)
-        from_rows(self.id, self.path, rows)  # each line has a name and a time
+        from_rows(self.id, self.path, rows)  # validates the lines: each has a name and a time
         reserved = ("schema", "event", "at", "torn_before")
         return [
             Event(name=row["event"], at=row["at"], data={key: row[key] for key in row if key not in reserved})
@@ -135,7 +135,7 @@ class Record:
             raise ValueError(f"{name} is an event of the store's own; use update()")
 
         def decide(rows: list[dict[str, Any]]) -> dict[str, Any]:
-            self._read(rows)  # nothing is added to what makes no sense
+            self._read(rows)  # raises for an invalid record
             return {"event": name, "at": time.time(), **data}
 
         self._read(atomic_files.append_line(self._events, decide)[0])
@@ -143,9 +143,9 @@ class Record:
     def update(self, status: Status, native_id: str | None = None, *, incomplete: bool = False) -> Status:
         """Record a backend's answer and return the status in force.
 
-        That is not `status` if the change is not allowed: a final state never changes, and an older answer never
-        moves a job back within an attempt. With a native id, `incomplete` is stored: the submit is still to be
-        completed; without one, that stays. Many processes may call this at once. A change only in texts or
+        It differs from `status` if the change is not allowed: a final state never changes, and an older answer never
+        moves a job back within an attempt. With a native id, `incomplete` is stored: the submit must still be
+        completed; without one, the stored value stays. Many processes may call this at once. A change only in texts or
         `observed_at` is stored without an event. Raises StoreError.
         """
         status = status if status.observed_at else dataclasses.replace(status, observed_at=time.time())
@@ -155,7 +155,7 @@ class Record:
             try:
                 new = _succession(self.status, Status.from_json(status.to_json()))
             except ValueError as error:  # nothing is written that could not be read again
-                raise StoreError(f"job {self.id}: its target answered what no status may hold: {error}") from None
+                raise StoreError(f"job {self.id}: its target returned an invalid status: {error}") from None
             native = native_id or self.native_id
             still_incomplete = self.incomplete if native_id is None else incomplete
             if _same_state(new, self.status) and (native, still_incomplete) == (self.native_id, self.incomplete):
@@ -163,13 +163,13 @@ class Record:
             row = {"event": "status", "at": time.time(), "status": new.to_json(), "native_id": native}
             return row | ({"incomplete": True} if still_incomplete and native is not None else {})
 
-        # What the backend can be asked again need not survive a crash: it is not waited for, a thousand times over.
+        # A status that can be polled again need not survive a crash: an fsync per job would be slow.
         durably = status.state.final or native_id is not None
         rows, appended = atomic_files.append_line(self._events, decide, durably=durably)
         if appended:
             self._read(rows)
         elif _same_state(status, self.status) and not self.status.state.final:
-            self._observed(status)
+            self._write_seen(status)
         return self.status
 
     def reload(self) -> Record:
@@ -206,13 +206,13 @@ class Record:
             raise StoreError(f"{path} is damaged: {error}") from None
 
     def _read(self, rows: list[dict[str, Any]]) -> None:
-        # The fields are taken over one by one, so that a Job, and whoever else holds this record, sees the news.
+        # Updated in place, so that a Job, and every other holder of this record, sees the change.
         fresh = from_rows(self.id, self.path, rows)
         for name, value in fresh.__dict__.items():
             if name != "warning":
                 setattr(self, name, value)
 
-    def _observed(self, status: Status) -> None:
+    def _write_seen(self, status: Status) -> None:
         """Store an answer that changes at most texts in the file `seen`, whose time is the answer's.
 
         A waiter that polls all week, or a queue that moves a thousand times, thus does not fill events.jsonl.
@@ -259,7 +259,7 @@ def _fold(job_id: str, path: str, rows: list[dict[str, Any]]) -> Record:
         raise StoreError(f"{path}/events.jsonl is damaged: it holds no record")
     first, last = rows[0], rows[0]
     started = ended = absent = None
-    cancel_asked = False
+    cancel_requested = False
     status = Status.from_json(first["status"])
     for row in rows:
         event, timestamp = as_text(row["event"], "event"), as_timestamp(row["at"], "at")
@@ -268,7 +268,7 @@ def _fold(job_id: str, path: str, rows: list[dict[str, Any]]) -> Record:
         elif event == "present":
             absent = None
         elif event == "cancel":
-            cancel_asked = True
+            cancel_requested = True
         elif "status" in row:
             last, absent = row, None
             status = Status.from_json(row["status"])
@@ -278,7 +278,7 @@ def _fold(job_id: str, path: str, rows: list[dict[str, Any]]) -> Record:
                 ended = timestamp
     procs, native_id, after = first.get("procs"), last.get("native_id"), first.get("after", [])
     if not isinstance(after, list):
-        raise ValueError("after is no list")
+        raise ValueError("after is not a list")
     return Record(
         id=job_id,
         path=path,
@@ -292,17 +292,17 @@ def _fold(job_id: str, path: str, rows: list[dict[str, Any]]) -> Record:
         submitted_from=space_of(*(as_text(first.get(key, ""), key) for key in ("boot", "host", "pid_namespace"))),
         after=tuple(as_text(job_id, "after") for job_id in after),
         native_id=None if native_id is None else as_text(native_id, "native_id"),
-        status=_observation(path, status),
+        status=_with_seen(path, status),
         started_at=started,
         ended_at=ended,
         absent_since=absent,
         adopted=first["event"] == _ADOPTED,
-        cancel_requested=cancel_asked,
+        cancel_requested=cancel_requested,
         incomplete=native_id is None or last.get("incomplete") is True,
     )
 
 
-def _observation(path: str, status: Status) -> Status:
+def _with_seen(path: str, status: Status) -> Status:
     """Return the status with the texts and time of the newest answer in the file `seen`, if its state is the same.
 
     An invalid time is ignored.
@@ -338,7 +338,7 @@ def _succession(current: Status, new: Status) -> Status:
     if not current.state.may_become(new.state) or current.state.final:
         return current
     if new.state.final:
-        # A target that lost sight of a job does not know how often it was started.
+        # A target that has lost the job does not know how often it was started.
         return dataclasses.replace(new, attempt=max(new.attempt, current.attempt))
     if new.attempt < current.attempt:
         return current
@@ -370,7 +370,7 @@ def first_row(spec: JobSpec, *, target: str, kind: str) -> dict[str, Any]:
 
 def adopted_row(spec: JobSpec, *, target: str, kind: str, native_id: str, created_at: float) -> dict[str, Any]:
     """Return the first line of events.jsonl for a job that another machine submitted. Its state is not known yet."""
-    status = Status(state=State.QUEUED, message="found on its target, and not asked about yet")
+    status = Status(state=State.QUEUED, message="found on its target, not polled yet")
     row = first_row(spec, target=target, kind=kind)
     return row | {
         "event": _ADOPTED,

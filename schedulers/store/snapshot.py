@@ -1,4 +1,4 @@
-"""Pack the code directory as it is now into `$ACCEL_HOME/snapshots/<digest>.tar`; delete those that no job uses."""
+"""Snapshots of code directories, `$ACCEL_HOME/snapshots/<digest>.tar`: pack, unpack, and delete unused ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from .source_files import Entry, list_code
 if TYPE_CHECKING:
     import logging
     import tarfile
-
 
 _LARGE_BYTES = 100_000_000
 _MAX_SHOWN = 5
@@ -63,7 +62,7 @@ def pack(code: Path, home: Path) -> Snapshot:
     """
     top = os.path.realpath(code)
     if not os.path.isdir(top):
-        raise SnapshotError(f"no code directory {top}")
+        raise SnapshotError(f"code directory not found: {top}")
     for _ in range(_ATTEMPTS):
         with contextlib.suppress(_ChangedError):
             packed = _pack(top, os.path.realpath(home))
@@ -91,7 +90,7 @@ def unpack(snapshot: Path, destination: Path) -> None:
     if os.path.lexists(destination):
         if atomic_files.read_bytes(marker) == digest.encode():
             return
-        raise SnapshotError(f"cannot unpack into {destination}: it is there, and is not this snapshot")
+        raise SnapshotError(f"cannot unpack into {destination}: it exists and is not this snapshot")
     temporary = os.path.join(parent, f".{name}.{os.getpid()}.{os.urandom(4).hex()}")
     try:
         try:
@@ -166,7 +165,7 @@ def _content_hash(top: str, entry: Entry) -> bytes:
         return hashlib.sha256(os.fsencode(entry.link)).digest()
     hashed = hashlib.sha256()
     with _open(top, entry) as file:
-        for chunk in _exactly(file, entry):
+        for chunk in _read_listed_size(file, entry):
             hashed.update(chunk)
     return hashed.digest()
 
@@ -185,7 +184,7 @@ def _open(top: str, entry: Entry) -> IO[bytes]:
     return open(fd, "rb", buffering=0)
 
 
-def _exactly(file: IO[bytes], entry: Entry) -> Iterable[bytes]:
+def _read_listed_size(file: IO[bytes], entry: Entry) -> Iterable[bytes]:
     """Yield the file's bytes up to the size that was listed: a log may grow meanwhile, but must not shrink."""
     remaining = entry.size
     while remaining:
@@ -226,7 +225,7 @@ def _write_tar(out: IO[bytes], top: str, entries: list[Entry], hashes: list[byte
             if entry.type == "file":
                 info.size = entry.size
                 with _open(top, entry) as file:
-                    content = _Hashing(_exactly(file, entry))
+                    content = _Hashing(_read_listed_size(file, entry))
                     tar.addfile(info, content)  # type: ignore[arg-type]  # all that it calls is read()
                 if content.digest() != expected:
                     raise _ChangedError
@@ -269,7 +268,7 @@ def _extract(snapshot: Path, top: str, digest: str) -> None:
             max_bytes = os.path.getsize(snapshot)
             entries = [(entry, _member(tar, info, entry, top)) for info, entry in _members(tar, max_bytes)]
     except FileNotFoundError:
-        raise SnapshotError(f"the snapshot {snapshot} is not there") from None
+        raise SnapshotError(f"snapshot not found: {snapshot}") from None
     except (tarfile.TarError, EOFError) as error:
         raise SnapshotError(f"{problem} ({error})") from None
     if _digest(entries) != digest:
@@ -277,7 +276,7 @@ def _extract(snapshot: Path, top: str, digest: str) -> None:
     # Last, so that no file can be written through a link.
     links = [entry for entry, _ in entries if entry.type == "link"]
     for entry in links:
-        os.symlink(entry.link, _place(top, entry.path))
+        os.symlink(entry.link, _with_parents(top, entry.path))
     real_top = os.path.realpath(top)
     for entry in links:
         if (
@@ -322,10 +321,10 @@ def _member(tar: tarfile.TarFile, info: tarfile.TarInfo, entry: Entry, top: str)
 
     content = hashlib.sha256(os.fsencode(entry.link))
     if entry.type == "directory":
-        os.mkdir(_place(top, entry.path), entry.mode | 0o700)
+        os.mkdir(_with_parents(top, entry.path), entry.mode | 0o700)
     elif entry.type == "file":
         source = tar.extractfile(info)
-        full_path = _place(top, entry.path)
+        full_path = _with_parents(top, entry.path)
         with open(os.open(full_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as out:
             while source is not None and (chunk := source.read(_CHUNK)):
                 content.update(chunk)
@@ -334,7 +333,7 @@ def _member(tar: tarfile.TarFile, info: tarfile.TarInfo, entry: Entry, top: str)
     return content.digest()
 
 
-def _place(top: str, path: str) -> str:
+def _with_parents(top: str, path: str) -> str:
     full_path = os.path.join(top, path)
     os.makedirs(os.path.dirname(full_path), exist_ok=True)
     return full_path
@@ -358,18 +357,18 @@ def _size_warning(top: str, entries: list[Entry]) -> list[str]:
         return []
     largest = sorted(entries, key=lambda entry: (-entry.size, entry.path))[:_MAX_SHOWN]
     shown = ", ".join(f"{entry.path!r} ({_megabytes(entry.size)})" for entry in largest)
-    return [f"the code directory {top} has {_megabytes(total)}, which every job would carry; the largest: {shown}"]
+    return [f"the code directory {top} has {_megabytes(total)}, which every job would copy; the largest: {shown}"]
 
 
 def _megabytes(size: int) -> str:
     return f"{size / 1_000_000:.0f} MB"
 
 
-# Delete the snapshots that no job uses any more.
+# Deletion of snapshots that no job uses any more.
 
 _MIN_AGE_S = 86400.0
-_CLOCKS_S = 3600.0
-# A snapshot, packed once more for a target, or what a process that died meanwhile left of it.
+_CLOCK_SKEW_S = 3600.0
+# A snapshot, its compressed copy for a target, or a partial file of either that a killed process left.
 _FILE = re.compile(r"[0-9a-f]{64}\.tar(\.gz)?(\.[0-9a-f.]+)?\Z")
 
 
@@ -406,10 +405,10 @@ def _limits(jobs: Iterable[Record | CorruptRecord]) -> Iterator[float]:
     for job in jobs:
         if not isinstance(job, Record):
             with contextlib.suppress(FileNotFoundError):
-                yield os.stat(os.path.join(job.path, "plan.json")).st_mtime - _CLOCKS_S
+                yield os.stat(os.path.join(job.path, "plan.json")).st_mtime - _CLOCK_SKEW_S
         elif not job.status.state.final:
-            # Times of jobs are this machine's, those of files may be a server's.
-            yield job.created_at - _CLOCKS_S
+            # The times of jobs are from this machine's clock, those of files perhaps from a server's.
+            yield job.created_at - _CLOCK_SKEW_S
 
 
 def _is_old(path: str, cutoff: float) -> bool:

@@ -1,4 +1,4 @@
-"""List the files of a code directory that are shipped: what git would track, less ignored files and secrets."""
+"""The files of a code directory to ship: those that git would track, without ignored files and secrets."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from pathspec import GitIgnoreSpec
 
 
-# Files that are not shipped: ignored ones, what is never code, and what looks like a secret.
+# Rules for files that are not shipped: ignored ones, files that are never code, and secrets by their names.
 
 IGNORE_FILE = ".accelignore"
 DOCKER_FILE = ".dockerignore"
 
-# Names of files and directories that hold credentials, in any case; `*` is any part of a name. The one list of them.
+# Names of files and directories that hold credentials, in any case; `*` is any part of a name. The only such list.
 SECRETS = (".env*", ".netrc", ".npmrc", ".pypirc", ".ssh", ".aws", "*.pem", "*.key", "credentials.json",
            "id_rsa*", "id_ecdsa*", "id_ed25519*", "id_dsa*")  # fmt: skip
 
-# Never code, so left out where there is no git; `!name` in .accelignore takes one back.
+# Never code, so left out where there is no git; `!name` in .accelignore includes one again.
 NEVER_CODE = (
     ".git",
     ".hg/",
@@ -64,7 +64,7 @@ def is_secret(path: str) -> bool:
 
 
 def read_rules(top: str, *, git: bool, image: bool) -> Rules:
-    """Read `.accelignore`, and for an image `.dockerignore`. Raises SnapshotError for a pattern that is wrong."""
+    """Read `.accelignore`, and for an image `.dockerignore`. Raises SnapshotError for an invalid pattern."""
     lines = _lines(top, IGNORE_FILE)
     docker = _docker(top, _lines(top, DOCKER_FILE)) if image else None
     if git and not lines and docker is None:
@@ -80,14 +80,14 @@ def read_rules(top: str, *, git: bool, image: bool) -> Rules:
 def warnings_of(excluded: Sequence[str], accepted: Sequence[str], tracked: Sequence[str]) -> list[str]:
     """Return the warnings about paths that look like secrets.
 
-    excluded:     not shipped.
+    excluded: not shipped.
     accepted: shipped, because .accelignore includes them again.
     tracked:  shipped, because git tracks them.
     """
     remedy = f"To leave one out, add its name to {IGNORE_FILE}"
     paths_by_message = {
         f"left out, named like secrets. To ship one, add `!NAME` to {IGNORE_FILE}": excluded,
-        f"named like secrets, and shipped, as `!NAME` in {IGNORE_FILE} takes them back": accepted,
+        f"named like secrets, and shipped, as `!NAME` in {IGNORE_FILE} includes them again": accepted,
         f"named like secrets, and shipped, as git tracks them. {remedy}": tracked,
     }
     return [f"{_format_paths(paths)}: {message}" for message, paths in paths_by_message.items() if paths]
@@ -138,16 +138,16 @@ def _docker(top: str, lines: Sequence[str]) -> Callable[[str], bool] | None:
 
     def is_excluded(path: str) -> bool:
         if path.endswith("/") and has_exceptions:
-            return False  # something below it may be taken back
+            return False  # something below it may be included again
         matching = (excludes for excludes, spec in reversed(patterns) if spec.match_file(path))
         return next(matching, False)
 
     return is_excluded
 
 
-# Files that are.
+# The list of shipped files, from git or from a walk through the directory.
 
-# What accel makes in ACCEL_HOME.
+# The directories that accel creates in ACCEL_HOME.
 _IN_HOME = ("jobs", "snapshots", "local")
 
 _GIT_VARIABLES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_COMMON_DIR", "GIT_NAMESPACE")
@@ -203,14 +203,14 @@ def list_code(top: str, home: str | None = None, *, image: bool = False) -> tupl
             continue
         if git is not None and rules.ignored(path):
             continue
-        kind = None
+        group = None
         if is_secret(path):
-            kind = accepted if rules.accepted(path) else tracked if candidate.tracked else secrets
-        entry = None if kind is secrets else _entry(top, path, warnings)
+            group = accepted if rules.accepted(path) else tracked if candidate.tracked else secrets
+        entry = None if group is secrets else _entry(top, path, warnings)
         if entry is not None:
             entries.append(entry)
-        if kind is not None and (kind is secrets or entry is not None):
-            kind.append(path)
+        if group is not None and (group is secrets or entry is not None):
+            group.append(path)
     return entries, warnings + warnings_of(secrets, accepted, tracked)
 
 
@@ -247,8 +247,8 @@ def _link(top: str, full_path: str) -> str:
     resolved = os.path.realpath(full_path)
     if os.path.isabs(target) or not (resolved == top or resolved.startswith(top.rstrip(os.sep) + os.sep)):
         raise SnapshotError(
-            f"{full_path!r} is a link to {target!r}, outside the code directory: other machines do not have that; "
-            f"delete it, or have it ignored ({IGNORE_FILE})"
+            f"{full_path!r} is a link to {target!r}, outside the code directory, which other machines lack; "
+            f"delete it or add it to {IGNORE_FILE}"
         )
     return target
 
@@ -322,10 +322,10 @@ def _git(top: str, *arguments: str) -> bytes:
         completed = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, env=git_environment())
     except FileNotFoundError:
         raise SnapshotError(
-            f"{top} is in a git repository, and git, which knows what it ignores, is not there: install git"
+            f"{top} is in a git repository, but git, which knows the ignored files, was not found: install git"
         ) from None
     if completed.returncode != 0:
-        stderr_lines = completed.stderr.decode(errors="replace").strip().splitlines() or ["it said nothing"]
+        stderr_lines = completed.stderr.decode(errors="replace").strip().splitlines() or ["no output"]
         raise SnapshotError(f"git cannot list the files of {top}: {stderr_lines[0]}")
     return completed.stdout
 

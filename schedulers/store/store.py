@@ -30,7 +30,7 @@ _EPOCH_MS = 1_704_067_200_000  # 2024-01-01
 _RANDOM_BITS = 15
 _ID_LENGTH = 11
 _ID = re.compile(r"[0-9a-z][0-9a-z_-]{0,62}\Z")
-# Ids that are hashes begin so (helm/accel-job). None that holds the time has since January 2025.
+# Ids that are hashes (helm/accel-job) begin with it; ids that hold the time have not since January 2025.
 _TIMELESS = "0"
 _ABANDONED_S = 3600.0
 
@@ -47,7 +47,7 @@ class Store:
         """Return the store in `$ACCEL_HOME`, else in the user's data directory."""
         return cls(paths.data_home())
 
-    # pathlib is imported when a path is asked for: to list jobs, no Path is needed.
+    # pathlib is imported on use: listing jobs needs no Path.
 
     @property
     def home(self) -> Path:
@@ -78,7 +78,7 @@ class Store:
     ) -> Record:
         """Store a new job with the status `submitting`. When this returns, the whole job is on disk.
 
-        `options` are the target's, kept so that the job is found again from any directory. A `native_id` marks a job
+        `options` are the target's, stored so that the job can be polled from any directory. A `native_id` marks a job
         that another machine submitted: `adopted`, never to be submitted here, `queued` until its target is polled,
         and created at `made_at`, or at the time in its id.
 
@@ -112,7 +112,7 @@ class Store:
             self._publish(job_id, path, texts)
         except OSError as error:
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
-                raise StoreError(f"there is a job {job_id} already") from None
+                raise StoreError(f"job {job_id} exists already") from None
             raise atomic_files.store_error(error, path, "write") from error
         return read_record(job_id, path)
 
@@ -125,7 +125,7 @@ class Store:
         """Return the full id that `ref` stands for. Raises UnknownJob, naming the candidates if there are several."""
         ids = self.ids()
         if not ids:
-            raise UnknownJob(f"no job {ref!r}: there are no jobs in {self._jobs}")
+            raise UnknownJob(f"no job {ref!r}: {self._jobs} has no jobs")
         if ref == "@last":
             return ids[0]
         if ref in ids:
@@ -133,14 +133,14 @@ class Store:
         prefix = ref.lower()
         matches = [i for i in ids if i.startswith(prefix)] if prefix else []
         if not matches and prefix:
-            # Read off a screen: i and l for 1, o for 0.
+            # Misread from a screen: i and l for 1, o for 0.
             matches = [i for i in ids if i.startswith(prefix.translate(_LOOKALIKES))]
         if len(matches) == 1:
             return matches[0]
         if matches:
             candidates = ", ".join(self._labelled(i) for i in matches[:5])
             suffix = f" and {len(matches) - 5} more" if len(matches) > 5 else ""
-            raise UnknownJob(f"{ref!r} stands for {len(matches)} jobs: {candidates}{suffix}")
+            raise UnknownJob(f"{ref!r} matches {len(matches)} jobs: {candidates}{suffix}")
         raise UnknownJob(f"no job {ref!r}{nearest(prefix, ids)} (`accel list` shows them)")
 
     def ids(self) -> list[str]:
@@ -154,7 +154,7 @@ class Store:
         return sorted((name for name in names if _ID.match(name)), key=self._order, reverse=True)
 
     def _order(self, job_id: str) -> str:
-        """Return the id; for an id that holds no time, as charts make them, an id of the job's creation time."""
+        """Return the id; for an id without a time, as Helm charts create them, one with the job's creation time."""
         if not job_id.startswith(_TIMELESS):
             return job_id
         with contextlib.suppress(StoreError):
@@ -185,15 +185,15 @@ class Store:
         keep:         not the newest `keep` finished jobs; may be combined with older_than_s.
         ids:          only these (ids or prefixes), damaged ones included; one that is not over is a StoreError.
 
-        A job that is not over, or that one not yet over waits for (`after`), is never deleted. Raises StoreError.
+        Never deletes a job that is not over, or that such a job waits for (`after`). Raises StoreError.
         """
         if older_than_s is None and keep is None and ids is None:
-            raise StoreError("say what to prune: jobs older than a time, all but the newest few, or ids")
+            raise StoreError("nothing selected to prune: give older_than_s, keep or ids")
         all_records = self.records()
         records = [record for record in all_records if isinstance(record, Record)]
         requested = None if ids is None else {self.resolve(ref) for ref in ids}
         if requested is not None:
-            _refuse_live(records, requested)
+            _reject_live(records, requested)
         needed = {job_id for record in records if not record.status.state.final for job_id in record.after}
         finished = [r for r in records if r.status.state.final and r.id not in needed]
         chosen = {r.id for r in finished[keep or 0 :] if older_than_s is None or _age(r) > older_than_s}
@@ -203,7 +203,7 @@ class Store:
         if not dry_run:
             for job_id in chosen_ids:
                 self._delete(job_id)
-            self._sweep()
+            self._remove_leftovers()
         return chosen_ids
 
     def _make_home(self) -> None:
@@ -242,7 +242,7 @@ class Store:
             raise atomic_files.store_error(error, f"{self._jobs}/{job_id}", "delete") from error
         _remove_tree(grave)
 
-    def _sweep(self) -> None:
+    def _remove_leftovers(self) -> None:
         """Remove what processes that died in `_publish` or `_delete` left behind."""
         with contextlib.suppress(OSError):
             for entry in os.scandir(self._jobs):
@@ -263,7 +263,7 @@ def _read(job_id: str, path: str) -> Record | CorruptRecord | None:
         return CorruptRecord(id=job_id, path=path, reason=str(error)) if os.path.isdir(path) else None
 
 
-def _refuse_live(records: Iterable[Record], requested: set[str]) -> None:
+def _reject_live(records: Iterable[Record], requested: set[str]) -> None:
     live = {record.id: record for record in records if not record.status.state.final}
     for job_id in sorted(requested & live.keys()):
         state = live[job_id].status.state.value

@@ -42,9 +42,7 @@ def test_a_job_that_had_ended_where_nothing_answers(
     assert out == f"{job_id}\tfailed\n"
     (first, warning) = err.splitlines()
     assert first == f"accel: job {job_id} had already ended: failed"
-    assert warning.startswith(
-        f"accel: warning: job {job_id}: its target could not be asked whether something of it still runs: "
-    )
+    assert warning.startswith(f"accel: warning: job {job_id}: cannot check whether parts of it still run: ")
     assert str(config) in warning or str(port) in warning
     job = find(job_id)
     assert job.cancel().state is State.FAILED

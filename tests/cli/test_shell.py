@@ -51,7 +51,8 @@ def test_a_target_without_shells_names_those_that_have_them(accel: Accel) -> Non
         time.sleep(0.05)
     done = accel.finish("shell", job)
     assert (done.returncode, done.stdout) == (exit_status.USAGE, b"")
-    assert done.stderr == b"accel shell: target local (local) opens no shells (kinds that do: kubernetes, sagemaker)\n"
+    message = b"shell is not supported by local targets (supported by: kubernetes, sagemaker)"
+    assert done.stderr == b"accel shell: " + message + b"\n"
     accel("cancel", job)
     done = accel.finish("shell", job, "--", "ls", "-l")
     assert done.stderr.decode() == f"accel shell: job {job} has ended (cancelled); a shell needs a running job\n"

@@ -60,7 +60,7 @@ def test_a_table(tmp_path: Path, name: str, text: str, points: list[dict[str, st
     ("name", "text", "message"),
     [
         ("a.csv", "lr,seed\n1\n", "a.csv:2: 1 values for 2 columns"),
-        ("a.csv", "lr,lr\n1,2\n", "a.csv:1: a column has the name of another"),
+        ("a.csv", "lr,lr\n1,2\n", "a.csv:1: two columns have the same name"),
         ("a.csv", "lr\n", "it has no points"),
         ("a.yaml", "lr: 3\n", "lr: expects a list of values"),
         ("a.yaml", "- lr: [1]\n", "lr: expects a plain value, not ['1']"),
@@ -80,7 +80,7 @@ def test_a_table_that_cannot_be_meant(tmp_path: Path, name: str, text: str, mess
 def test_no_table_and_too_many_jobs(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="No such file"):
         sweeps.read(tmp_path / "none.csv")
-    with pytest.raises(SpecError, match="1,000,000 jobs; 10,000 are the most"):
+    with pytest.raises(SpecError, match="1,000,000 jobs, but at most 10,000"):
         sweeps.grid({"a": ["1"] * 1000, "b": ["2"] * 1000})
     with pytest.raises(SpecError, match="write it without dashes"):
         sweeps.specs(_BASE, [{"--lr": "1"}])
@@ -216,7 +216,7 @@ def test_a_refusal_is_recorded_with_each_job(tmp_path: Path) -> None:
 def test_nothing_is_asked_of_the_target_when_an_intent_cannot_be_kept(tmp_path: Path) -> None:
     store = Store(tmp_path / "home")
     records, _ = kept(store, 1)
-    with pytest.raises(StoreError, match="there is a job"):
+    with pytest.raises(StoreError, match="exists already"):
         for_each(
             lambda job_id: store.create(job_id, records[0].spec(), records[0].plan(), target="t", kind="local"),
             [records[0].id] * 3,

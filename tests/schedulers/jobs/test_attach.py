@@ -53,7 +53,7 @@ def test_the_record_of_a_job_that_another_machine_submitted(store: Store) -> Non
     again = store.record(job_id)
     assert (again.adopted, again.native_id, again.status.state) == (True, f"a,b/{job_id}", State.RUNNING)
     assert again.submitter == (os.uname().nodename, os.getpid())
-    with pytest.raises(StoreError, match="there is a job"):
+    with pytest.raises(StoreError, match="exists already"):
         adopted(store, job_id)
     with pytest.raises(ValueError, match="event of the store's own"):
         record.append("adopted")
@@ -89,7 +89,7 @@ def test_whole_ids(store: Store) -> None:
 def test_what_is_said_of_a_job_that_is_not_known_here(store: Store) -> None:
     with pytest.raises(UnknownJob, match="accel status 2mxh4k0r7ab --target NAME looks for it there"):
         find("2mxh4k0r7ab", store)
-    with pytest.raises(UnknownJob, match="to be looked for on target lab, a job needs its whole id"):
+    with pytest.raises(UnknownJob, match="to find it on target lab, give its full id"):
         find("2mxh", store, target="lab")
 
 
@@ -153,6 +153,6 @@ def test_a_target_that_has_no_news_is_not_polled(store: Store, monkeypatch: pyte
     monkeypatch.setattr("schedulers.jobs.follow._FIRST_POLL_S", 600.0)
     target = Quiet()
     job = adopted(store, store.new_id())
-    job._made = target  # type: ignore[assignment]
+    job._cached_target = target  # type: ignore[assignment]
     assert job.wait(60).state is State.SUCCEEDED
     assert (target.waits, target.polls) == (3, 2)

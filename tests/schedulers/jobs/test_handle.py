@@ -168,7 +168,7 @@ def test_a_crash_between_intent_and_confirmation_loses_no_job_and_starts_none_tw
     (listed,) = list_jobs()
     assert isinstance(listed, Record)
     assert (listed.status.state, listed.native_id) == (State.SUBMITTING, None)
-    assert listed.warning == f"its submit was cut off; `accel status {listed.id}` carries it out"
+    assert listed.warning == f"its submit was cut off; `accel status {listed.id}` resumes it"
     assert place.calls() == [f"submit {listed.id}"]
     job = find(listed.id)
     assert job.wait(120).state is State.SUCCEEDED

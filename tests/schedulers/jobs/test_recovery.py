@@ -102,7 +102,7 @@ def test_a_list_submits_nothing(place: Place) -> None:
     job = cut_off(place, "before")
     record = listed()
     assert (record.status.state, record.native_id) == (State.SUBMITTING, None)
-    assert record.warning == f"its submit was cut off; `accel status {job.id}` carries it out"
+    assert record.warning == f"its submit was cut off; `accel status {job.id}` resumes it"
     assert submits(place) == 1
     assert job.wait(120).state is State.SUCCEEDED  # which carries it out
 

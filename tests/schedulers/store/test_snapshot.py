@@ -228,7 +228,7 @@ def test_a_secret_may_be_taken_back(code: Path, home: Path) -> None:
     assert snapshot.warnings == (  # what is ignored by name needs none
         "'.ENV', 'other.pem': left out, named like secrets. To ship one, add `!NAME` to .accelignore",
         "'.env', '.ssh/config', 'keys/ca.pem', 'sub/.env': named like secrets, and shipped, as `!NAME` in .accelignore "
-        "takes them back",
+        "includes them again",
     )
 
 
@@ -320,7 +320,7 @@ def test_a_large_tree_is_said_with_its_largest_paths(code: Path, home: Path) -> 
         with write(code, f"f{number}").open("wb") as file:
             file.truncate(number * 10_000_000)
     assert pack(code, home / "1").warnings == (
-        f"the code directory {code} has 210 MB, which every job would carry; the largest: "
+        f"the code directory {code} has 210 MB, which every job would copy; the largest: "
         "'f6' (60 MB), 'f5' (50 MB), 'f4' (40 MB), 'f3' (30 MB), 'f2' (20 MB)",
     )
     for number in (6, 5):
@@ -334,9 +334,9 @@ def test_a_large_tree_is_said_with_its_largest_paths(code: Path, home: Path) -> 
 
 
 def test_no_code_directory(tmp_path: Path, home: Path) -> None:
-    with pytest.raises(SnapshotError, match="no code directory"):
+    with pytest.raises(SnapshotError, match="code directory not found"):
         pack(tmp_path / "none", home)
-    with pytest.raises(SnapshotError, match="no code directory"):
+    with pytest.raises(SnapshotError, match="code directory not found"):
         pack(write(tmp_path, "file"), home)
 
 

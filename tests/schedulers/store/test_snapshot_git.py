@@ -175,7 +175,7 @@ def test_accelignore_counts_in_git_too(repository: Path, home: Path) -> None:
     snapshot = pack(repository, home)
     assert names(snapshot) == [".accelignore", ".env", ".gitignore", "a.py", "keys/ca.pem"]
     assert snapshot.warnings == (
-        "'.env', 'keys/ca.pem': named like secrets, and shipped, as `!NAME` in .accelignore takes them back",
+        "'.env', 'keys/ca.pem': named like secrets, and shipped, as `!NAME` in .accelignore includes them again",
     )
 
 
@@ -183,7 +183,7 @@ def test_a_link_that_is_refused_names_a_remedy_that_works(repository: Path, home
     write(repository, "a.py")
     (repository / "data").symlink_to("/datasets")
     git(repository, "add", ".")
-    with pytest.raises(SnapshotError, match=r"have it ignored \(\.accelignore\)$"):
+    with pytest.raises(SnapshotError, match=r"add it to \.accelignore$"):
         pack(repository, home)
     write(repository, ".accelignore", "data\n")
     assert names(pack(repository, home)) == [".accelignore", "a.py"]

@@ -28,9 +28,9 @@ def test_unpacking_again_changes_nothing(code: Path, home: Path, tmp_path: Path)
     unpack(first.path, tmp_path / "out")
     assert (tmp_path / "out/a").read_text() == "written by the job"
     write(code, "a", "2")
-    with pytest.raises(SnapshotError, match="it is there, and is not this snapshot"):
+    with pytest.raises(SnapshotError, match="it exists and is not this snapshot"):
         unpack(pack(code, home).path, tmp_path / "out")
-    with pytest.raises(SnapshotError, match="it is there"):
+    with pytest.raises(SnapshotError, match="it exists"):
         unpack(first.path, code)
 
 
@@ -43,7 +43,7 @@ def test_a_damaged_snapshot_is_refused(code: Path, home: Path, tmp_path: Path) -
         with pytest.raises(SnapshotError, match=r"is damaged; delete it and submit again \([^\n]*\)$"):
             unpack(snapshot.path, tmp_path / "out")
     snapshot.path.unlink()
-    with pytest.raises(SnapshotError, match="is not there"):
+    with pytest.raises(SnapshotError, match="snapshot not found"):
         unpack(snapshot.path, tmp_path / "out")
     assert sorted(os.listdir(tmp_path)) == ["code", "home"]
 

@@ -106,7 +106,7 @@ def test_a_missing_file_is_named(store: Store) -> None:
     events(record).unlink()
     with pytest.raises(StoreError, match=r"events.jsonl is missing"):
         store.record(record.id)
-    with pytest.raises(StoreError, match="it is not there"):
+    with pytest.raises(StoreError, match="not found"):
         record.update(RUNNING)
 
 
