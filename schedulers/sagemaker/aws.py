@@ -15,7 +15,7 @@ from .request import Account
 _INSTALL = "the package boto3 is not installed: pip install 'accel-launch[sagemaker]'"
 _INSTALL_SDK = "the package sagemaker 3 is not installed: pip install 'accel-launch[sagemaker-sdk]'"
 _LOGIN = "log in again (aws sso login, aws configure, or new values of AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY)"
-# Codes of refusals, whatever was asked, and what to do.
+# Error codes of any operation, by their cause.
 _STALE = ("ExpiredToken", "ExpiredTokenException", "RequestExpired", "TokenRefreshRequired")
 _UNKNOWN = ("InvalidClientTokenId", "UnrecognizedClientException", "InvalidAccessKeyId", "SignatureDoesNotMatch")
 _DENIED = ("AccessDenied", "AccessDeniedException", "403")
@@ -27,7 +27,7 @@ class AwsError(SchedulerError):
 
     def __init__(self, message: str, code: str, detail: str) -> None:
         super().__init__(message)
-        self.code, self.message_text = code, detail
+        self.code, self.detail = code, detail
 
 
 class Aws:
@@ -49,10 +49,10 @@ class Aws:
     def region(self) -> str:
         region = self._session.region_name
         if not region:
-            raise ConfigError(f"{self.label}: no region: say region: in accel.yaml, or set AWS_DEFAULT_REGION")
+            raise ConfigError(f"{self.label}: no region: set `region:` in accel.yaml or AWS_DEFAULT_REGION")
         return str(region)
 
-    @functools.cache  # noqa: B019 - as long as the target
+    @functools.cache  # noqa: B019 - lives as long as the target
     def client(self, service: str) -> Any:
         session = self._session
         from botocore.config import Config
@@ -63,7 +63,7 @@ class Aws:
             return session.client(service, region_name=self.region, config=config)
 
     def call(self, service: str, operation: str, **parameters: Any) -> dict[str, Any]:
-        """Call an operation and return the response. Raises Refused, Unreachable, ConfigError."""
+        """Call an operation and return the response. Raises AwsError, Unreachable, ConfigError."""
         client = self.client(service)
         with self.translated_errors(f"{service}:{client.meta.method_to_api_mapping.get(operation, operation)}"):
             return dict(getattr(client, operation)(**parameters))
@@ -76,7 +76,7 @@ class Aws:
                 yield from page.get(key) or ()
 
     def training_job(self, name: str) -> object:
-        """Return the SageMaker SDK's object of a training job. Raises ConfigError, Refused, Unreachable."""
+        """Return the SageMaker SDK's object of a training job. Raises ConfigError, AwsError, Unreachable."""
         try:
             from sagemaker.core.resources import TrainingJob
         except ImportError:
@@ -92,7 +92,7 @@ class Aws:
         try:
             yield
         except (raised.NoCredentialsError, raised.PartialCredentialsError, raised.CredentialRetrievalError) as error:
-            raise ConfigError(f"{self.label}: no credentials of AWS: {one_line(str(error))}; {_LOGIN}") from None
+            raise ConfigError(f"{self.label}: no AWS credentials: {one_line(str(error))}; {_LOGIN}") from None
         except (raised.SSOError, raised.UnauthorizedSSOTokenError, raised.TokenRetrievalError) as error:
             raise ConfigError(f"{self.label}: the login has expired: {one_line(str(error))}; {_LOGIN}") from None
         except (raised.ProfileNotFound, raised.NoRegionError, raised.ConfigParseError) as error:
@@ -109,7 +109,7 @@ class Aws:
         code, message = str(details.get("Code") or ""), one_line(str(details.get("Message") or error))
         status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
         if code in _BUSY or status >= 500:
-            return Unreachable(f"{self.label}: AWS has too much to do ({code or status}): {message}")
+            return Unreachable(f"{self.label}: AWS is busy ({code or status}): {message}")
         if code in _STALE:
             return ConfigError(f"{self.label}: the credentials have expired; {_LOGIN}")
         if code in _UNKNOWN:
@@ -117,7 +117,7 @@ class Aws:
         if code in _DENIED:
             return AwsError(f"{self.label}: AWS does not allow {action}: {message}", code, message)
         if code == "ResourceLimitExceeded":
-            remedy = "ask for a higher quota (Service Quotas, Amazon SageMaker), or take another instance_type"
+            remedy = "request a higher quota (Service Quotas, Amazon SageMaker), or choose another instance_type"
             return AwsError(f"{self.label}: {message}: {remedy}", code, message)
         if code in ("NoSuchBucket", "404", "NoSuchKey"):
             return AwsError(f"{self.label}: {action}: {message} (s3_output_path)", code, message)
@@ -131,7 +131,7 @@ class Aws:
             try:
                 role = str(self.call("iam", "get_role", RoleName=role.rpartition("/")[2])["Role"]["Arn"])
             except AwsError as error:
-                problem = f"there is no role {role}" if error.code == "NoSuchEntity" else str(error)
+                problem = f"{role} not found" if error.code == "NoSuchEntity" else str(error)
                 raise SubmitError(f"{self.label}: role: {problem}; give the ARN of an execution role") from None
         return Account(account=str(identity["Account"]), region=self.region, partition=partition, role_arn=role)
 

@@ -26,9 +26,9 @@ from typing import Any
 
 _NEEDS = {"torch": (2, 6), "numpy": (1, 26), "safetensors": (0, 4)}
 _PYTHON = (3, 10)
-END = "[accel] end"  # the last line of a container's log, for who reads it
+END = "[accel] end"  # the last line of a container's log, for its readers
 _LOG_FLUSH_S = 5.0  # of a launcher that has ended
-_MAX_FAILURE_BYTES = 1024  # characters, of which AWS keeps no more
+_MAX_FAILURE = 1024  # characters; AWS drops the rest
 _EFA = "/sys/class/infiniband"  # SageMaker's instances have no other adapters of that class
 _RDMA = ("ml.p4d", "ml.p5", "ml.p6", "ml.trn1")  # on older EFA the variable ends the program
 
@@ -47,7 +47,7 @@ def main() -> int:
         with open(os.path.join(channel, "job.json"), encoding="utf-8") as file:
             settings = json.load(file)
         os.makedirs(work_dir, exist_ok=True)
-        place(channel, work_dir, settings)
+        unpack(channel, work_dir, settings)
         env = environment(root, work_dir, settings)
         check()
         prepare(os.path.join(work_dir, "code", settings["workdir"]), settings, env)
@@ -61,7 +61,7 @@ def main() -> int:
     return 1
 
 
-def place(channel: str, work_dir: str, settings: dict[str, Any]) -> None:
+def unpack(channel: str, work_dir: str, settings: dict[str, Any]) -> None:
     """Unpack the code directory, and accel next to it."""
     for name, digest in settings["files"].items():
         if digest_of(os.path.join(channel, name)) != digest:
@@ -138,14 +138,14 @@ def secrets(references: dict[str, str], env: dict[str, str]) -> dict[str, str]:
                 secret_id, _, key = secret_id.partition("#")
                 text = client.get_secret_value(SecretId=secret_id)["SecretString"]
                 values[name] = str(json.loads(text)[key]) if key else text
-        except Exception as error:  # botocore's are of many kinds; none of them holds a value
+        except Exception as error:  # botocore raises many kinds; none holds a value
             raise EntryError(f"secret {name}: {reference}: {' '.join(str(error).split())}") from None
     env["ACCEL_SECRETS"] = ",".join(values)
     return values
 
 
 def check() -> None:
-    """Raise Failed, which lists everything that is missing, if the image cannot run accel."""
+    """Raise EntryError, which lists everything that is missing, if the image cannot run accel."""
     if sys.version_info[:2] < _PYTHON:
         raise EntryError(
             f"the image has Python {sys.version.split()[0]}, and accel needs {'.'.join(map(str, _PYTHON))}"
@@ -157,11 +157,11 @@ def check() -> None:
         try:
             version = metadata.version(name)
         except metadata.PackageNotFoundError:
-            problems.append(f"{name} is not there")
+            problems.append(f"{name} is not installed")
             continue
         release = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
         if release < minimum:
-            problems.append(f"{name} is {version}, and {'.'.join(map(str, minimum))} is needed")
+            problems.append(f"{name} {version} is older than {'.'.join(map(str, minimum))}")
     if problems:
         raise EntryError(f"the image cannot run accel: {'; '.join(problems)}")
 
@@ -192,7 +192,7 @@ def run(root: str, work_dir: str, settings: dict[str, Any], env: dict[str, str])
     copying.start()
     code = launcher.wait()
     code = code if code >= 0 else 128 - code
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the first host to end has the others ended
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the first host that ends makes SageMaker stop the others
     copying.join(_LOG_FLUSH_S)
     if code:
         lines = last[0].decode(errors="replace").strip().splitlines()
@@ -200,14 +200,14 @@ def run(root: str, work_dir: str, settings: dict[str, Any], env: dict[str, str])
     return code
 
 
-def copy(reading: int, last: list[bytes]) -> None:
+def copy(fd: int, last: list[bytes]) -> None:
     """Forward the launcher's output, and keep its end."""
     while True:
-        data = os.read(reading, 65_536)
+        data = os.read(fd, 65_536)
         if not data:
             return
         os.write(2, data)
-        last[0] = (last[0] + data)[-_MAX_FAILURE_BYTES:]
+        last[0] = (last[0] + data)[-_MAX_FAILURE:]
 
 
 def report(logs: str) -> str | None:
@@ -227,7 +227,7 @@ def write_failure(root: str, text: str) -> None:
     with contextlib.suppress(OSError):
         os.makedirs(os.path.dirname(path), exist_ok=True)
         with open(path, "w", encoding="utf-8") as file:
-            file.write(text[:_MAX_FAILURE_BYTES])
+            file.write(text[:_MAX_FAILURE])
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import re
 from ..errors import SpecError, nearest
 
 _PREFIX = "pytorch:"
-# Version -> the tag of its Python. Older images have an older torch than accel runs on.
+# Version -> the tag of its Python. The torch of older images is too old for accel.
 VERSIONS = {"2.6.0": "py312", "2.7.1": "py312", "2.8.0": "py312"}
 NEWEST = "2.8.0"
 _COMMON = "763104351884"
@@ -64,7 +64,7 @@ def address(image: str, region: str, instance_type: str, subject: str) -> str:
     if full_version is None:
         choices = ", ".join(VERSIONS)
         raise SpecError(
-            f"{subject}: {image}: no such version is known ({choices}){nearest(version, VERSIONS)}; give a URI"
+            f"{subject}: {image}: unknown version (known: {choices}){nearest(version, VERSIONS)}; give a URI"
         )
     kind = "cpu" if gpus(instance_type) == 0 else "gpu"
     suffix = next((candidate for start, candidate in _SUFFIXES.items() if region.startswith(start)), "amazonaws.com")
@@ -73,7 +73,7 @@ def address(image: str, region: str, instance_type: str, subject: str) -> str:
 
 
 def gpus(instance_type: str) -> int | None:
-    """Return the number of GPUs of an instance type, or None if unknown or if its accelerators are no GPUs."""
+    """Return the number of GPUs of an instance type, or None if unknown or if its accelerators are not GPUs."""
     match = _INSTANCE.match(instance_type)
     if match is None:
         return None

@@ -21,9 +21,8 @@ from .status import Native, describe
 GROUP = "/aws/sagemaker/TrainingJobs"
 _STREAM = re.compile(r"(?P<host>algo-(?P<number>\d+))-(?P<began>\d+)\Z")
 _RANK = re.compile(r"\[rank (\d{1,7})\] ")
-_LATE_LINES_S = (
-    30.0  # after a job's end, for lines that are not shown yet; a container that was killed has no last line
-)
+# After a job's end, for lines that CloudWatch does not show yet: a killed container has no last line.
+_LATE_LINES_S = 30.0
 _POLL_S = 1.0
 
 
@@ -46,7 +45,7 @@ def streams(aws: Aws, native: Native) -> list[Stream]:
             if match is not None:
                 runs_by_node.setdefault(int(match["number"]) - 1, []).append((int(match["began"]), match[0]))
     except AwsError as error:
-        if error.code != "ResourceNotFoundException":  # nobody in the account has written yet
+        if error.code != "ResourceNotFoundException":  # no job in the account has written yet
             raise
     log_streams = [
         Stream(name=name, node=node, attempt=attempt)

@@ -11,7 +11,7 @@ from ..job import JobSpec
 from . import images
 
 KIND = "sagemaker"
-_MAX_GRACE_S = 120.0  # then SageMaker kills
+_MAX_GRACE_S = 120.0  # SIGKILL follows
 _PREFIXES = ("secretsmanager:", "ssm:")
 
 
@@ -88,45 +88,45 @@ def _problems(spec: JobSpec, options: SageMakerOptions) -> Iterator[str]:
     resources = spec.resources
     if not (spec.image or options.image):
         newest = f"pytorch:{images.NEWEST}"
-        yield f"no image: say --image, or image: in accel.yaml (a URI, or {newest})"
+        yield f"no image: set --image, or image: in accel.yaml (a URI, or {newest})"
     if spec.after:
-        yield "--after: SageMaker starts a job at once; submit this one when the others have ended"
+        yield "--after is not supported: SageMaker starts jobs at once. Submit this job after the others"
     for flag, value in (("--cpus", resources.cpus), ("--memory", resources.memory_gb), ("--shm", resources.shm_gb)):
         if value is not None:
-            yield f"{flag}: an instance has what its type has ({options.instance_type}); choose another instance_type"
+            yield f"{flag}: fixed by instance_type ({options.instance_type}); choose another"
     if resources.accelerator is not None:
-        yield f"--accelerator {resources.accelerator}: the instance_type says which ({options.instance_type})"
+        yield f"--accelerator {resources.accelerator}: fixed by instance_type ({options.instance_type})"
     if spec.grace_s > _MAX_GRACE_S:
         yield f"--grace {spec.grace_s:g}: SageMaker kills 120 s after SIGTERM; give 120 or less"
     type_gpus = images.gpus(options.instance_type)
     if resources.gpus and type_gpus is not None and resources.gpus != type_gpus:
         yield f"--gpus {resources.gpus}: an {options.instance_type} has {type_gpus}"
     if type_gpus is None and not resources.gpus and spec.procs_per_node is None and not options.cpu:
-        yield f"how many GPUs an {options.instance_type} has is not known here: say --gpus or --procs-per-node"
+        yield f"unknown number of GPUs of {options.instance_type}: set --gpus or --procs-per-node"
     if options.enable_network_isolation:
         if options.requirements is not None:
-            yield "requirements: pip reaches nothing under enable_network_isolation; put them into the image"
+            yield "requirements: pip has no network under enable_network_isolation; install them in the image"
         if spec.secrets and not options.subnets:
-            yield "--secret: nothing is reached under enable_network_isolation without subnets"
+            yield "--secret: not readable under enable_network_isolation without subnets"
     for name, reference in spec.secrets.items():
         if not reference.startswith(_PREFIXES):
             yield (
-                f"--secret {name}: {reference.partition(':')[0]}: is read here, and the container needs it: keep the "
-                "value in AWS, and give secretsmanager:ID[#KEY] or ssm:NAME"
+                f"--secret {name}: {reference.partition(':')[0]}: is not supported: store the value in AWS, "
+                "and give secretsmanager:ID[#KEY] or ssm:NAME"
             )
     if bool(options.subnets) != bool(options.security_group_ids):
         yield "subnets and security_group_ids go together"
     if options.enable_managed_spot_training:
         if options.keep_alive_period_in_seconds is not None:
-            yield "keep_alive_period_in_seconds: there are no warm pools of spot instances"
+            yield "keep_alive_period_in_seconds: spot instances have no warm pools"
         if options.max_wait_time_in_seconds is None:
-            yield "enable_managed_spot_training: say max_wait_time_in_seconds, for the wait and the run together"
+            yield "enable_managed_spot_training needs max_wait_time_in_seconds, for the wait and the run together"
     elif options.max_wait_time_in_seconds is not None:
-        yield "max_wait_time_in_seconds: only spot instances are waited for (enable_managed_spot_training: true)"
+        yield "max_wait_time_in_seconds needs enable_managed_spot_training: true"
 
 
 def warnings(spec: JobSpec, options: SageMakerOptions) -> Iterator[str]:
     if spec.time_limit_s is None:
         yield "without --time-limit SageMaker stops the job after one day"
     if options.enable_managed_spot_training and options.checkpoint_s3_uri is None:
-        yield "spot instances without checkpoint_s3_uri: a job that is interrupted begins again"
+        yield "spot instances without checkpoint_s3_uri: an interrupted job starts from the beginning"

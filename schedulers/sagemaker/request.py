@@ -1,4 +1,4 @@
-"""The CreateTrainingJob request of a job, and what the containers read beside it; checked against the API's limits.
+"""The CreateTrainingJob request of a job, checked against the API's limits, and the settings of its containers.
 
 https://docs.aws.amazon.com/sagemaker/latest/APIReference/API_CreateTrainingJob.html
 """
@@ -25,7 +25,7 @@ CHANNEL = "code"
 DIRECTORY = f"/opt/ml/input/data/{CHANNEL}"
 ENTRY, SETTINGS, CODE = "entry.py", "job.json", "code.tar.gz"
 _DAY_S = 86_400
-# Option -> where in the request its value stands as it is.
+# Option -> the path of its unchanged value in the request.
 FIELDS: Mapping[str, tuple[str, ...]] = {
     "instance_type": ("ResourceConfig", "InstanceType"),
     "volume_size_in_gb": ("ResourceConfig", "VolumeSizeInGB"),
@@ -45,7 +45,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
     "enable_remote_debug": ("RemoteDebugConfig", "EnableRemoteDebug"),
     "checkpoint_s3_uri": ("CheckpointConfig", "S3Uri"),
 }
-# The rest of the request -> what gave it, for messages.
+# Path in the request -> the flag or option that sets it, for messages.
 FIELD_SOURCES: Mapping[tuple[str, ...], str] = {
     **{path: name for name, path in FIELDS.items()},
     ("TrainingJobName",): "--name",
@@ -83,7 +83,7 @@ def root(options: SageMakerOptions, account: Account) -> str:
     return output_path.rstrip("/") if output_path else f"s3://sagemaker-{account.region}-{account.account}"
 
 
-def input_uris(options: SageMakerOptions, account: Account, job_id: str) -> str:
+def input_uri(options: SageMakerOptions, account: Account, job_id: str) -> str:
     """Return the S3 URI of the files that a job's containers read. Other jobs do not share them."""
     return f"{root(options, account)}/accel/jobs/{job_id}/code/"
 
@@ -120,11 +120,11 @@ def build(spec: JobSpec, options: SageMakerOptions, job_id: str, account: Accoun
         job_request["CheckpointConfig"] = {
             "S3Uri": options.checkpoint_s3_uri.replace("{id}", job_id), "LocalPath": options.checkpoint_local_path
         }  # fmt: skip
-    return dict(_merged(job_request, options.patch))
+    return dict(_merge_patch(job_request, options.patch))
 
 
-def stamped(request: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the request with a tag by which a repeated submit recognizes its job, even if the code changed."""
+def with_digest(request: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the request with a digest tag, by which a repeated submit recognizes its job even if the code changed."""
     text = json.dumps([request, settings], sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()
     return {**request, "Tags": [*request["Tags"], {"Key": DIGEST, "Value": digest}]}
@@ -166,7 +166,7 @@ def _launch(spec: JobSpec, options: SageMakerOptions) -> list[str]:
 def _code_channel(options: SageMakerOptions, account: Account, job_id: str) -> dict[str, Any]:
     source = {
         "S3DataType": "S3Prefix",
-        "S3Uri": input_uris(options, account, job_id),
+        "S3Uri": input_uri(options, account, job_id),
         "S3DataDistributionType": "FullyReplicated",
     }
     return {"ChannelName": CHANNEL, "DataSource": {"S3DataSource": source}, "InputMode": "File"}
@@ -186,7 +186,7 @@ def _camel(value: Any) -> Any:
     return [_camel(element) for element in value] if isinstance(value, (list, tuple)) else value
 
 
-def _merged(value: Any, patch: Any) -> Any:
+def _merge_patch(value: Any, patch: Any) -> Any:
     """Apply a JSON merge patch: https://www.rfc-editor.org/rfc/rfc7396"""
     if not isinstance(patch, Mapping):
         return patch
@@ -195,13 +195,13 @@ def _merged(value: Any, patch: Any) -> Any:
         if change is None:
             merged.pop(key, None)
         else:
-            merged[key] = _merged(merged.get(key), change)
+            merged[key] = _merge_patch(merged.get(key), change)
     return merged
 
 
-# Limits of the API, from the service model that botocore brings: what AWS would refuse is said before it is asked.
+# Limits of the API, from botocore's service model: invalid requests are rejected before they are sent.
 
-# Classes of characters that Java's expressions have and Python's have not.
+# Character classes of Java's regular expressions that Python lacks.
 _CLASSES = {r"\p{L}": r"\w", r"\p{N}": r"\d", r"\p{Z}": r"\s", r"\p{M}": "\u0300-\u036f", r"\p{P}": "!-/:-@"}
 _TYPE = ("ResourceConfig", "InstanceType")
 _KINDS: dict[str, Any] = {
@@ -266,29 +266,29 @@ def _problems(shape: Any, value: Any, path: _Path) -> Iterator[tuple[_Path, str]
 def _members(shape: Any, value: Mapping[str, Any], path: _Path) -> Iterator[tuple[_Path, str]]:
     for key, member in value.items():
         if key not in shape.members:
-            yield (*path, key), f"there is no such key{nearest(key, shape.members)} (keys: {', '.join(shape.members)})"
+            yield (*path, key), f"unknown key{nearest(key, shape.members)} (keys: {', '.join(shape.members)})"
         else:
             yield from _problems(shape.members[key], member, (*path, key))
     for key in shape.required_members:
         if key not in value:
-            yield path, f"{key} is lacking"
+            yield path, f"{key} is missing"
 
 
 def _count(value: Sequence[Any], limits: Mapping[str, Any], path: _Path) -> Iterator[tuple[_Path, str]]:
     if not limits.get("min", 0) <= len(value) <= limits.get("max", len(value)):
-        yield path, f"takes {_range(limits)} of them, not {len(value)}"
+        yield path, f"expects a length of {_range(limits)}, not {len(value)}"
 
 
 def _text(shape: Any, value: str, path: _Path) -> Iterator[tuple[_Path, str]]:
     limits = shape.metadata
     if "{" in value and path[:1] != ("AlgorithmSpecification",):
-        return  # what only AWS can tell is still open
+        return  # a placeholder for data that only AWS has
     if not limits.get("min", 0) <= len(value) <= limits.get("max", len(value)):
-        yield path, f"takes {_range(limits)} characters, not {len(value)}"
+        yield path, f"expects a length of {_range(limits)}, not {len(value)}"
     elif shape.enum and value not in shape.enum and path != _TYPE:
         yield path, f"expects one of {', '.join(shape.enum)}, not {value!r}{nearest(value, shape.enum)}"
     elif (pattern := limits.get("pattern")) and not re.fullmatch(_python(pattern), value, re.DOTALL):
-        yield path, f"AWS takes what matches {pattern}, not {value!r}"
+        yield path, f"must match {pattern}, not {value!r}"
 
 
 def _python(pattern: str) -> str:

@@ -1,4 +1,4 @@
-"""Upload what a job's containers read, large files by content so that none is sent twice; fetch its artefacts."""
+"""S3: uploads of a job's files, the large ones by content so that none is sent twice, and downloads of artefacts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .aws import Aws, AwsError, split
 from .options import SageMakerOptions
 from .status import Native, describe
 
-# Upload.
+# Uploads of a job's files.
 
 _PART = 16 << 20
 _THREADS = 4
@@ -68,7 +68,7 @@ def _is_uploaded(aws: Aws, bucket: str, key: str, size: int) -> bool:
     try:
         return bool(aws.call("s3", "head_object", Bucket=bucket, Key=key)["ContentLength"] == size)
     except AwsError as error:
-        # Who may write and not list is told 403 of what is not there: the PUT says whether that was all.
+        # Without permission to list, S3 answers 403 for a missing object: the PUT shows whether writing is allowed.
         if error.code in ("404", "403", "NoSuchKey"):
             return False
         raise
@@ -134,7 +134,7 @@ def check_bucket(aws: Aws, root: str, explicit: bool) -> None:
         if error.code in ("404", "NoSuchBucket"):
             command = f"aws s3 mb s3://{bucket}"
             origin = "s3_output_path" if explicit else "the account's default one for SageMaker"
-            raise SubmitError(f"{aws.label}: there is no bucket {bucket} ({origin}); make it: {command}") from None
+            raise SubmitError(f"{aws.label}: bucket not found: {bucket} ({origin}); create it: {command}") from None
         raise SubmitError(str(error)) from None
 
 
@@ -147,7 +147,7 @@ def remove(aws: Aws, options: SageMakerOptions, job_ids: Sequence[str]) -> list[
     account = aws.resolve_account()
     bucket, prefix = split(request.root(options, account))
     for job_id in job_ids:
-        _, job_prefix = split(request.input_uris(options, account, job_id))
+        _, job_prefix = split(request.input_uri(options, account, job_id))
         try:
             for entry in aws.pages("s3", "list_objects_v2", "Contents", Bucket=bucket, Prefix=job_prefix):
                 aws.call("s3", "delete_object", Bucket=bucket, Key=entry["Key"])
@@ -162,7 +162,7 @@ def remove(aws: Aws, options: SageMakerOptions, job_ids: Sequence[str]) -> list[
     return lines
 
 
-# Fetch: whole, or not at all.
+# Downloads of a job's artefacts, complete or not at all.
 
 _ARTEFACTS = ("model", "output")
 _FINAL = ("Completed", "Failed", "Stopped")
@@ -174,12 +174,12 @@ def fetch_artefacts(aws: Aws, native: Native, directory: Path) -> list[str]:
     Raises NotReady if the job runs, left nothing, or `directory` exists; SchedulerError for a damaged archive.
     """
     if os.path.lexists(directory):
-        raise NotReady(f"{directory} is there already: name another one (--output), or remove it")
+        raise NotReady(f"{directory} exists already: choose another (--output), or remove it")
     job = describe(aws, native.name)
     if job is None:
         raise NotReady(f"job {native.job_id}: AWS has no such training job")
     if job["TrainingJobStatus"] not in _FINAL:
-        raise NotReady(f"job {native.job_id} still runs ({job['SecondaryStatus']}): its artefacts come at its end")
+        raise NotReady(f"job {native.job_id} still runs ({job['SecondaryStatus']}): its artefacts follow at its end")
     partial = directory.with_name(f".{directory.name}.{os.getpid()}")
     names = []
     try:
@@ -246,4 +246,4 @@ def _download(aws: Aws, bucket: str, key: str, path: Path, size: int) -> None:
     with aws.translated_errors("s3:GetObject"):
         client.download_file(bucket, key, str(path))
     if path.stat().st_size != size:
-        raise SchedulerError(f"s3://{bucket}/{key} came with {path.stat().st_size} bytes, and has {size}")
+        raise SchedulerError(f"s3://{bucket}/{key} {path.stat().st_size} bytes downloaded of {size}")

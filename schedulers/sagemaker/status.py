@@ -1,4 +1,4 @@
-"""States of training jobs, from what the API says of them, and the id by which a job is named."""
+"""States of training jobs from the API's descriptions, and their native ids."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..job import Reason, State, Status
 from ..printable import one_line
 from .aws import Aws, AwsError
 
-# The id: `REGION/TRAINING JOB/JOB/CREATED`, the last in seconds since the epoch.
+# The native id: `REGION/TRAINING JOB/JOB/CREATED`, the last in seconds since the epoch.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +40,8 @@ class Native:
 # States.
 
 _PAGE = 100
-# What AWS says of a job that is not over, by its secondary status -> state, reason, words.
-_GOING: Mapping[str, tuple[State, Reason, str]] = {
+# Secondary status of a job that is not over -> state, reason, message.
+_ACTIVE: Mapping[str, tuple[State, Reason, str]] = {
     "Starting": (State.QUEUED, Reason.NONE, "its instances are being prepared"),
     "Pending": (State.QUEUED, Reason.NO_CAPACITY, "it waits for instances"),
     "Downloading": (State.QUEUED, Reason.NONE, "its input is being downloaded"),
@@ -50,9 +50,9 @@ _GOING: Mapping[str, tuple[State, Reason, str]] = {
     "Uploading": (State.RUNNING, Reason.NONE, "its artefacts are being uploaded"),
     "Stopping": (State.RUNNING, Reason.NONE, "it is being stopped"),
     "Interrupted": (State.QUEUED, Reason.PREEMPTED, "its spot instances were taken away; it waits for others"),
-    "Restarting": (State.QUEUED, Reason.NODE_FAILURE, "AWS starts it again after an error of its own"),
+    "Restarting": (State.QUEUED, Reason.NODE_FAILURE, "AWS restarts it after an internal error"),
 }
-# Why a job was stopped.
+# Secondary status of a stopped job -> state, reason, message.
 _STOPPED: Mapping[str, tuple[State, Reason, str]] = {
     "MaxRuntimeExceeded": (State.FAILED, Reason.TIME_LIMIT, "its time limit passed"),
     "MaxWaitTimeExceeded": (State.FAILED, Reason.NO_CAPACITY, "max_wait_time_in_seconds passed"),
@@ -82,7 +82,7 @@ def status_of(job: Mapping[str, Any]) -> Status:
     if status == "Stopped":
         state, reason, message = _STOPPED.get(secondary, (State.CANCELLED, Reason.USER, ""))
         return Status(state=state, reason=reason, message=message, **common)
-    state, reason, message = _GOING.get(secondary, (State.QUEUED, Reason.NONE, secondary))
+    state, reason, message = _ACTIVE.get(secondary, (State.QUEUED, Reason.NONE, secondary))
     last = (job.get("SecondaryStatusTransitions") or [{}])[-1].get("StatusMessage") or ""
     if state is State.QUEUED and last and reason is Reason.NONE:
         message = one_line(str(last))
@@ -124,7 +124,7 @@ class Poller:
         self._lock = threading.Lock()
 
     def statuses(self, natives: Sequence[Native]) -> dict[str, Status]:
-        """Return the status of each job; LOST if AWS does not know it. Raises Unreachable, Refused."""
+        """Return the status of each job; LOST if AWS does not know it. Raises Unreachable, AwsError."""
         if len(natives) == 1:
             return {str(natives[0]): self._described(natives[0])}
         pending = {native.name: native for native in natives}
@@ -156,7 +156,7 @@ class Poller:
     def _described(self, native: Native) -> Status:
         if native.region != self._aws.region:
             problem = f"{self._aws.label}: job {native.job_id} is in {native.region}"
-            raise Unreachable(f"{problem}, and the target in {self._aws.region}")
+            raise Unreachable(f"{problem}, but the target is in {self._aws.region}")
         job = describe(self._aws, native.name)
         if job is None:
             return Status(state=State.FAILED, reason=Reason.LOST, native_state="", message="AWS has no such job")
@@ -168,7 +168,7 @@ def describe(aws: Aws, name: str) -> dict[str, Any] | None:
     try:
         return aws.call("sagemaker", "describe_training_job", TrainingJobName=name)
     except AwsError as error:
-        if error.code == "ValidationException" and "not found" in error.message_text:
+        if error.code == "ValidationException" and "not found" in error.detail:
             return None
         raise
 

@@ -31,7 +31,7 @@ def submit(aws: Aws, spec: JobSpec, options: SageMakerOptions, job_id: str, home
     job_request = request.build(spec, options, job_id, account, aws.label.removeprefix("target "))
     request.check_limits(job_request, aws.label.removeprefix("target "))
     settings = request.settings(spec, options, job_id)
-    tagged_request = request.stamped(job_request, settings)
+    tagged_request = request.with_digest(job_request, settings)
     job = _earlier(aws, tagged_request)
     if job is None:
         try:
@@ -43,7 +43,7 @@ def submit(aws: Aws, spec: JobSpec, options: SageMakerOptions, job_id: str, home
         job = _earlier(aws, tagged_request)
     if job is None:
         raise Unreachable(
-            f"{aws.label}: AWS has taken training job {tagged_request['TrainingJobName']}, and does not show it"
+            f"{aws.label}: AWS accepted training job {tagged_request['TrainingJobName']}, but does not show it"
         )
     return _native_of(aws, job, job_id)
 
@@ -57,7 +57,7 @@ def _upload(
     aws: Aws, options: SageMakerOptions, account: request.Account, job_id: str, tar: Path, settings: Mapping[str, Any]
 ) -> None:
     """Upload the files of the code channel to S3."""
-    root, destination = request.root(options, account), request.input_uris(options, account, job_id)
+    root, destination = request.root(options, account), request.input_uri(options, account, job_id)
     s3.check_bucket(aws, root, explicit=options.s3_output_path is not None)
     with tempfile.TemporaryDirectory() as directory:
         wheel = own_wheel.write(Path(directory))
@@ -73,7 +73,7 @@ def _upload(
 
 
 def _log_progress(sent: int, size: int) -> None:
-    progress.info("sending the code: %.0f of %.0f MB", sent / 1e6, size / 1e6)
+    progress.info("uploading the code: %.0f of %.0f MB", sent / 1e6, size / 1e6)
 
 
 def _earlier(aws: Aws, tagged_request: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -84,7 +84,7 @@ def _earlier(aws: Aws, tagged_request: Mapping[str, Any]) -> dict[str, Any] | No
         return None
     tags = aws.call("sagemaker", "list_tags", ResourceArn=job["TrainingJobArn"])["Tags"]
     if request.digest_of(tags) != request.digest_of(tagged_request["Tags"]):
-        raise SubmitError(f"{aws.label}: there is a training job {name} already, and it is not this one; it stays")
+        raise SubmitError(f"{aws.label}: training job {name} exists already, and is another job; it stays")
     return job
 
 

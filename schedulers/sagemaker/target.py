@@ -74,7 +74,7 @@ class SageMakerTarget:
                 "sagemaker/job.json": json.dumps(settings, indent=2) + "\n",
             },
             actions=(
-                ("send", spec.code, "to", request.input_uris(options, account, job_id)),
+                ("send", spec.code, "to", request.input_uri(options, account, job_id)),
                 ("sagemaker:CreateTrainingJob", job_request["TrainingJobName"]),
             ),
             settings={"spec": spec.to_json()},
@@ -103,7 +103,7 @@ class SageMakerTarget:
         from . import logs
 
         native, nodes = Native.parse(native_id), None
-        with contextlib.suppress(StoreError):  # without a record it cannot be told whether the job is over
+        with contextlib.suppress(StoreError):  # without a record, it is unknown whether the job is over
             record = read_record(native.job_id, str(self._jobs / native.job_id))
             nodes = record.nodes if record.status.state.final else None
         yield from logs.lines(self._aws, native, since, nodes)
@@ -114,7 +114,7 @@ class SageMakerTarget:
         return logs.cursor_at(self._aws, Native.parse(native_id), when)
 
     def cancel(self, native_id: str) -> None:
-        """Cancel the job: SIGTERM, 120 s, SIGKILL. Raises Unreachable, Refused."""
+        """Cancel the job: SIGTERM, 120 s, SIGKILL. Raises Unreachable, AwsError."""
         stop(self._aws, Native.parse(native_id))
 
     def fetch(self, native_id: str, directory: Path) -> list[str]:
@@ -125,7 +125,7 @@ class SageMakerTarget:
     def shell(self, native_id: str, node: int, argv: Sequence[str], *, terminal: bool) -> int:
         """Open a shell through AWS's Session Manager plug-in, which reads the session's token from its environment.
 
-        Raises SpecError for a command and for a job without remote debugging, ConfigError, Refused, Unreachable.
+        Raises SpecError for a command and for a job without remote debugging, ConfigError, AwsError, Unreachable.
         """
         native = Native.parse(native_id)
         if argv:
@@ -149,7 +149,7 @@ class SageMakerTarget:
             json.dumps(parameters),
             url,
         ]
-        previous_handler = signal.signal(signal.SIGINT, lambda *_: None)  # it is the shell's
+        previous_handler = signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C is for the shell
         try:
             return subprocess.call(command, env={**os.environ, _SESSION: session_json})
         finally:

@@ -25,7 +25,7 @@ _LOGIN = "gcloud auth application-default login"
 _REPLY_TIMEOUT_S = 30.0
 _CHANGE_S = 120.0
 ENDPOINT = "https://tpu.googleapis.com"
-_EXHAUSTED = 8  # RESOURCE_EXHAUSTED, of a stockout as of a quota
+_EXHAUSTED = 8  # RESOURCE_EXHAUSTED: a stockout or a quota
 
 
 class TpuApiError(SubmitError):
@@ -67,7 +67,7 @@ class Api:
         self._options, self.label = options, f"target {target}"
 
     def node(self, name: str) -> Any:
-        """Return the node of that name, or None. Raises Refused, Unreachable, ConfigError."""
+        """Return the node of that name, or None. Raises TpuApiError, Unreachable, ConfigError."""
         return self._get(name, queued=False)
 
     def queued(self, name: str) -> Any:
@@ -108,7 +108,7 @@ class Api:
             )
             operation.result(timeout=_CHANGE_S)
 
-    def created(self) -> list[Any]:
+    def created_nodes(self) -> list[Any]:
         """Return the zone's nodes that accel has created, on any machine. Raises what `node` raises."""
         with self._translated_errors("tpu.nodes.list"):
             nodes = self._client.list_nodes(parent=self.parent, timeout=_REPLY_TIMEOUT_S)
@@ -162,7 +162,7 @@ class Api:
     def _exhausted(self, message: str) -> SubmitError:
         line = f"{self.label}: {_message_of(message)}"
         if "per minute" in message:
-            raise Unreachable(line)  # so many calls
+            raise Unreachable(line)  # too many calls, for a while
         return NoQuota(line) if "quota" in message.lower() else Stockout(line)
 
     def delete(self, name: str, *, queued: bool) -> None:
@@ -177,7 +177,7 @@ class Api:
                 delete(request=request, timeout=_REPLY_TIMEOUT_S)
         except exceptions.NotFound:
             return
-        except (exceptions.BadRequest, exceptions.Conflict) as error:  # it is deleted already, or in no state for it
+        except (exceptions.BadRequest, exceptions.Conflict) as error:  # being deleted, or not deletable now
             existing = self._get(name, queued=queued)
             state = existing and (existing.state.state if queued else existing.state).name
             if state not in (None, "DELETING"):
@@ -187,7 +187,7 @@ class Api:
     def project(self) -> str:
         project = self._options.project or os.environ.get("CLOUDSDK_CORE_PROJECT") or self._credentials[1]
         if not project:
-            raise ConfigError(f"{self.label}: no project: say project: in accel.yaml, or set CLOUDSDK_CORE_PROJECT")
+            raise ConfigError(f"{self.label}: no project: set `project:` in accel.yaml or CLOUDSDK_CORE_PROJECT")
         return str(project)
 
     @functools.cached_property
@@ -200,7 +200,7 @@ class Api:
 
     @functools.cached_property
     def _client(self) -> Any:
-        with self._translated_errors("make a client"):
+        with self._translated_errors("create a client"):
             from google.api_core.client_options import ClientOptions
             from google.cloud import tpu_v2
 
@@ -235,7 +235,7 @@ class Api:
             raise Unreachable(f"{self.label}: {permission}: {_message_of(error.message)}") from None
         except (login.GoogleAuthError, exceptions.Unauthenticated) as error:
             detail = one_line(str(error))
-            raise ConfigError(f"{self.label}: no credentials of Google Cloud: {detail}; {_LOGIN}") from None
+            raise ConfigError(f"{self.label}: no Google Cloud credentials: {detail}; {_LOGIN}") from None
         except exceptions.Forbidden as error:
             raise TpuApiError(
                 f"{self.label}: Google Cloud does not allow {permission}: {_message_of(error.message)}"

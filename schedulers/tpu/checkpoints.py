@@ -1,12 +1,12 @@
 """Checkpoints of a job in a Google Cloud Storage bucket: the program around `accel launch` on each host.
 
 Before the ranks start, it restores the newest checkpoint for which the bucket has every host's copy. It
-uploads each that they write, the manifest last. Nothing in the bucket is overwritten: each save has its own
+uploads each checkpoint that they write, the manifest last. Nothing in the bucket is overwritten: each save has its own
 folder,
 
     URI/PATH/SAVE/node-N/FILE
 
-PATH is the checkpoint's path under ACCEL_PROJECT_ROOT (`accel.world.environment`), and SAVE the word that
+PATH is the checkpoint's path under ACCEL_PROJECT_ROOT (`accel.world.environment`), and SAVE the token that
 all hosts' copies of one save have in their manifests.
 """
 
@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from ..processes import die_with_parent
 
-MANIFEST, ROOT = "accel_manifest.json", "ACCEL_PROJECT_ROOT"  # as accel has them
+MANIFEST, ROOT = "accel_manifest.json", "ACCEL_PROJECT_ROOT"  # as in accel
 _DRAFT = re.compile(r"\..+\.(?:draft|old|gone)-[0-9a-f]{8}")
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
 _NODE = re.compile(r"node-(\d+)")
@@ -51,7 +51,7 @@ class Save(NamedTuple):
 
 
 class Bucket:
-    """The objects under a URI. All methods raise Failed."""
+    """The objects under a URI. All methods raise BucketError."""
 
     def __init__(self, uri: str) -> None:
         self.uri = uri
@@ -66,7 +66,7 @@ class Bucket:
         try:
             self._bucket = storage.Client().bucket(name)
         except Exception as error:
-            self._refuse(error)
+            self._raise_bucket_error(error)
 
     def put(self, name: str, path: str) -> None:
         """Upload a file. Raises FileNotFoundError if it no longer exists."""
@@ -77,9 +77,9 @@ class Bucket:
         except FileNotFoundError:
             raise
         except Exception as error:
-            self._refuse(error)
+            self._raise_bucket_error(error)
 
-    def put_last(self, name: str, content: bytes, nodes: int) -> None:
+    def put_manifest(self, name: str, content: bytes, nodes: int) -> None:
         """Upload the manifest, which completes the copy of one of `nodes` hosts."""
         from google.cloud.storage.retry import DEFAULT_RETRY
 
@@ -88,14 +88,14 @@ class Bucket:
             blob.metadata = {"nodes": str(nodes)}
             blob.upload_from_string(content, "application/json", retry=DEFAULT_RETRY)
         except Exception as error:
-            self._refuse(error)
+            self._raise_bucket_error(error)
 
     def get(self, name: str, path: str) -> None:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         try:
             self._bucket.blob(self._prefix + name).download_to_filename(path)
         except Exception as error:
-            self._refuse(error)
+            self._raise_bucket_error(error)
 
     def sizes(self, folder: str = "") -> dict[str, int]:
         return {name: int(blob.size) for name, blob in self._blobs(folder)}
@@ -104,10 +104,10 @@ class Bucket:
         """Return the saves with every host's copy: save -> (number of hosts, time of host 0's manifest)."""
         blobs_by_save: dict[Save, dict[int, Any]] = {}
         for name, blob in self._blobs(""):
-            *path, word, folder, file = name.split("/") if name.count("/") > 2 else ("", "", "")
+            *path, token, folder, file = name.split("/") if name.count("/") > 2 else ("", "", "")
             node = _NODE.fullmatch(folder)
-            if file == MANIFEST and node is not None and not {"", ".", ".."} & {*path, word}:
-                blobs_by_save.setdefault(Save("/".join(path), word), {})[int(node[1])] = blob
+            if file == MANIFEST and node is not None and not {"", ".", ".."} & {*path, token}:
+                blobs_by_save.setdefault(Save("/".join(path), token), {})[int(node[1])] = blob
         node_counts = {
             save: int((blobs[0].metadata or {}).get("nodes", 0)) for save, blobs in blobs_by_save.items() if 0 in blobs
         }
@@ -123,17 +123,17 @@ class Bucket:
             for blob in self._bucket.list_blobs(prefix=prefix):
                 yield blob.name[len(self._prefix) :], blob
         except Exception as error:
-            self._refuse(error)
+            self._raise_bucket_error(error)
 
-    def _refuse(self, error: Exception) -> NoReturn:
-        """Raise Failed: Google's libraries raise errors of many kinds, requests' among them."""
+    def _raise_bucket_error(self, error: Exception) -> NoReturn:
+        """Raise BucketError: Google's libraries raise errors of many kinds, requests' among them."""
         raise BucketError(f"{self.uri}: {type(error).__name__}: {' '.join(str(error).split())}") from error
 
 
 def restore(bucket: Bucket, root: str, node: int) -> list[str]:
     """Restore the newest complete checkpoint of each project, and those with names of their own, to this host.
 
-    Checkpoints that the host has stay. Returns the paths of the restored ones. Raises Failed.
+    Checkpoints that the host has stay. Returns the paths of the restored ones. Raises BucketError.
     """
     newest: dict[str, tuple[tuple[int, Any], Save, int]] = {}
     for save, (nodes, completed_at) in bucket.complete_saves().items():
@@ -143,11 +143,11 @@ def restore(bucket: Bucket, root: str, node: int) -> list[str]:
         order = (int(number[1]) if number else 0, completed_at)
         if key not in newest or order > newest[key][0]:
             newest[key] = order, save, nodes
-    return [save.path for _, save, nodes in newest.values() if _restored(bucket, root, node, save, nodes)]
+    return [save.path for _, save, nodes in newest.values() if _restore_save(bucket, root, node, save, nodes)]
 
 
-def _restored(bucket: Bucket, root: str, node: int, save: Save, nodes: int) -> bool:
-    # Of another number of hosts a new one has no copy: it takes that of node 0.
+def _restore_save(bucket: Bucket, root: str, node: int, save: Save, nodes: int) -> bool:
+    # A host beyond the number of hosts that saved has no copy: it restores node 0's.
     source_node, base = (node, _node_folder(root, node)) if node < nodes else (0, root)
     destination = os.path.join(base, *save.path.split("/"))
     if os.path.lexists(destination):
@@ -163,7 +163,7 @@ def _restored(bucket: Bucket, root: str, node: int, save: Save, nodes: int) -> b
         path = os.path.join(draft, *name.split("/"))
         bucket.get(f"{folder}/{name}", path)
         if os.path.getsize(path) != names[name]:
-            raise BucketError(f"{bucket.uri}: {folder}/{name} has not the {names[name]} bytes of its manifest")
+            raise BucketError(f"{bucket.uri}: {folder}/{name} does not have the {names[name]} bytes of its manifest")
 
     with ThreadPoolExecutor(_MAX_WORKERS) as pool:
         list(pool.map(get, names))
@@ -186,10 +186,10 @@ class Uploads:
     def run(self, finished: threading.Event) -> None:
         """Upload until `finished` is set, and once more."""
         while not finished.wait(_PAUSE_S):
-            self.look()
-        self.look()
+            self.upload_new()
+        self.upload_new()
 
-    def look(self) -> None:
+    def upload_new(self) -> None:
         """Upload new checkpoints, the oldest first. Failures are retried the next time."""
         for folder in self._complete_folders():
             try:
@@ -217,7 +217,7 @@ class Uploads:
                 )
             if _read(os.path.join(folder, MANIFEST)) != content:
                 return  # another save took its place: files of both may have been read
-            self._bucket.put_last(f"{destination}/{MANIFEST}", content, self._nodes)
+            self._bucket.put_manifest(f"{destination}/{MANIFEST}", content, self._nodes)
         self._done.add(save)
 
     def _complete_folders(self) -> list[str]:
@@ -271,7 +271,7 @@ def run(command: Sequence[str], uploads: Uploads) -> int:
 
     def enter() -> None:
         die_with_parent(signal.SIGTERM, parent)
-        for signum in _WARNINGS:  # which must not end a launcher that has yet to take them
+        for signum in _WARNINGS:  # must not end a launcher that does not handle them yet
             signal.signal(signum, signal.SIG_IGN)
 
     finished = threading.Event()
@@ -287,7 +287,7 @@ def run(command: Sequence[str], uploads: Uploads) -> int:
 
 
 def main() -> int:
-    """Restore, launch and upload. Arguments: the URI, and what Python is to run: `accel launch` with its flags."""
+    """Restore, launch and upload. Arguments: the URI, and Python's own: `accel launch` with its flags."""
     uri, *launch = sys.argv[1:]
     uri = uri.replace("{id}", os.environ["ACCEL_JOB_ID"])
     root = os.environ.setdefault(ROOT, os.path.join(os.environ["ACCEL_JOB_DIR"], "checkpoints"))

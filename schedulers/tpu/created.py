@@ -33,7 +33,7 @@ from .slice_target import CODE, SliceTarget
 
 _RETRY_PAUSES_S = (5.0, 300.0)  # after a stockout: first, last
 _MAX_MOVES = 10
-_STALE_STATUS_S = 60.0  # so long the API may go on calling a slice READY that was preempted
+_STALE_STATUS_S = 60.0  # for which the API may still report a preempted slice as READY
 _MAX_WORKERS = 16
 _CANCELLED = Status(state=State.CANCELLED, reason=Reason.USER)
 
@@ -48,8 +48,8 @@ class _Slice:
     operation: the operation that creates it, if known.
     again_at:  when it is requested again after a stockout.
     ready_at:  when a client first saw it READY; 0 before.
-    preempted: it is to be deleted, and the next one follows.
-    left:      the number of slices that the ranks have left, as they do after a warning.
+    preempted: it must be deleted, and the next one requested.
+    left:      the number of slices that the ranks have left after a warning.
     end:       how the job ended; the slice is then to be deleted.
     """
 
@@ -89,10 +89,10 @@ class CreatedSlices(MovingJobs, SliceTarget):
     def _submitted(self, plan: Plan) -> str | SchedulerError:
         job_id = plan.job_id
         try:
-            with self._acting(job_id, blocking=True):
+            with self._slice_lock(job_id, blocking=True):
                 state = self._read(job_id)
                 if state is None:
-                    with contextlib.suppress(FileExistsError):  # the code that runs later is that of now
+                    with contextlib.suppress(FileExistsError):  # the job runs the code of this moment
                         os.link(self._snapshot_path(plan), self._file(job_id, CODE))
                     state = _Slice(began=time.time())
                     self._write(job_id, state)
@@ -115,11 +115,11 @@ class CreatedSlices(MovingJobs, SliceTarget):
     def _polled(self, native_id: str) -> Status | SchedulerError | None:
         try:
             job_id = _job(native_id)
-            with self._acting(job_id) as acting:
+            with self._slice_lock(job_id) as acquired:
                 state = self._read(job_id)
                 if state is None:
                     return None
-                if acting:
+                if acquired:
                     return self._step(job_id, state)
             placement = self._current_placement(native_id)
             status = (
@@ -133,7 +133,7 @@ class CreatedSlices(MovingJobs, SliceTarget):
         except SchedulerError as error:
             return error
 
-    # The steps. The lock is held.
+    # The steps of a poll, with the lock held.
 
     def _step(self, job_id: str, state: _Slice) -> Status:
         if state.end is not None:
@@ -190,9 +190,7 @@ class CreatedSlices(MovingJobs, SliceTarget):
         url = result_url(self._options, node_id(job_id, state.attempt), job_id)
         result = self._api.read(url) if url else None
         if result is None:
-            message += (
-                " before anybody here had read how the job ended; checkpoint_uri keeps that, and keep: true the slice"
-            )
+            message += " before the job's result was read; checkpoint_uri stores the result, keep: true keeps the slice"
             return self._fail(job_id, state, Reason.LOST, message)
         try:
             status = Status.from_json(json.loads(result))
@@ -238,12 +236,12 @@ class CreatedSlices(MovingJobs, SliceTarget):
         except SubmitError as refusal:
             return self._fail(job_id, state, getattr(refusal, "reason", Reason.SETUP), str(refusal))
         reason = Reason.NO_CAPACITY if state.again_at else Reason.NONE
-        return replace(_queued(state, f"{name} is asked for"), reason=reason)
+        return replace(_queued(state, f"{name} is requested"), reason=reason)
 
     def _move_on(self, job_id: str, state: _Slice, status: Status) -> Status:
         """Move ranks that were warned and left a checkpoint to the next slice, at most 10 times."""
         if state.left == _MAX_MOVES:
-            message = f"the ranks have left {state.left + 1} slices, as if each was about to be taken away"
+            message = f"the ranks have left {state.left + 1} slices after preemption warnings"
             return self._end(job_id, state, replace(status, message=message))
         state.left += 1
         return self._next(job_id, state)
@@ -287,7 +285,7 @@ class CreatedSlices(MovingJobs, SliceTarget):
             return _with_message(status, str(error))
         return status
 
-    # What clients ask besides.
+    # Other operations of the target.
 
     def cancel(self, native_id: str) -> None:
         """Cancel a running job gracefully. Delete the slice if no job runs there or its hosts are unreachable."""
@@ -295,7 +293,7 @@ class CreatedSlices(MovingJobs, SliceTarget):
         state = self._read(job_id)
         if state is None:
             return
-        Path(self._file(job_id, "slice.cancel")).touch()  # for whoever is about to start it, or to create the next
+        Path(self._file(job_id, "slice.cancel")).touch()  # for a client that is about to start it
         placement = self._current_placement(native_id)
         if placement is not None:
             with contextlib.suppress(Unreachable):
@@ -309,7 +307,7 @@ class CreatedSlices(MovingJobs, SliceTarget):
         state = self._read(job_id)
         if state is None:
             name = node_id(job_id, 0)
-            raise UnknownJob(f"no job {job_id} here; one with a slice is found by that: a tpu target with name: {name}")
+            raise UnknownJob(f"no job {job_id} here; to find it by its slice, use a tpu target with name: {name}")
         if state.end is None and self._stage(job_id, state)[0] == "gone":
             return None
         plan = self._plan(job_id)
@@ -318,7 +316,7 @@ class CreatedSlices(MovingJobs, SliceTarget):
 
     def clear(self, jobs: Mapping[str, str | None]) -> list[str]:
         """Delete the jobs' slices, also those with `keep`."""
-        for node in self._api.created():
+        for node in self._api.created_nodes():
             if node.labels[JOB_LABEL] in jobs:
                 self._api.delete(node.name.rpartition("/")[2], queued=bool(node.queued_resource))
         return []
@@ -326,7 +324,7 @@ class CreatedSlices(MovingJobs, SliceTarget):
     def check(self, gpus: int = 0) -> CheckReport:
         """List the zone's slices that accel created. Warn about those whose job is unknown here."""
         rows, unknown = [], []
-        for node in self._api.created():
+        for node in self._api.created_nodes():
             name, job_id = node.name.rpartition("/")[2], node.labels[JOB_LABEL]
             rows.append([name, node.state.name, node.accelerator_type, job_id])
             if not os.path.exists(self._file(job_id, "slice.json")):
@@ -337,7 +335,7 @@ class CreatedSlices(MovingJobs, SliceTarget):
         for target in self._targets.values():
             target.close()
 
-    # Small parts.
+    # Helpers.
 
     def _candidates(self) -> str:
         return f"the hosts of the slice in {self._options.zone}"
@@ -385,7 +383,7 @@ class CreatedSlices(MovingJobs, SliceTarget):
     def _cancelled(self, job_id: str) -> bool:
         return os.path.exists(self._file(job_id, "slice.cancel"))
 
-    def _acting(self, job_id: str, *, blocking: bool = False) -> contextlib.AbstractContextManager[bool]:
+    def _slice_lock(self, job_id: str, *, blocking: bool = False) -> contextlib.AbstractContextManager[bool]:
         return atomic_files.exclusive_lock(self._file(job_id, "slice.lock"), blocking=blocking)
 
     def _read(self, job_id: str) -> _Slice | None:

@@ -12,7 +12,7 @@ from .topology import GENERATIONS
 
 JOB_LABEL = "accel-job"
 # How long the slice's startup script (schedulers/node/tpu_slice.py) waits, in seconds.
-ARRIVE_S = 1800.0  # beside start_timeout_s, from its start until the job is there
+ARRIVE_S = 1800.0  # from its start until the job is there, in addition to start_timeout_s
 SILENT_S = 600.0
 ENDED_S = 120.0  # for a client to read how the job ended, and its logs
 OTHERS_S = 60.0  # on the other workers, for the first to act

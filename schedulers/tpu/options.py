@@ -17,7 +17,7 @@ _NAME = re.compile(r"[a-z](?:[-a-z0-9]{0,61}[a-z0-9])?")
 _ZONE = re.compile(r"[a-z]+-[a-z]+\d+-[a-z]")
 _URI = re.compile(r"gs://[a-z0-9][a-z0-9._-]{1,61}[a-z0-9](?:/[^\s]*)?")
 _DURATION = re.compile(r"(?=\d)(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", re.ASCII)
-# What only a slice that is created can have.
+# Options of created slices only.
 _CREATED_ONLY = (
     "version", "spot", "reserved", "queued", "network", "subnetwork", "service_account", "scopes", "labels", "tags",
     "metadata", "data_disk", "keep",
@@ -90,7 +90,7 @@ def check(options: TpuOptions, name: str) -> None:
     for key, pattern in (("zone", _ZONE), ("name", _NAME), ("project", _PROJECT)):
         value = getattr(options, key)
         if value is not None and not pattern.fullmatch(value):
-            raise SpecError(f"{subject}: {key}: {value!r} is no {key} that Google Cloud gives")
+            raise SpecError(f"{subject}: {key}: {value!r} is not a valid {key} in Google Cloud")
     if options.checkpoint_uri is not None and not _URI.fullmatch(options.checkpoint_uri):
         example = "gs://bucket/prefix/{id}"
         raise SpecError(f"{subject}: checkpoint_uri must be like {example}, not {options.checkpoint_uri!r}")
@@ -129,27 +129,27 @@ def _slice_problems(options: TpuOptions) -> Iterator[str]:
     if options.name is not None:
         extra = [key for key in _CREATED_ONLY if getattr(options, key)]
         if extra:
-            yield f"{extra[0]}: the slice {options.name} is there already; it is for one that accelerator_type creates"
+            yield f"{extra[0]}: only for slices that accel creates; {options.name} exists already"
     if options.type is not None and options.type not in GENERATIONS:
         yield f"type: {options.type!r} is not one of {', '.join(GENERATIONS)}{nearest(options.type, GENERATIONS)}"
     if options.spot and options.reserved:
         yield "spot and reserved are both given: keep one"
     if not seconds(options.valid_until_duration):
-        yield f"valid_until_duration: {options.valid_until_duration!r} is no duration (24h, 1d12h, 30m)"
+        yield f"valid_until_duration: {options.valid_until_duration!r} is not a duration (24h, 1d12h, 30m)"
     if options.node_count != 1:
-        yield f"node_count: {options.node_count}: a job runs on one slice here; on GKE, a kubernetes target has slices"
+        yield f"node_count: {options.node_count}: a job runs on one slice; for several, use a kubernetes target (GKE)"
     reserved = [key for key in OWN_METADATA if key in options.metadata]
     if reserved and not options.keep:
-        yield f"metadata: {reserved[0]} is accel's, by which the slice deletes itself; use setup, or keep: true"
+        yield f"metadata: {reserved[0]} is set by accel, so that the slice deletes itself; use setup, or keep: true"
     if options.scopes and not options.keep and not any(scope.endswith(_DELETE_SCOPE) for scope in options.scopes):
-        yield f"scopes: without {_DELETE_SCOPE} the slice cannot delete itself; add it, or say keep: true"
+        yield f"scopes: without {_DELETE_SCOPE} the slice cannot delete itself; add it, or set keep: true"
     count = hosts_of(options.accelerator_type, options.type, options.topology) or 1
     if options.data_disk and count > 1:
-        yield f"data_disk: only a slice of one host takes disks, and this one has {count}"
+        yield f"data_disk: only slices of one host support disks, and this one has {count}"
     for disk in options.data_disk:
         keys = {pair.partition("=")[0] for pair in disk.split(",")}
         if not {"source"} <= keys <= {"source", "mode"} or not re.search(r"(^|,)source=[^,]", disk):
-            yield f"data_disk: {disk!r} is not as source=projects/P/zones/Z/disks/D,mode=read-write"
+            yield f"data_disk: {disk!r} is not like source=projects/P/zones/Z/disks/D,mode=read-write"
 
 
 def check_job(spec: JobSpec, options: TpuOptions, name: str) -> None:
@@ -162,18 +162,18 @@ def _problems(spec: JobSpec, options: TpuOptions) -> Iterator[str]:
     for key in ("zone",) if creates(options) else ("zone", "name"):
         if getattr(options, key) is None:
             alternative = " (or accelerator_type, for one that is created)" if key == "name" else ""
-            yield f"which slice? say {key}: in accel.yaml, or --option {key}=…{alternative}"
+            yield f"no {key} of a slice: set it in accel.yaml, or --option {key}=…{alternative}"
     if creates(options) and options.version is None:
-        yield "which software? say version: in accel.yaml (gcloud compute tpus tpu-vm versions list --zone ZONE)"
+        yield "no runtime version: set version: in accel.yaml (gcloud compute tpus tpu-vm versions list --zone ZONE)"
     count = hosts_of(options.accelerator_type, options.type, options.topology)
     if count is not None and spec.nodes not in (1, count):
         yield f"--nodes {spec.nodes}: {options.accelerator_type or options.topology} has {count} hosts; leave it out"
     if spec.resources.gpus:
-        yield f"--gpus {spec.resources.gpus}: a TPU has none; its accelerator_type says which chips there are"
+        yield f"--gpus {spec.resources.gpus}: a TPU has none; accelerator_type sets its chips"
     if options.runtime == "torch_xla" and not options.cpu and spec.entry == "command":
-        yield "--no-python: torch_xla calls a function of a Python script; say runtime: torch_tpu, or cpu: true"
+        yield "--no-python: torch_xla calls a function of a Python script; set runtime: torch_tpu, or cpu: true"
     python = (options.requirements_python or "").split(".")[:2]
     if options.runtime == "torch_tpu" and not options.cpu and python == ["3", "10"]:
         yield f"requirements_python: {options.requirements_python}: torch_tpu needs Python 3.11 or newer"
     if spec.resources.accelerator is not None:
-        yield f"--accelerator {spec.resources.accelerator}: the slice's accelerator_type says which chips there are"
+        yield f"--accelerator {spec.resources.accelerator}: accelerator_type sets the slice's chips"

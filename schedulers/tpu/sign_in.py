@@ -13,7 +13,7 @@ from ..hosts.transport import Pool
 from .api import Api
 
 _KEYS = "ssh-keys"
-_KEY_ACCEPTED_S = 60.0  # by then the guest agent has put it in place
+_KEY_ACCEPTED_S = 60.0  # for the guest agent to install it
 _RETRY_S = 1.0
 progress = logging.getLogger("schedulers.progress")
 
@@ -33,7 +33,7 @@ def install_key(api: Api, name: str, pool: Pool, hosts: Sequence[Host]) -> None:
     ssh_keys = str(node.metadata.get(_KEYS, ""))
     if line is None or line in ssh_keys.splitlines():
         raise error
-    progress.info("giving %s your public key", api.label.replace("target", "the slice of target"))
+    progress.info("adding your public key to %s", api.label.replace("target", "the slice of target"))
     api.set_metadata(node, {**node.metadata, _KEYS: "\n".join(filter(None, (ssh_keys.rstrip("\n"), line)))})
     deadline = time.monotonic() + _KEY_ACCEPTED_S
     while refusals := _rejecting_hosts(pool, refusals):

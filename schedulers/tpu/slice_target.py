@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 
 _METADATA = "169.254.169.254"  # of each host: https://cloud.google.com/compute/docs/metadata/querying-metadata
-CODE = "code.tar"  # in a job's directory: of one that waits for its slice
+CODE = "code.tar"  # in the directory of a job that waits for its slice
 _REACHABLE_WITHIN_S = 60.0
 _TORCH_TPU_PYTHON = (3, 11)
-# Whatever a program's directory holds, `schedulers` is the installed package.
-_KEEP = (
+# Without the program's directory in sys.path: `schedulers` must be the installed package.
+_WITH_CHECKPOINTS = (
     "import sys; sys.path[:] = [p for p in sys.path if p]; "
     "from schedulers.tpu.checkpoints import main; sys.exit(main())"
 )
@@ -47,7 +47,7 @@ class SliceTarget(HostsTarget):
     def __init__(self, context: TargetContext) -> None:
         super().__init__(context)
         tpu_options.check(self._options, self.name)
-        self._made: Api | None = None
+        self._cached_api: Api | None = None
 
     def poll(self, native_ids: Sequence[str]) -> Mapping[str, Status]:
         """Poll as `HostsTarget.poll` does. Jobs whose hosts do not respond have the slice's own state."""
@@ -55,7 +55,7 @@ class SliceTarget(HostsTarget):
             return super().poll(native_ids)
         except Unreachable as error:
             unreachable = dict(error.silent or {})
-            status = self._results_of_silent() if unreachable else None
+            status = self._status_if_over() if unreachable else None
             if status is None:
                 raise
             slice_statuses = {native_id: status for native_id in unreachable if self._is_mine(native_id)}
@@ -72,13 +72,13 @@ class SliceTarget(HostsTarget):
         try:
             super().cancel(native_id)
         except Unreachable:
-            if self._results_of_silent() is None:
+            if self._status_if_over() is None:
                 raise
 
     def clear(self, jobs: Mapping[str, str | None]) -> list[str]:
         """Clear as `HostsTarget.clear` does. Report nothing if the slice is gone."""
         lines = super().clear(jobs)
-        return [] if lines and self._results_of_silent() is not None else lines
+        return [] if lines and self._status_if_over() is not None else lines
 
     def config(self) -> tuple[Path, list[Host]]:
         """Rewrite the SSH configuration of the slice's workers. Return its path, and the workers.
@@ -115,7 +115,7 @@ class SliceTarget(HostsTarget):
             slices.write_gcloud_config(self._folder, tpu, options, api.project, api.label)
         else:
             slices.write_config(self._folder, tpu, api.host_keys(tpu.name), options, api.label)
-        self.close()  # what was known of the workers may be of a slice before
+        self.close()  # cached data of the workers may be of an earlier slice
         return tpu.hosts
 
     def _snapshot_path(self, plan: Plan) -> Path:
@@ -130,7 +130,7 @@ class SliceTarget(HostsTarget):
 
     def _command(self, spec: JobSpec) -> list[str]:
         command, uri = super()._command(spec), self._options.checkpoint_uri
-        return command if uri is None else [command[0], "-c", _KEEP, uri, *command[1:]]
+        return command if uri is None else [command[0], "-c", _WITH_CHECKPOINTS, uri, *command[1:]]
 
     def _launch_flags(self) -> list[str]:
         options = self._options
@@ -142,7 +142,7 @@ class SliceTarget(HostsTarget):
     def _warnings(self, spec: JobSpec) -> tuple[str, ...]:
         unused = spec.procs_per_node is not None and self._options.runtime == "torch_xla" and not self._options.cpu
         messages = (
-            (f"{spec.procs_per_node} processes a node are not used: torch_xla starts one a chip",) if unused else ()
+            (f"{spec.procs_per_node} processes per node are ignored: torch_xla starts one per chip",) if unused else ()
         )
         return (*super()._warnings(spec), *messages)
 
@@ -180,16 +180,16 @@ class SliceTarget(HostsTarget):
 
         for key in ("zone", "name"):
             if getattr(self._options, key) is None:
-                raise SpecError(f"target {self.name}: which slice? say {key}: in accel.yaml, or --option {key}=…")
+                raise SpecError(f"target {self.name}: no {key} of a slice: set it in accel.yaml, or --option {key}=…")
         node = self._api.node(str(self._options.name))
         return None if node is None else slices.read(node, self._options)
 
-    def _results_of_silent(self) -> Status | None:
+    def _status_if_over(self) -> Status | None:
         """Return how jobs on unreachable hosts have ended, or None if that is unknown."""
         from . import slices
 
         try:
-            return slices.result_from_bucket(self._slice(), self._options)
+            return slices.status_if_over(self._slice(), self._options)
         except SchedulerError:
             return None
 
@@ -201,11 +201,11 @@ class SliceTarget(HostsTarget):
 
     @property
     def _api(self) -> Api:
-        if self._made is None:
+        if self._cached_api is None:
             from .api import Api
 
-            self._made = Api(self._options, self.name)
-        return self._made
+            self._cached_api = Api(self._options, self.name)
+        return self._cached_api
 
     @property
     def _folder(self) -> Path:

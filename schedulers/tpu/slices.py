@@ -21,7 +21,7 @@ from .options import TpuOptions
 _GCLOUD_S = 120.0
 _MAX_WORKERS = 32
 _READY = "READY"
-# What a node's state means for a job whose hosts are silent: reason, words. In other states the job may still run.
+# State of a node -> reason and phrase for a job whose hosts do not respond. In other states the job may still run.
 _ENDS: Mapping[str, tuple[Reason, str]] = {
     "PREEMPTED": (Reason.PREEMPTED, "was preempted"),
     "TERMINATED": (Reason.PREEMPTED, "was terminated"),
@@ -66,7 +66,7 @@ def ready_slice(tpu: Slice | None, options: TpuOptions, subject: str) -> Slice:
     """Return the slice. Raises SubmitError if no job can run on it."""
     label = f"{options.name} in {options.zone}"
     if tpu is None:
-        raise SubmitError(f"{subject}: there is no TPU VM {label}")
+        raise SubmitError(f"{subject}: TPU VM not found: {label}")
     if tpu.state != _READY:
         detail = f" ({tpu.problem})" if tpu.problem else ""
         raise SubmitError(f"{subject}: {label} is {tpu.state}{detail}, not {_READY}")
@@ -75,7 +75,7 @@ def ready_slice(tpu: Slice | None, options: TpuOptions, subject: str) -> Slice:
     return tpu
 
 
-def result_from_bucket(tpu: Slice | None, options: TpuOptions) -> Status | None:
+def status_if_over(tpu: Slice | None, options: TpuOptions) -> Status | None:
     """Return how a job on unreachable hosts has ended, or None if the slice may still run it."""
     reason, phrase = (Reason.NODE_FAILURE, "is gone") if tpu is None else _ENDS.get(tpu.state, (None, ""))
     if reason is None:
@@ -114,7 +114,7 @@ def write_config(folder: Path, tpu: Slice, keys: Sequence[Sequence[str]], option
         if not worker_keys:
             raise ConfigError(
                 f"{subject}: Google's API has no host key of worker {number} of {tpu.name} (guest attributes are off, "
-                "or it is still starting): say transport: gcloud in accel.yaml"
+                "or it is still starting): set transport: gcloud in accel.yaml"
             )
         alias = f"tpu.{tpu.node_id}-{number}"
         known_hosts += [f"{alias} {key}" for key in worker_keys]
@@ -165,12 +165,12 @@ def _gcloud(tpu: Slice, options: TpuOptions, project: str, subject: str) -> list
         install = "needs the Google Cloud CLI (https://cloud.google.com/sdk)"
         raise ConfigError(f"{subject}: transport: gcloud {install}") from None
     except subprocess.TimeoutExpired:
-        raise SchedulerError(f"{subject}: gcloud does not reach {tpu.name} within {_GCLOUD_S:g} s") from None
+        raise SchedulerError(f"{subject}: gcloud did not reach {tpu.name} within {_GCLOUD_S:g} s") from None
     return lines
 
 
 def _problem(argv: Sequence[str]) -> str:
-    command = [argv[0], "-o", "StrictHostKeyChecking=accept-new", *argv[1:]]  # of an option, the first word counts
+    command = [argv[0], "-o", "StrictHostKeyChecking=accept-new", *argv[1:]]  # ssh uses an option's first value
     completed = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_GCLOUD_S)
     return one_line(completed.stderr) if completed.returncode else ""
 

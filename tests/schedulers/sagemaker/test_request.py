@@ -100,20 +100,20 @@ def test_what_only_aws_can_tell_is_open() -> None:
 @pytest.mark.parametrize(
     ("given", "wanted", "said"),
     [
-        ({"image": None}, {}, "no image: say --image, or image: in accel.yaml (a URI, or pytorch:2.8.0)"),
-        ({}, {"after": ("2mxb",)}, "--after: SageMaker starts a job at once"),
-        ({}, {"resources": Resources(cpus=4)}, "--cpus: an instance has what its type has (ml.m5.xlarge)"),
-        ({}, {"resources": Resources(memory_gb=4)}, "--memory: an instance has what its type has"),
-        ({}, {"resources": Resources(accelerator="a100")}, "--accelerator a100: the instance_type says which"),
+        ({"image": None}, {}, "no image: set --image, or image: in accel.yaml (a URI, or pytorch:2.8.0)"),
+        ({}, {"after": ("2mxb",)}, "--after is not supported: SageMaker starts jobs at once"),
+        ({}, {"resources": Resources(cpus=4)}, "--cpus: fixed by instance_type (ml.m5.xlarge)"),
+        ({}, {"resources": Resources(memory_gb=4)}, "--memory: fixed by instance_type"),
+        ({}, {"resources": Resources(accelerator="a100")}, "--accelerator a100: fixed by instance_type"),
         ({}, {"grace_s": 121.0}, "--grace 121: SageMaker kills 120 s after SIGTERM"),
         ({"instance_type": "ml.g5.12xlarge"}, {"resources": Resources(gpus=8)}, "--gpus 8: an ml.g5.12xlarge has 4"),
-        ({"instance_type": "ml.p9.48xlarge"}, {}, "how many GPUs an ml.p9.48xlarge has is not known here"),
-        ({}, {"secrets": {"T": "env:HF_TOKEN"}}, "--secret T: env: is read here, and the container needs it"),
-        ({"enable_network_isolation": True}, {"secrets": {"T": "ssm:token"}}, "--secret: nothing is reached"),
-        ({"enable_network_isolation": True, "requirements": "r.txt"}, {}, "requirements: pip reaches nothing"),
+        ({"instance_type": "ml.p9.48xlarge"}, {}, "unknown number of GPUs of ml.p9.48xlarge"),
+        ({}, {"secrets": {"T": "env:HF_TOKEN"}}, "--secret T: env: is not supported"),
+        ({"enable_network_isolation": True}, {"secrets": {"T": "ssm:token"}}, "--secret: not readable"),
+        ({"enable_network_isolation": True, "requirements": "r.txt"}, {}, "requirements: pip has no network"),
         ({"subnets": ("subnet-1",)}, {}, "subnets and security_group_ids go together"),
-        ({"enable_managed_spot_training": True}, {}, "enable_managed_spot_training: say max_wait"),
-        ({"max_wait_time_in_seconds": 5}, {}, "max_wait_time_in_seconds: only spot instances"),
+        ({"enable_managed_spot_training": True}, {}, "enable_managed_spot_training needs max_wait"),
+        ({"max_wait_time_in_seconds": 5}, {}, "max_wait_time_in_seconds needs enable_managed_spot"),
     ],
 )  # fmt: skip
 def test_what_sagemaker_cannot_run(given: dict[str, Any], wanted: dict[str, Any], said: str) -> None:
@@ -127,14 +127,14 @@ def test_what_sagemaker_cannot_run(given: dict[str, Any], wanted: dict[str, Any]
     [
         ({"volume_size_in_gb": -1}, "volume_size_in_gb: expects 0 or more, not -1"),
         ({"maximum_retry_attempts": 31}, "maximum_retry_attempts: expects 1 to 30, not 31"),
-        ({"tags": {"a€": "b"}}, "tags: 0: Key: AWS takes what matches"),
-        ({"tags": {f"k{n}": "v" for n in range(60)}}, "tags: takes 50 or less of them, not 61"),
-        ({"s3_output_path": "results"}, "AWS takes what matches (https|s3)"),
-        ({"input_data_config": ({"channel_name": "a b"},)}, "input_data_config: 1: ChannelName: AWS takes what"),
-        ({"input_data_config": ({"chanel_name": "a"},)}, "there is no such key; did you mean 'ChannelName'?"),
-        ({"checkpoint_s3_uri": "s3://a", "checkpoint_local_path": "/x" * 3000}, "takes 4096 or less characters"),
-        ({"patch": {"StopingCondition": {}}}, "patch: StopingCondition: there is no such key"),
-        ({"metric_definitions": ({"name": "loss"},)}, "Regex is lacking"),
+        ({"tags": {"a€": "b"}}, "tags: 0: Key: must match"),
+        ({"tags": {f"k{n}": "v" for n in range(60)}}, "tags: expects a length of 50 or less, not 61"),
+        ({"s3_output_path": "results"}, "must match (https|s3)"),
+        ({"input_data_config": ({"channel_name": "a b"},)}, "input_data_config: 1: ChannelName: must match"),
+        ({"input_data_config": ({"chanel_name": "a"},)}, "unknown key; did you mean 'ChannelName'?"),
+        ({"checkpoint_s3_uri": "s3://a", "checkpoint_local_path": "/x" * 3000}, "expects a length of 4096 or less"),
+        ({"patch": {"StopingCondition": {}}}, "patch: StopingCondition: unknown key"),
+        ({"metric_definitions": ({"name": "loss"},)}, "Regex is missing"),
         ({"patch": {"ResourceConfig": {"InstanceCount": "two"}}}, "--nodes: expects a whole number, not 'two'"),
     ],
 )  # fmt: skip
@@ -156,11 +156,11 @@ def test_an_instance_type_that_is_newer_than_botocore_is_a_warning() -> None:
 def test_a_repeated_request_has_the_same_digest_and_another_has_not() -> None:
     made = build(options())
     said = request.settings(spec(), options(), JOB_ID)
-    one = request.digest_of(request.stamped(made, said)["Tags"])
-    assert one == request.digest_of(request.stamped(build(options()), said)["Tags"])
+    one = request.digest_of(request.with_digest(made, said)["Tags"])
+    assert one == request.digest_of(request.with_digest(build(options()), said)["Tags"])
     others = [
-        request.stamped(build(options(volume_size_in_gb=31)), said),
-        request.stamped(made, request.settings(spec("train.py", "--lr", "1"), options(), JOB_ID)),
+        request.with_digest(build(options(volume_size_in_gb=31)), said),
+        request.with_digest(made, request.settings(spec("train.py", "--lr", "1"), options(), JOB_ID)),
     ]
     assert one not in {request.digest_of(each["Tags"]) for each in others}
 
@@ -205,5 +205,5 @@ def test_the_address_of_an_image(image: str, region: str, instance_type: str, ad
 
 
 def test_a_version_that_is_not_known() -> None:
-    with pytest.raises(SpecError, match=r"pytorch:1.10: no such version is known \(2.6.0, 2.7.1, 2.8.0\)"):
+    with pytest.raises(SpecError, match=r"pytorch:1.10: unknown version \(known: 2.6.0, 2.7.1, 2.8.0\)"):
         images.address("pytorch:1.10", "us-east-1", "ml.m5.large", "target aws")

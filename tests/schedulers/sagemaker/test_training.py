@@ -54,7 +54,7 @@ def test_digits_from_the_submit_to_the_fetched_model(sagemaker: SageMaker, home:
     assert any("accuracy" in line.text for line in lines if line.rank == 0), lines
     assert job.fetch(tmp_path / "fetched") == ["model"]
     assert list((tmp_path / "fetched/model").rglob("*.safetensors"))
-    with pytest.raises(NotReady, match="is there already"):
+    with pytest.raises(NotReady, match="exists already"):
         job.fetch(tmp_path / "fetched")
 
 
@@ -124,7 +124,7 @@ def test_the_first_error_is_the_job_s(sagemaker: SageMaker, submit: Submit) -> N
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"python": "/usr/bin/python3"}, "the image cannot run accel: torch is not there"),
+        ({"python": "/usr/bin/python3"}, "the image cannot run accel: torch is not installed"),
         ({"setup": [["no-such-command"]]}, "setup: no-such-command: No such file or directory"),
         ({"requirements": "none.txt"}, "-m pip install --disable-pip-version-check -r none.txt ended with code 1"),
     ],
@@ -156,7 +156,7 @@ def test_a_host_whose_connection_breaks_is_not_waited_for(sagemaker: SageMaker, 
     sagemaker.link(str(job.native_id).split("/")[1], "algo-2", up=False)
     status = job.wait(200)
     assert (status.state, status.reason) == (State.FAILED, Reason.NODE_FAILURE), (status, sagemaker.diagnose())
-    assert status.message.startswith("the launcher on node 1: nothing has been heard from it for 30 s")
+    assert status.message.startswith("the launcher on node 1: no heartbeat for 30 s")
 
 
 def test_cancel_and_the_time_limit(sagemaker: SageMaker, submit: Submit) -> None:
@@ -253,7 +253,7 @@ def test_a_submit_that_is_repeated_makes_one_job(sagemaker: SageMaker, submit: S
     assert target.submit(job.record.plan()) == job.native_id
     assert len(sagemaker.calls("s3")) == sent  # what the job's containers read stays as it was
     another = load_target("sagemaker", home / "jobs", overrides=target_options(sagemaker, volume_size_in_gb=31))
-    with pytest.raises(SubmitError, match=r"there is a training job .* already, and it is not this one"):
+    with pytest.raises(SubmitError, match=r"training job .* exists already, and is another job"):
         another.submit(job.record.plan())
     runs(job, "up\n")  # a container that is being started takes no SIGTERM
     job.cancel()
@@ -288,9 +288,9 @@ def test_many_jobs_are_one_question(sagemaker: SageMaker, submit: Submit) -> Non
 @pytest.mark.parametrize(
     ("options", "broken", "said"),
     [
-        ({"role": "nobody"}, None, "role: there is no role nobody; give the ARN of an execution role"),
-        ({"s3_output_path": "s3://no-such-bucket"}, None, "there is no bucket no-such-bucket (s3_output_path)"),
-        ({}, ("quota",), "ask for a higher quota"),
+        ({"role": "nobody"}, None, "role: nobody not found; give the ARN of an execution role"),
+        ({"s3_output_path": "s3://no-such-bucket"}, None, "bucket not found: no-such-bucket (s3_output_path)"),
+        ({}, ("quota",), "request a higher quota"),
         ({}, ("CreateTrainingJob", "AccessDeniedException", "not authorized"), "AWS does not allow sagemaker:CreateT"),
     ],
 )
@@ -310,7 +310,7 @@ def test_what_aws_refuses_is_one_line(
 def test_no_credentials(sagemaker: SageMaker, submit: Submit, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
-    with pytest.raises(ConfigError, match=r"no credentials of AWS: .*aws sso login"):
+    with pytest.raises(ConfigError, match=r"no AWS credentials: .*aws sso login"):
         submit("true")
 
 

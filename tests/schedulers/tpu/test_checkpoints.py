@@ -21,7 +21,7 @@ from accel.world import environment
 from schedulers import SpecError, State
 from schedulers.tpu import checkpoints, node_request
 from schedulers.tpu.checkpoints import Bucket, Save, Uploads, restore
-from schedulers.tpu.slice_target import _KEEP
+from schedulers.tpu.slice_target import _WITH_CHECKPOINTS
 from tests.clusters.tpu import Tpu
 from tests.marks import long
 from tests.needs import package
@@ -214,7 +214,7 @@ def gang(tmp_path: Path, name: str, steps: int, uri: str = URI) -> list[tuple[in
     running = []
     for node in (0, 1):
         flags = [*launch, "--main_process_port", port, "--num_machines", "2", "--machine_rank", str(node)]
-        argv = [sys.executable, "-c", _KEEP, uri, "-m", "accel", "launch", *flags, "train.py", str(steps)]
+        argv = [sys.executable, "-c", _WITH_CHECKPOINTS, uri, "-m", "accel", "launch", *flags, "train.py", str(steps)]
         directory = tmp_path / name / str(node)
         directory.mkdir(parents=True, exist_ok=True)
         env = {

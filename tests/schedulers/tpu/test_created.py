@@ -167,7 +167,7 @@ def test_ranks_that_leave_every_slice(tpu: Tpu, create: Submit, monkeypatch: pyt
     job = create("exit 85")
     status = job.wait(120)
     assert (status.state, status.reason, status.attempt) == (State.FAILED, Reason.PREEMPTED, 1), status
-    assert status.message == "the ranks have left 2 slices, as if each was about to be taken away"
+    assert status.message == "the ranks have left 2 slices after preemption warnings"
     empty(tpu)
 
 

@@ -182,10 +182,10 @@ def test_a_key_that_no_worker_knows_is_given_to_them(tpu: Tpu, submit: Submit, t
 
 def test_what_the_api_refuses(tpu: Tpu, submit: Submit) -> None:
     make_slice(tpu, "pod1")
-    with pytest.raises(SubmitError, match=rf"^target tpu: there is no TPU VM pod2 in {ZONE}$"):
+    with pytest.raises(SubmitError, match=rf"^target tpu: TPU VM not found: pod2 in {ZONE}$"):
         submit("true", options={"name": "pod2"})
     tpu.host_keys(False)
-    with pytest.raises(ConfigError, match=r"no host key of worker 0 of pod1 .* say transport: gcloud"):
+    with pytest.raises(ConfigError, match=r"no host key of worker 0 of pod1 .* set transport: gcloud"):
         submit("true")
     tpu.deny("GetNode")
     with pytest.raises(schedulers.SchedulerError, match=r"Google Cloud does not allow tpu.nodes.get: "):
@@ -197,7 +197,7 @@ def test_what_the_api_refuses(tpu: Tpu, submit: Submit) -> None:
 
 def test_no_credentials(tpu: Tpu, submit: Submit, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/no/such/file")
-    with pytest.raises(ConfigError, match=r"no credentials of Google Cloud: .*; gcloud auth application-default login"):
+    with pytest.raises(ConfigError, match=r"no Google Cloud credentials: .*; gcloud auth application-default login"):
         submit("true")
 
 

@@ -124,7 +124,7 @@ def test_the_runtime_is_a_flag_of_the_launch(options: dict[str, Any], flags: str
 def test_torch_xla_starts_as_many_processes_as_there_are_chips() -> None:
     spec = JobSpec(argv=("train.py",), code="/p", procs_per_node=4)
     (warning,) = target(runtime="torch_xla").plan(spec, "2mxaaaaaaaa").warnings
-    assert warning == "4 processes a node are not used: torch_xla starts one a chip"
+    assert warning == "4 processes per node are ignored: torch_xla starts one per chip"
     assert target().plan(spec, "2mxaaaaaaaa").warnings == ()
 
 
@@ -142,31 +142,31 @@ def test_a_plan_needs_neither_client_nor_library() -> None:
 @pytest.mark.parametrize(
     ("options", "given", "said"),
     [
-        ({"zone": "us-central2"}, {}, "target pod: zone: 'us-central2' is no zone that Google Cloud gives"),
-        ({"name": "-pod"}, {}, "target pod: name: '-pod' is no name that Google Cloud gives"),
-        ({"project": "-Zap"}, {}, "target pod: project: '-Zap' is no project that Google Cloud gives"),
+        ({"zone": "us-central2"}, {}, "target pod: zone: 'us-central2' is not a valid zone in Google Cloud"),
+        ({"name": "-pod"}, {}, "target pod: name: '-pod' is not a valid name in Google Cloud"),
+        ({"project": "-Zap"}, {}, "target pod: project: '-Zap' is not a valid project in Google Cloud"),
         ({"spares": 1}, {}, "target pod: spares: a job runs on all hosts of its slice: leave it out"),
-        ({"zone": None}, {}, "target pod: which slice? say zone: in accel.yaml, or --option zone=…"),
-        ({"name": None}, {}, "target pod: which slice? say name: in accel.yaml, or --option name=…"),
+        ({"zone": None}, {}, "target pod: no zone of a slice: set it in accel.yaml, or --option zone=…"),
+        ({"name": None}, {}, "target pod: no name of a slice: set it in accel.yaml, or --option name=…"),
         ({"accelerator_type": "v4-8"}, {}, "name and accelerator_type are given: keep one of name,"),
-        ({"spot": True}, {}, "spot: the slice pod1 is there already; it is for one that accelerator_type creates"),
+        ({"spot": True}, {}, "spot: only for slices that accel creates; pod1 exists already"),
         ({"name": None, "type": "v4"}, {}, "type and topology go together, as type: v4, topology: 2x2x4"),
         ({"name": None, "type": "v5lite", "topology": "4x4"}, {}, "type: 'v5lite' is not one of v2, v3, v4, v5litepod"),
-        ({**CREATED, "version": None}, {}, "which software? say version: in accel.yaml (gcloud compute tpus tpu-vm"),
+        ({**CREATED, "version": None}, {}, "no runtime version: set version: in accel.yaml (gcloud compute tpus"),
         ({**CREATED, "spot": True, "reserved": True}, {}, "spot and reserved are both given: keep one"),
-        ({**CREATED, "valid_until_duration": "soon"}, {}, "valid_until_duration: 'soon' is no duration (24h, 1d12h"),
-        ({**CREATED, "node_count": 2}, {}, "node_count: 2: a job runs on one slice here; on GKE, a kubernetes target"),
-        ({**CREATED, "metadata": {"startup-script": "x"}}, {}, "metadata: startup-script is accel's, by which the"),
+        ({**CREATED, "valid_until_duration": "soon"}, {}, "valid_until_duration: 'soon' is not a duration (24h, 1d12h"),
+        ({**CREATED, "node_count": 2}, {}, "node_count: 2: a job runs on one slice; for several, use"),
+        ({**CREATED, "metadata": {"startup-script": "x"}}, {}, "metadata: startup-script is set by accel, so that the"),
         ({**CREATED, "scopes": ("tpu",)}, {}, "scopes: without cloud-platform the slice cannot delete itself"),
         (
             {**CREATED, "data_disk": ("source=d",)},
             {},
-            "data_disk: only a slice of one host takes disks, and this one has 4",
+            "data_disk: only slices of one host support disks, and this one has 4",
         ),
         (
             {**CREATED, "accelerator_type": "v4-8", "data_disk": ("d",)},
             {},
-            "data_disk: 'd' is not as source=projects/P",
+            "data_disk: 'd' is not like source=projects/P",
         ),
         (CREATED, {"nodes": 3}, "--nodes 3: v4-32 has 4 hosts; leave it out"),
         ({"runtime": "torch_xla"}, {"entry": "command"}, "--no-python: torch_xla calls a function of a Python script"),
@@ -175,8 +175,8 @@ def test_a_plan_needs_neither_client_nor_library() -> None:
             {},
             "requirements_python: 3.10.4: torch_tpu needs Python 3.11 or newer",
         ),
-        ({}, {"resources": Resources(gpus=8)}, "--gpus 8: a TPU has none; its accelerator_type says which chips"),
-        ({}, {"resources": Resources(accelerator="v4")}, "--accelerator v4: the slice's accelerator_type says"),
+        ({}, {"resources": Resources(gpus=8)}, "--gpus 8: a TPU has none; accelerator_type sets its chips"),
+        ({}, {"resources": Resources(accelerator="v4")}, "--accelerator v4: accelerator_type sets the slice's chips"),
         ({}, {"image": "a/b"}, "hosts run the job as they are"),
         ({}, {"after": ("2mxaaaaaaab",)}, "--after is not supported; submit the job once"),
     ],
@@ -196,7 +196,7 @@ def test_a_transport_that_there_is_not(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("found", "said"),
     [
-        (None, "target pod: there is no TPU VM pod1 in us-central2-b"),
+        (None, "target pod: TPU VM not found: pod1 in us-central2-b"),
         ("STOPPED", "target pod: pod1 in us-central2-b is STOPPED, not READY"),
         ("REPAIRING", "target pod: pod1 in us-central2-b is REPAIRING (out of order), not READY"),
         ("READY", "target pod: pod1 in us-central2-b has no network endpoints"),
@@ -220,7 +220,7 @@ def test_a_slice_that_runs_nothing(found: str | None, said: str) -> None:
 )  # fmt: skip
 def test_what_a_node_s_state_means_for_silent_hosts(state: str | None, reason: Reason | None) -> None:
     found = state and Slice(name="pod1", node_id=7, state=state, problem="", addresses=("10.0.0.2",))
-    status = slices.result_from_bucket(found or None, TpuOptions(**LEAST))
+    status = slices.status_if_over(found or None, TpuOptions(**LEAST))
     if reason is None:
         assert status is None
     else:
@@ -251,6 +251,6 @@ def test_the_ssh_configuration_of_the_workers(tmp_path: Path) -> None:
 
 def test_a_worker_without_a_host_key_is_not_spoken_to(tmp_path: Path) -> None:
     for keys in ([["ssh-ed25519 AAAA"]], [["ssh-ed25519 AAAA"], []]):
-        with pytest.raises(ConfigError, match=r"no host key of worker 1 of pod1 .*: say transport: gcloud"):
+        with pytest.raises(ConfigError, match=r"no host key of worker 1 of pod1 .*: set transport: gcloud"):
             slices.write_config(tmp_path, POD, keys, TpuOptions(**LEAST), "target pod")
     assert not list(tmp_path.iterdir())
