@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -59,6 +60,21 @@ def test_examples_run(document: Path, tmp_path: Path) -> None:
                 done = subprocess.run(["bash", "-c", line], cwd=project, env=env, capture_output=True, timeout=280)
                 said = (done.stdout + done.stderr).decode(errors="replace")
                 assert done.returncode == 0, f"{document.name}: {line}\n{said}"
+
+
+def test_each_submit_of_the_readme_is_accepted(tmp_path: Path) -> None:
+    texts = fences(ROOT / "README.md")
+    for _, name, body in texts:
+        if name:
+            (tmp_path / name).write_text(body)
+    submits = [line[2:] for language, _, body in texts if language == "console" for line in body.splitlines()
+               if line.startswith("$ accel submit ")]  # fmt: skip
+    assert len(submits) == 6
+    env = {**os.environ, "ACCEL_HOME": str(tmp_path / "home"), "ACCEL_CONFIG_HOME": str(tmp_path / "config")}
+    for line in submits:
+        argv = shlex.split(line.replace("submit", "submit --dry-run", 1), comments=True)
+        completed = subprocess.run([sys.executable, "-m", *argv], cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert completed.returncode == 0, f"{line}\n{completed.stderr}"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

@@ -1,3 +1,1 @@
-"""The Kubernetes target: one object a job, whose pods run `accel launch`. The charts (`helm/`) create the same
-objects.
-"""
+"""The Kubernetes target: one object a job, whose pods run `accel launch`; the charts in `helm/` create the same."""
