@@ -126,7 +126,7 @@ class Leader:
         elif timed_out:
             missing = ", ".join(self._name(index) for index in node_indices if index not in self._states)
             self._conclude("failed", "node_failure", f"{missing} did not connect within "
-                      f"{self._settings['start_timeout_s']:g} s: the job did not start", now)  # fmt: skip
+                           f"{self._settings['start_timeout_s']:g} s: the job did not start", now)  # fmt: skip
 
     def _queue(self, now: float) -> None:
         """Have one host after another acquire its slots, in the order of their queues' ids."""

@@ -39,7 +39,7 @@ MAX_OPEN_FILES = 1 << 16
 KILLED = "the supervisor on {} was killed, or the host restarted, while the job was there"
 
 
-class Problem(Exception):
+class CannotStart(Exception):
     """The reason why the supervisor cannot start; one line for people."""
 
 
@@ -48,11 +48,11 @@ def read_settings(directory: str, node: int | None = None) -> Settings:
         with open(os.path.join(directory, "settings.json")) as file:
             settings: Settings = json.load(file)
     except (OSError, ValueError) as error:
-        raise Problem(f"{directory}/settings.json cannot be read: {error}") from None
+        raise CannotStart(f"{directory}/settings.json cannot be read: {error}") from None
     if settings.get("schema") != SCHEMA:
-        raise Problem(f"settings.json is of schema {settings.get('schema')!r}, and this supervisor knows {SCHEMA}")
+        raise CannotStart(f"settings.json is of schema {settings.get('schema')!r}, and this supervisor knows {SCHEMA}")
     if node not in (None, settings["node"]):
-        raise Problem(
+        raise CannotStart(
             f"{directory} has the settings of another host (number {settings['node']}, not {node}): "
             "hosts share the directory; set root to one that they do not share"
         )
@@ -60,7 +60,7 @@ def read_settings(directory: str, node: int | None = None) -> Settings:
 
 
 def check_secrets(settings: Settings, secrets_json: bytes) -> dict[str, str]:
-    """Return the secrets' values. Raises Problem if one is missing: the client was cut off while it sent them."""
+    """Return the secrets' values. Raises CannotStart if one is missing: the client was cut off while it sent them."""
     names = settings.get("secrets", [])
     try:
         secrets: dict[str, str] = json.loads(secrets_json or b"{}")
@@ -68,15 +68,15 @@ def check_secrets(settings: Settings, secrets_json: bytes) -> dict[str, str]:
         secrets = {}
     absent = [name for name in names if name not in secrets]
     if absent:
-        raise Problem(f"the values of secrets are missing: {', '.join(absent)}")
+        raise CannotStart(f"the values of secrets are missing: {', '.join(absent)}")
     return {name: secrets[name] for name in names}
 
 
 def clean_up(settings: Settings, result: AtomicJsonFile, message: str, grace_s: float) -> None:
     """End everything of the job on this host, then write the result."""
     adopt_orphans()
-    ending = ProcessReaper(settings["job_id"])
-    while not ending.done(grace_s):
+    reaper = ProcessReaper(settings["job_id"])
+    while not reaper.done(grace_s):
         time.sleep(0.05)
     status = {"state": "failed", "reason": "node_failure", "exit_code": None, "attempt": 0, "message": message,
               "native_state": "", "failure": None, "fenced": True, "observed_at": time.time(), "schema": SCHEMA,
@@ -115,7 +115,7 @@ def main(directory: str, node: str | None = None) -> NoReturn:
     try:
         os.setsid()
         become_supervisor(directory, int(node), notify_fd, secrets_json)
-    except Problem as problem:
+    except CannotStart as problem:
         os.write(notify_fd, str(problem).encode())
     except BaseException:
         with contextlib.suppress(OSError):
@@ -141,7 +141,7 @@ def become_supervisor(directory: str, node: int, notify_fd: int, secrets_json: b
     try:
         server = wire.listen(host["control_port"]) if len(settings["nodes"] + settings["spares"]) > 1 else None
     except OSError as error:
-        raise Problem(f"cannot listen on port {host['control_port']} of {host['name']}: {error.strerror}") from None
+        raise CannotStart(f"cannot listen on port {host['control_port']} of {host['name']}: {error.strerror}") from None
     leave_session(directory)
     result = AtomicJsonFile(os.path.join(directory, "exit.json"), RESULT_RESERVED_BYTES)
     child = os.fork()
@@ -178,7 +178,7 @@ def tidy(directory: str) -> None:
     """End what is left if supervisor and guard were killed, or the host has restarted; else do nothing."""
     try:
         settings = read_settings(directory)
-    except Problem:
+    except CannotStart:
         return
     if exists(directory, "state.json") and try_lock(directory) and not exists(directory, "exit.json"):
         end_remaining(settings, directory)
@@ -221,11 +221,11 @@ def leave_session(directory: str) -> None:
     os.chdir("/")
     path = os.path.join(directory, "supervisor.log")
     preallocate(path)
-    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    log_fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     null = os.open(os.devnull, os.O_RDONLY)
-    for source, target in ((null, 0), (log, 1), (log, 2)):
+    for source, target in ((null, 0), (log_fd, 1), (log_fd, 2)):
         os.dup2(source, target)
-    os.close(log)
+    os.close(log_fd)
     os.close(null)
 
 

@@ -272,8 +272,7 @@ class Supervisor:
         if self._own_result is None:
             attempt = int(self._work.state["attempt"])
             self._own_result = {"state": state, "reason": reason, "exit_code": None, "attempt": attempt,
-                           "message": message,
-                           "native_state": "", "failure": None, "fenced": True}  # fmt: skip
+                                "message": message, "native_state": "", "failure": None, "fenced": True}  # fmt: skip
             self._work.stop(attempt, within_s)
 
     def _finish(self) -> None:

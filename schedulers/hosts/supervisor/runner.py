@@ -56,7 +56,7 @@ class NodeRunner:
         self._process: subprocess.Popen[bytes] | None = None
         self._remaining_setup: list[list[str]] | None = None
         self._reaper = ProcessReaper(settings["job_id"])
-        self._kill_at = self._over_at = math.inf  # set by `stop`
+        self._kill_at = self._grace_ends_at = math.inf  # set by `stop`
         self._clock = logs.Clock(self._logs)
         server = settings.get("metadata_server")
         self._announcements = Announcements(server) if server else None
@@ -107,10 +107,10 @@ class NodeRunner:
         now = time.monotonic()
         if self.state["phase"] != "stopping":
             self._set("stopping")
-            self._kill_at, self._over_at = now + self._settings["grace_s"] + ALLOWANCE_S, math.inf
+            self._kill_at, self._grace_ends_at = now + self._settings["grace_s"] + ALLOWANCE_S, math.inf
             if within_s > 0 and self._process is not None and self._process.poll() is None:
                 self._process.terminate()
-        self._over_at = min(self._over_at, now + within_s)
+        self._grace_ends_at = min(self._grace_ends_at, now + within_s)
 
     def release(self) -> None:
         """Release this host's slots and leave its queue."""
@@ -149,10 +149,10 @@ class NodeRunner:
         elif phase == "stopping":
             now = time.monotonic()
             if self._process is not None and self._process.poll() is None:
-                if now < min(self._kill_at, self._over_at):
+                if now < min(self._kill_at, self._grace_ends_at):
                     return
                 self._process.kill()
-            if self._reaper.done(LEFTOVER_GRACE_S if now < self._over_at else 0.0):
+            if self._reaper.done(LEFTOVER_GRACE_S if now < self._grace_ends_at else 0.0):
                 self._note_sizes(now=True)
                 self._process = None
                 self._set("stopped", attempt=self._attempt_stopped)
@@ -270,8 +270,8 @@ class NodeRunner:
             + command[index:]
         )
 
-    def _run(self, argv: list[str], log: str, extra: dict[str, str]) -> subprocess.Popen[bytes]:
-        own_pid, warned = os.getpid(), self._announcements is not None and log != "setup.log"
+    def _run(self, argv: list[str], log_name: str, extra: dict[str, str]) -> subprocess.Popen[bytes]:
+        own_pid, warned = os.getpid(), self._announcements is not None and log_name != "setup.log"
 
         def prepare_child() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, FILES_LIMIT)
@@ -296,7 +296,7 @@ class NodeRunner:
         workdir = os.path.join(self._directory, os.path.expanduser(self._settings["workdir"]))
         if not os.path.isdir(workdir):
             raise NotADirectoryError(0, f"directory {workdir} does not exist")
-        with open(os.path.join(self._logs, log), "ab") as output:
+        with open(os.path.join(self._logs, log_name), "ab") as output:
             return subprocess.Popen(
                 argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd=workdir, env=env,
                 start_new_session=True, preexec_fn=prepare_child,
