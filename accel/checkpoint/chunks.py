@@ -239,7 +239,7 @@ def fill_optimizer(
         parameters = {name_of(parameter): parameter for parameter in group["params"]}
         extra = sorted(set(saved_group["params"]) ^ set(parameters))
         if extra:
-            raise CheckpointError(f"{saved.folder}: {extra[0]} is in a different parameter group in this run")
+            raise CheckpointError(f"{saved.folder}: parameter groups differ from this run's, first in {extra[0]}")
         for name, parameter in parameters.items():
             entry = dict(outline["state"].get(name, {}))
             current = optimizer.state.get(parameter, {})

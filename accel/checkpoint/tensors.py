@@ -242,7 +242,7 @@ def _cloned(value: Any) -> Any:
 
 
 def copied_to_memory(state: Any, mapped: bool) -> Any:
-    """Return ``state`` with every tensor copied to memory and evicted, if it is ``mapped``."""
+    """Return ``state``; if it is ``mapped``, with its tensors copied to memory and their pages evicted."""
     if not mapped:
         return state
 

@@ -164,5 +164,5 @@ def test_ties_across_devices_are_a_warning(caplog: pytest.LogCaptureFixture) -> 
     assert not caplog.records
     check_tied_parameters_on_same_device(ties, {"embed": 0, "head": torch.device("cpu")})
     assert "on different devices" in caplog.text
-    with pytest.raises(ArgumentError, match=r"no device to head\.weight"):
+    with pytest.raises(ArgumentError, match=r"no device for head\.weight"):
         check_tied_parameters_on_same_device(ties, {"embed": 0})

@@ -210,7 +210,7 @@ def damaged(folder: Path, how: str) -> tuple[Path, str]:
     index = folder / "model.safetensors.index.json"
     if how == "missing shard":
         second.unlink()
-        return checkpoint, "names model-00002-of-00002.safetensors, which"
+        return checkpoint, "names model-00002-of-00002.safetensors, missing in"
     if how == "short shard":
         second.write_bytes(second.read_bytes()[:-7])
         return checkpoint, "is truncated: 7 bytes are missing at its end"
@@ -248,19 +248,19 @@ def damaged(folder: Path, how: str) -> tuple[Path, str]:
         return checkpoint, "shares no name with Tower: it holds model.gain; the model has gain"
     if how == "other shape":
         save_file({"gain": torch.ones(7)}, folder / "model.safetensors")
-        return checkpoint, "gain has shape (7,), in Tower (6,)"
+        return checkpoint, "gain has shape (7,), but (6,) in Tower"
     if how == "other library":
         save_file({"gain": torch.ones(6)}, folder / "model.safetensors", metadata={"format": "tf"})
         return checkpoint, "was saved by 'tf'"
     if how == "code":
         torch.save({"gain": torch.ones(6), "code": nn.Linear}, folder / "weights.bin")
-        return folder / "weights.bin", "cannot be loaded as weights alone"
+        return folder / "weights.bin", "cannot be loaded as weights only"
     if how == "no tensors":
         torch.save({"gain": torch.ones(6), "epoch": 3}, folder / "weights.bin")
-        return folder / "weights.bin", "holds epoch, no tensors"
+        return folder / "weights.bin", "holds more than tensors (epoch)"
     assert how == "no pickle"
     (folder / "weights.bin").write_bytes(b"junk")
-    return folder / "weights.bin", "cannot be loaded as weights alone"
+    return folder / "weights.bin", "cannot be loaded as weights only"
 
 
 HOW = (
@@ -286,7 +286,7 @@ def test_what_is_wrong_with_a_checkpoint_is_one_line(tmp_path: Path, how: str) -
         ({"device_map": {"layers": "cpu"}}, "has no device for"),
         ({"dtype": "flot16"}, "'flot16' is unknown to torch"),
         ({"offload_8bit_bnb": True}, "accel does not quantise"),
-        ({"broadcast_from_rank0": True}, "in no group"),
+        ({"broadcast_from_rank0": True}, "needs a process group"),
         ({"broadcast_from_rank0": True, "device_map": {"": "cpu"}}, "cannot be combined with broadcast_from_rank0"),
     ],
 )

@@ -134,7 +134,7 @@ def test_tied_weights_are_on_a_device_once() -> None:
         ("0.wieght", "cpu", None, "no parameter or buffer '0.wieght'; did you mean '0.weight'?"),
         ("1.weight", "cpu", None, "no parameter or buffer '1.weight'"),
         ("0.bias", "cpu", None, "0.bias of Sequential is registered as None"),
-        ("0.weight", "cpu", torch.ones(3), "0.weight has shape (2, 2), the value for it (3,)"),
+        ("0.weight", "cpu", torch.ones(3), "0.weight has shape (2, 2), but its new value has (3,)"),
         ("0.weight", "dsik", None, "device 'dsik' is unknown to torch"),
         ("0.weight", 0, None, "device 0: this machine has no accelerator"),
     ],

@@ -89,7 +89,7 @@ def test_order_and_words_of_max_memory() -> None:
     given: dict[int | str, int | str] = {"disk": "1TB", "cpu": "1GB", 1: "2GiB", 0: 5}
     assert list(get_max_memory(given).items()) == [(0, 5), (1, 2**31), ("cpu", 10**9), ("disk", 10**12)]
     assert given["cpu"] == 10**9  # transformers reads the numbers back from its own dict
-    with pytest.raises(ArgumentError, match=r"'cup' is no device.*did you mean 'cpu'"):
+    with pytest.raises(ArgumentError, match=r"unknown device 'cup'.*did you mean 'cpu'"):
         get_max_memory({"cup": 1})
 
 
