@@ -83,8 +83,8 @@ class TimedFacts:
     """A host's facts, with our own clock's times of the request and of the reply."""
 
     facts: Facts
-    asked_at: float
-    answered_at: float
+    requested_at: float
+    replied_at: float
 
     @property
     def skew_s(self) -> float:
@@ -92,7 +92,7 @@ class TimedFacts:
 
         The host read its clock after the request and before the reply. A time between the two is no skew.
         """
-        ahead, behind = self.facts.time - self.answered_at, self.asked_at - self.facts.time
+        ahead, behind = self.facts.time - self.replied_at, self.requested_at - self.facts.time
         return max(ahead, 0.0) if ahead > behind else -max(behind, 0.0)
 
 

@@ -117,7 +117,7 @@ class _Probe:
         except BaseException:
             self.close()
             raise
-        self.facts = TimedFacts(facts=facts, asked_at=sent_at, answered_at=time.time())
+        self.facts = TimedFacts(facts=facts, requested_at=sent_at, replied_at=time.time())
 
     def request(self, request: Mapping[str, Any], timeout_s: float, kind: type[T]) -> T:
         self._session.write(json.dumps(request).encode() + b"\n")

@@ -210,7 +210,7 @@ def logs(root: str, step: Step, contents: list[bytes]) -> dict[str, Any]:
 def _logs_of(root: str, step: Step) -> tuple[str, bool, bool]:
     """Return the job's log directory, True if the job has ended, and True if nothing writes to the logs any more.
 
-    The step's `over` decides the last where no supervisor here can.
+    The step's `over`, if there is one, replaces the test for a supervisor.
     """
     directory = directory_of(root, step)
     # Tested before reading: later text is read the next time.

@@ -82,7 +82,7 @@ def opened(path: str) -> BinaryIO | None:
 
 
 class Clock:
-    """A recorder of log sizes over time: lines carry no time, and are found by the sizes at it.
+    """A recorder of log sizes over time, which give the position in a log at a given time.
 
     The notes have MAX_NOTES_BYTES at most: recent ones are a second apart, older ones a share of their age.
     full: the disk of the logs has been full, so lines may be missing.

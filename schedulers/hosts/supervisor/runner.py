@@ -352,7 +352,7 @@ class NodeRunner:
         self.state = {**self.state, "phase": phase, **facts}
 
     def _note_sizes(self, now: bool = False) -> None:
-        """Record the sizes of the logs, from which lines, which carry no time, are found by it."""
+        """Record the sizes of the logs, which give the position in a log at a given time."""
         if not now and time.monotonic() < self._noted_at + NOTE_S:
             return
         self._noted_at = time.monotonic()

@@ -38,9 +38,10 @@ class SlotRequest:
 
 
 def required_slots(job: Mapping[str, Any], devices: Mapping[str, Any]) -> list[SlotRequest]:
-    """Return the slots that a job takes: GPUs, or a processor per process; and a place, if `concurrency` is set.
+    """Return the slots that a job takes: GPUs and processors as requested, and a place if `concurrency` is set.
 
-    On a machine with GPUs, a job that names no number of GPUs or processes takes all, as `accel launch` would.
+    Without any of these, it takes a processor per process. On a machine with GPUs, a job that names no number of GPUs
+    or processes takes all, as `accel launch` would.
     """
     requests = []
     on_gpus = devices["kind"] in VISIBLE and not job["cpu_only"]

@@ -35,7 +35,7 @@ FACTS = Facts(
 
 def _seen(machine: str, **other: object) -> TimedFacts:
     facts = dataclasses.replace(FACTS, machine=machine, **other)  # type: ignore[arg-type]
-    return TimedFacts(facts=facts, asked_at=999.9, answered_at=1000.1)
+    return TimedFacts(facts=facts, requested_at=999.9, replied_at=1000.1)
 
 
 def _findings(wanted: HostRequirements, **other: object) -> list[str]:
@@ -131,7 +131,7 @@ def test_gpus_are_as_asked_or_the_host_fails() -> None:
 @settings(deadline=None)
 @given(st.floats(-1e6, 1e6), st.floats(0, 1e3), st.floats(0, 1e3))
 def test_a_way_however_long_is_never_taken_for_a_wrong_clock(skew: float, there: float, back: float) -> None:
-    seen = TimedFacts(facts=dataclasses.replace(FACTS, time=there + skew), asked_at=0.0, answered_at=there + back)
+    seen = TimedFacts(facts=dataclasses.replace(FACTS, time=there + skew), requested_at=0.0, replied_at=there + back)
     assert abs(seen.skew_s) <= abs(skew) + 1e-6
     assert abs(skew) <= abs(seen.skew_s) + max(there, back) + 1e-6
     assert seen.skew_s * skew >= 0

@@ -160,7 +160,7 @@ def test_a_host_that_is_lost_after_its_examination_fails_its_own_jobs(
 ) -> None:
     """So does one without a free port. What was claimed for the failed jobs is removed."""
     named = [Host(name=name) for name in "abcd"]
-    seen = TimedFacts(facts=FACTS, asked_at=0.0, answered_at=0.0)
+    seen = TimedFacts(facts=FACTS, requested_at=0.0, replied_at=0.0)
     rows = tuple(Row(host=host, facts=seen, verdict="ok") for host in named)
     report = Report(
         rows=rows, findings=(), usable=tuple(named), master="a", port=29500, attempts={},
