@@ -128,7 +128,7 @@ def test_part_of_a_state_dict() -> None:
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (lambda folder: (folder / "w.dat").write_bytes(b"1234567"), "holds 7 bytes, and the index says float32 [3]"),
+        (lambda folder: (folder / "w.dat").write_bytes(b"1234567"), "has 7 bytes, but its index entry (float32 [3])"),
         (lambda folder: (folder / "w.dat").unlink(), "w.dat cannot be read: No such file"),
         (lambda folder: (folder / "index.json").write_text('{"w": {"dtype": "flot32", "shape": [3]}}'), "'flot32'"),
     ],
