@@ -144,7 +144,7 @@ def test_damage_is_one_line(tmp_path: Path, damage: object, said: str) -> None:
 
 
 def test_folders_and_names_that_are_not_there(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"holds no index\.json"):
+    with pytest.raises(CheckpointError, match=r"has no index\.json"):
         OffloadedWeightsLoader(save_folder=tmp_path)
     with pytest.raises(ArgumentError, match="needs a state_dict"):
         OffloadedWeightsLoader()
