@@ -3,7 +3,7 @@
 Nested tensors take as few collectives as possible: gather and broadcast pack every tensor, of any type, into
 one buffer of bytes; reduce needs one per data type. Every process must call the same operation with the same
 structure, shapes and types. ``ACCELERATE_DEBUG_MODE=1`` checks that first: a mismatch raises
-`CollectiveError` on every process, naming who has what, instead of hanging.
+`CollectiveError` on every process, with each process's data, instead of hanging.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from accel.pytree import collect, fields_of, honor_type, is_record, leaves, rebu
 from accel.state import PartialState
 from accel.world import xla
 
-# torch 2.13 renamed it and warns at the old name, which is the only one until then.
+# torch 2.13 renamed it, and warns about the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
@@ -71,7 +71,7 @@ def _gather_tensors(tensors: list[torch.Tensor], state: PartialState) -> list[to
 
 
 def _gather_one(tensor: torch.Tensor, count: int, device: torch.device) -> torch.Tensor:
-    """Gather one tensor: XLA cannot view a tensor as another type, and joins collectives when it compiles."""
+    """Gather one tensor. XLA cannot view a tensor as another type, and fuses collectives itself."""
     local = tensor.detach().to(device)
     local = local.reshape(1) if local.ndim == 0 else local.contiguous()
     gathered = local.new_empty((count * local.shape[0], *local.shape[1:]))
@@ -90,7 +90,7 @@ def gather_object(object: Any) -> Any:
     joined: list[Any] = []
     for rank, items in enumerate(_all_objects(object, state, "gather_object")):
         if not hasattr(items, "__iter__"):
-            raise LeafError(f"gather_object: process {rank} gave a {type(items).__name__}: give a list of objects")
+            raise LeafError(f"gather_object: process {rank} passed a {type(items).__name__}: pass a list of objects")
         joined.extend(items)
     return joined
 
@@ -185,8 +185,8 @@ def _combine_same_dtype(
 ) -> list[torch.Tensor]:
     on_device = [tensor.to(state.device) for tensor in tensors]
     flat = flatten(on_device) if len(on_device) > 1 else on_device[0].flatten().clone()
-    # A sum of complex numbers is one of pairs, which every backend has.
-    dist.all_reduce(torch.view_as_real(flat) if flat.is_complex() else flat, _OPERATIONS[kind])
+    # Complex numbers are summed as pairs of reals, which every backend supports.
+    dist.all_reduce(torch.view_as_real(flat) if flat.is_complex() else flat, _REDUCE_OPS[kind])
     if kind == "mean":
         flat = flat / state.num_processes
     if scale != 1.0:
@@ -194,20 +194,20 @@ def _combine_same_dtype(
     return [piece.to(tensor.device) for piece, tensor in zip(split_flat(flat, tensors), tensors, strict=True)]
 
 
-_OPERATIONS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+_REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
     """Return ``tensor`` with each tensor padded with ``pad_index`` along ``dim`` to the largest size of any process.
 
-    Padding follows the data, or precedes them with ``pad_first``. Tensors without dimension ``dim``, and those of
-    equal size everywhere, are returned unchanged. One small collective for all tensors. Jagged tensors are not
-    padded, with a `CannotPadNestedTensorWarning`.
+    Padding follows the data, or precedes it with ``pad_first``. Tensors without dimension ``dim``, and those of equal
+    size everywhere, are returned unchanged. One small collective for all tensors. Jagged tensors are returned
+    unchanged, with a `CannotPadNestedTensorWarning`.
     """
     state = PartialState()
     tensors = _tensor_leaves("pad_across_processes", tensor)
     if any(leaf.is_nested for leaf in tensors):
-        warnings.warn("nested tensors cannot be padded: left as they are", CannotPadNestedTensorWarning, stacklevel=2)
+        warnings.warn("nested tensors cannot be padded: returned unchanged", CannotPadNestedTensorWarning, stacklevel=2)
     if not state.use_distributed or not tensors:
         return tensor
     if state.debug:
@@ -292,5 +292,5 @@ def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
 
 
 def wait_for_everyone() -> None:
-    """Wait until every process has called this as often as this one."""
+    """Wait until every process has called this."""
     PartialState().wait_for_everyone()

@@ -18,7 +18,7 @@ from accel.state import PartialState
 
 
 class Leaf(NamedTuple):
-    """The properties of a tensor that must be equal on all processes."""
+    """The path, type and shape of a tensor, which must be equal on all processes."""
 
     path: str
     dtype: str
@@ -60,10 +60,10 @@ def verify(state: PartialState, operation: str, description: str = "", data: lis
 
 def _difference(calls: list[Call]) -> str:
     if len({call.operation for call in calls}) > 1:
-        return "processes came to different operations: " + _per_process(f"is at {call.operation}" for call in calls)
+        return "processes called different operations: " + _per_process(f"called {call.operation}" for call in calls)
     start = f"{calls[0].operation}: processes disagree: "
     if len({call.description for call in calls}) > 1:
-        return start + _per_process(f"asks for {call.description}" for call in calls)
+        return start + _per_process(f"passed {call.description}" for call in calls)
     if len({len(call.leaves) for call in calls}) > 1:
         return start + _per_process(f"has {len(call.leaves)} tensor(s)" for call in calls)
     columns = zip(*(call.leaves for call in calls), strict=True)

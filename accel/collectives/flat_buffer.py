@@ -17,10 +17,10 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 __all__ = ["Layout", "flatten", "layout_of", "split_flat"]
 
-# The longest element there is. Types are laid out by falling element size, so that each group starts at a multiple of
-# its own; the end is filled up to this, so that this holds in every row of a gathered buffer too.
-_LONGEST = 16
-# Elements are moved under a type of their size that every operation knows, whatever they mean.
+# The largest element size. Types are laid out by falling element size, so that each group starts at a multiple of its
+# own; padding each row to a multiple of this preserves that in every row of a gathered buffer.
+_MAX_ELEMENT_SIZE = 16
+# Elements are copied as a type of their size that every operation supports.
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 # An index costs eight bytes an element: above this many bytes in all rows, copying tensor by tensor is as fast.
 _SMALL = 1 << 17
@@ -41,7 +41,7 @@ def split_flat(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> Sequence[tor
 
 @dataclass
 class Run:
-    """Tensors of one type that differ only in their first dimension: gathered, they are the parts of one tensor."""
+    """Tensors of one type that differ only in their first dimension, ``firsts``; ``places`` are their positions."""
 
     rest: torch.Size
     places: list[int] = field(default_factory=list)
@@ -51,7 +51,7 @@ class Run:
         """Cut ``elements``, the run gathered from ``rows`` processes, into its tensors."""
         sizes = [rows * first for first in self.firsts]
         joined = elements.view(sum(sizes), *self.rest)
-        # "Unsafe" is this split for gradients alone, which no collective carries.
+        # This split is unsafe only for autograd, and collectives have no gradients.
         return torch.unsafe_split_with_sizes(joined, sizes)
 
 
@@ -59,7 +59,7 @@ class Run:
 class Group:
     """The runs of one type, in order.
 
-    ``start``, ``end``: their first byte in a row, and the one past the last.
+    ``start``, ``end``: the runs' first byte in a row, and the one past the last.
     """
 
     dtype: torch.dtype
@@ -69,7 +69,7 @@ class Group:
 
     @property
     def places(self) -> list[int]:
-        """The position of each tensor in the given list."""
+        """The position of each tensor in the caller's list."""
         return [index for run in self.runs for index in run.places]
 
     @property
@@ -78,7 +78,7 @@ class Group:
         return [first * run.rest.numel() for run in self.runs for first in run.firsts]
 
     def order(self, row: int, rows: int) -> torch.Tensor:
-        """Return the position of each element in ``rows`` rows of ``row`` bytes: by tensor, and within it by row."""
+        """Return the index of each element in ``rows`` rows of ``row`` bytes, sorted by tensor, then by row."""
         size = self.dtype.itemsize
         lines = torch.arange(rows)[:, None] * (row // size) + self.start // size
         pieces, offset = [], 0
@@ -90,7 +90,7 @@ class Group:
 
 @dataclass
 class Plan:
-    """A plan to unpack small buffers of ``rows`` rows: the index of each group, and its runs' numbers of elements."""
+    """A plan to unpack small buffers of ``rows`` rows: each group's index, and its runs' numbers of elements."""
 
     rows: int
     orders: list[torch.Tensor]
@@ -104,14 +104,14 @@ class Layout:
         self.shapes = shapes
         self.groups = _groups(shapes, dtypes)
         end = self.groups[-1].end if self.groups else 0
-        self.filling = -end % _LONGEST if len(self.groups) > 1 else 0
+        self.filling = -end % _MAX_ELEMENT_SIZE if len(self.groups) > 1 else 0
         self.bytes = end + self.filling
         index_lists = [group.places for group in self.groups]
         order = [index for group in index_lists for index in group]
         self._places = index_lists
-        # Where the tensor of each place comes when the groups are gone through one after the other.
-        self._back = sorted(range(len(order)), key=order.__getitem__)
-        self._sorted = self._back == order == list(range(len(order)))
+        # For each position in the caller's list, the position in the order of the groups.
+        self._inverse_order = sorted(range(len(order)), key=order.__getitem__)
+        self._sorted = self._inverse_order == order == list(range(len(order)))
         self._was_used = False
         self._plan: Plan | None = None
 
@@ -156,7 +156,7 @@ class Layout:
         return self._ordered(pieces)
 
     def _ordered(self, pieces: list[torch.Tensor]) -> list[torch.Tensor]:
-        return pieces if self._sorted else [pieces[index] for index in self._back]
+        return pieces if self._sorted else [pieces[index] for index in self._inverse_order]
 
     def _unpack_each(self, rows: torch.Tensor) -> list[torch.Tensor]:
         count = rows.shape[0]
@@ -165,7 +165,7 @@ class Layout:
             elements = rows[:, group.start : group.end].view(group.dtype)
             columns = elements.split(group.counts, dim=1)  # type: ignore[no-untyped-call]
             for index, column in zip(indices, columns, strict=True):
-                # Of a single row each, the piece would be a view that keeps the whole buffer.
+                # With a single row the piece would be a view that keeps the whole buffer alive.
                 pieces.append(column.reshape(self._joined(index, count)).contiguous())
         return self._ordered(pieces)
 
@@ -205,7 +205,7 @@ def _lengths(group: Group, rows: int) -> list[int]:
     return [rows * sum(run.firsts) * run.rest.numel() for run in group.runs]
 
 
-@lru_cache(maxsize=_LONGEST)
+@lru_cache(maxsize=_MAX_ELEMENT_SIZE)
 def _zeros(count: int, device: torch.device) -> torch.Tensor:
     return torch.zeros(count, dtype=torch.uint8, device=device)
 
@@ -220,5 +220,5 @@ _layout = lru_cache(maxsize=_CACHE_SIZE)(Layout)
 
 
 def layout_of(tensors: Sequence[torch.Tensor]) -> Layout:
-    """Return the layout for such tensors; recent layouts are cached."""
+    """Return the layout for the shapes and types of ``tensors``; recent layouts are cached."""
     return _layout(tuple([tensor.shape for tensor in tensors]), tuple([tensor.dtype for tensor in tensors]))

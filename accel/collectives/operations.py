@@ -97,7 +97,7 @@ def get_shape(data: Any) -> Any:
 
 def initialize_tensors(data_structure: Any) -> Any:
     """Return ``data_structure`` with each `TensorInformation` replaced by an uninitialized tensor."""
-    # A dataclass itself, the description must be met as a leaf before it is walked as a nest.
+    # Checked first: a `TensorInformation` is a dataclass, which is otherwise a nest.
     if is_tensor_information(data_structure):
         return torch.empty(data_structure.shape, dtype=data_structure.dtype)
     if isinstance(data_structure, (list, tuple)):
@@ -111,8 +111,8 @@ def initialize_tensors(data_structure: Any) -> Any:
 def find_batch_size(data: Any) -> int:
     """Return the first dimension of the first tensor in ``data``.
 
-    Raises `ArgumentError` for an empty structure and for a tensor without dimensions, `LeafError` if anything
-    else than a tensor comes first.
+    Raises `ArgumentError` for an empty structure and for a tensor without dimensions, `LeafError` if the first
+    leaf is not a tensor.
     """
     leaf = data
     while not isinstance(leaf, torch.Tensor):
@@ -154,7 +154,7 @@ def listify(data: Any) -> Any:
 def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
     """Pad each tensor of ``batch_size`` rows in ``tensor`` with zeros along ``dim``.
 
-    The result has a multiple of ``num_processes`` rows, so that each process gets as many.
+    The result has a multiple of ``num_processes`` rows, so that all processes get equally many.
     """
     missing = -batch_size % num_processes
 

@@ -26,7 +26,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     if device_specific:
         seed += PartialState().process_index
     random.seed(seed)
-    with suppress(ImportError):  # imported here: a script that imports it later draws from it too
+    with suppress(ImportError):  # imported here, for scripts that import numpy later
         import numpy
 
         numpy.random.seed(seed % 2**32)
@@ -90,9 +90,8 @@ def set_device_rng_state(device: torch.device, state: torch.Tensor | None) -> No
 def synchronize_rng_state(rng_type: RNGType | str | None = None, generator: torch.Generator | None = None) -> None:
     """Set one generator of every process to the main process's state. One collective; nothing in a world of one.
 
-    ``"torch"`` is the CPU's generator, ``"generator"`` the argument, if any. Any other name is a device type and
-    means the generator of this process's device, if it is of that type: a script that names them all runs
-    everywhere.
+    ``"torch"`` is the CPU's generator, ``"generator"`` the argument, if any. Any other name is a device type: the
+    generator of this process's device, if the device is of that type, else none.
     """
     kind = RNGType(one_of(str(rng_type), RNGType.list(), source="rng_type"))
     state = PartialState()
@@ -100,20 +99,20 @@ def synchronize_rng_state(rng_type: RNGType | str | None = None, generator: torc
         return
     if kind is RNGType.GENERATOR:
         if generator is not None:
-            generator.set_state(_from_main(generator.get_state()))
+            generator.set_state(_broadcast_state(generator.get_state()))
     elif kind is RNGType.TORCH:
-        torch.set_rng_state(_from_main(torch.get_rng_state()))
+        torch.set_rng_state(_broadcast_state(torch.get_rng_state()))
     elif kind.value == state.device.type:
         device_state = device_rng_state(state.device)
         if device_state is not None:
-            set_device_rng_state(state.device, _from_main(device_state))
+            set_device_rng_state(state.device, _broadcast_state(device_state))
 
 
 def _on_xla() -> bool:
     return PartialState._shared_state.get("backend") == xla.BACKEND
 
 
-def _from_main(state: torch.Tensor) -> torch.Tensor:
+def _broadcast_state(state: torch.Tensor) -> torch.Tensor:
     result: torch.Tensor = collectives.broadcast(state.clone())
     return result
 

@@ -1,4 +1,4 @@
-"""Describe this machine and what is installed: system, Python, processors, memory, versions of packages."""
+"""This machine's system, Python, processors and memory, and the versions of installed packages."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def _memory() -> str:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (OSError, ValueError, AttributeError):
         return ""
-    limit = _limit()
+    limit = _memory_limit()
     text = f"{total / 2**30:.1f} GiB"
     return f"{text}, of which the control group allows {limit / 2**30:.1f} GiB" if limit and limit < total else text
 
 
-def _limit() -> int | None:
+def _memory_limit() -> int | None:
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
             with open(path) as file:
@@ -63,7 +63,7 @@ def _shared_memory() -> str:
     return f"{stats.f_bavail * stats.f_frsize / 2**30:.1f} GiB free"
 
 
-# Versions of packages by their metadata alone: a package that cannot be imported still has one.
+# Versions of packages, from their metadata: a package that cannot be imported has one too.
 
 PACKAGES = (
     *("torch", "numpy", "safetensors", "torchdata", "torchvision", "torch_xla", "torchao", "triton"),
@@ -76,17 +76,17 @@ PACKAGES = (
 
 
 def package_versions() -> dict[str, str | None]:
-    """Return the version of each distribution; ``None`` if not installed."""
+    """Return the version of each of `PACKAGES`; ``None`` if it is not installed."""
     return {name: version_of(name) for name in PACKAGES}
 
 
 def version_of(name: str) -> str | None:
-    """Return the installed version, ``None`` without one, or a note that its metadata are damaged."""
+    """Return the installed version, ``None`` if not installed, or a note that the version cannot be read."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:
-        return str(version(name) or "installed, its metadata name no version")
+        return str(version(name) or "installed, version unknown")
     except PackageNotFoundError:
         return None
     except Exception as error:
-        return f"installed, its metadata cannot be read ({type(error).__name__})"
+        return f"installed, but its metadata cannot be read ({type(error).__name__})"

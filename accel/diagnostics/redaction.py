@@ -7,14 +7,14 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 HIDDEN = "(set, not shown)"
-_SHORTEST = 6  # characters of a secret that is looked for in other texts
+_MIN_LENGTH = 6  # characters of a secret that is searched for in other texts
 
 _SECRET_NAME = re.compile(
     r"secret|token|passw|passphrase|passwd|credential|api_?key|access_?key|private_?key|auth|cookie|signature"
     r"|pass$|pwd$|(?:^|[_-])sig$|_key$|^key$|_pat$|^pat$|webhook|connection_?string|dsn",
     re.IGNORECASE,
 )
-# Names that only look like one: a count of tokens, the file that a key is in, a key of a mapping, a directory.
+# Names that only look secret: a number of tokens, an authentication mode, an author, PyTorch's forward pass, $PWD.
 _HARMLESS = re.compile(
     r"(?:^|_)(num|max|min|per|n)_?tokens?|tokens?_(per|length|dim)|tokeniz|_calculate_per_token_loss$|authn?_?mode|author"
     r"|(?:^|_)(?:by|com|tres|sur|(?:back|for)ward_?)pass$|^(?:old)?pwd$",
@@ -45,12 +45,12 @@ def is_secret(name: str) -> bool:
 
 
 def secrets_of(value: Any, name: str = "") -> frozenset[str]:
-    """Return the texts in ``value`` (nested plain values) whose names mark them as secrets, except very short ones."""
+    """Return the texts in ``value`` (nested plain values) whose names suggest secrets, except very short ones."""
     if isinstance(value, Mapping):
         return frozenset(text for key, item in value.items() for text in secrets_of(item, f"{key}"))
     if isinstance(value, (list, tuple)):
         return frozenset(text for item in value for text in secrets_of(item, name))
-    return frozenset({value} if isinstance(value, str) and len(value) >= _SHORTEST and is_secret(name) else ())
+    return frozenset({value} if isinstance(value, str) and len(value) >= _MIN_LENGTH and is_secret(name) else ())
 
 
 def without_secrets(value: Any, name: str = "", *, known: Collection[str] = ()) -> Any:

@@ -19,17 +19,17 @@ Probe = dict[str, Any]
 class SubprocessProbe:
     """A probe that runs in the background; `result` waits for it."""
 
-    def __init__(self, question: str) -> None:
+    def __init__(self, name: str) -> None:
         import tempfile
 
-        self._output = tempfile.TemporaryFile()  # noqa: SIM115  # a pipe could fill while nobody reads it
-        command = [sys.executable, "-m", "accel.diagnostics.subprocess_probe", question]
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115  # a pipe could fill up unread
+        command = [sys.executable, "-m", "accel.diagnostics.subprocess_probe", name]
         self._running = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=self._output, env=_environment()
         )
 
     def result(self, seconds: float) -> Probe:
-        """Return the result; `{"error": …}`, in one line, for a probe that failed or was too slow, which is killed."""
+        """Return the probe's result, or `{"error": …}` if it failed or timed out; a slow probe is killed."""
         try:
             output, _ = self._running.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
@@ -68,8 +68,8 @@ def _read(output: bytes) -> Probe | None:
     return probe if isinstance(probe, dict) else None
 
 
-def of_torch() -> Probe:
-    """Return torch's build, its collectives and its visible devices."""
+def probe_torch() -> Probe:
+    """Return torch's version and build, its collective backends and its visible devices."""
     import torch
     import torch.distributed as dist
 
@@ -109,8 +109,8 @@ def _devices(torch: Any) -> list[dict[str, Any]]:
     return devices
 
 
-def of_nvml() -> Probe:
-    """Return the NVIDIA driver's data; `{}` without a driver."""
+def probe_nvml() -> Probe:
+    """Return the NVIDIA driver's versions and devices; `{}` without a driver."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -156,9 +156,9 @@ def _or_none(query: Callable[[], Any]) -> Any:
         return None
 
 
-def main(question: str) -> int:
+def main(name: str) -> int:
     try:
-        probe = {"torch": of_torch, "nvml": of_nvml}[question]()
+        probe = {"torch": probe_torch, "nvml": probe_nvml}[name]()
     except ModuleNotFoundError as error:
         probe = {"error": "not installed"} if error.name == "torch" else {"error": f"cannot be imported: {error}"}
     except Exception as error:

@@ -1,8 +1,7 @@
 """The memory of a training step besides weights, gradients and the optimizer, measured without allocating it.
 
 The model computes with torch's fake tensors, as if on the CPU: they have shapes and types, and the operators
-are those of a real run. So attention counts as the fused kernel that it is; memory inside a kernel does not
-count.
+are those of a real run. So fused attention counts as one kernel; memory inside a kernel does not count.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from accel.errors import AccelError
 from accel.estimate.find import Subject, on_meta
 
-# float32 throughout; computing in bfloat16 on float32 weights (autocast); weights themselves in bfloat16
+# float32 throughout; float32 weights with bfloat16 autocast; bfloat16 weights
 ComputeMode = Literal["float32", "autocast", "bfloat16"]
 
 
@@ -39,7 +38,7 @@ def measure(
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     if subject.inputs is None:
-        raise Unmeasured("a file of weights does not tell how the model computes")
+        raise Unmeasured("a weights file does not describe the model's forward")
     try:
         model = on_meta(subject)
         with _quiet(), FakeTensorMode(allow_non_fake_inputs=True):
@@ -60,7 +59,7 @@ def measure(
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence torch's log of failures here, which `Unmeasured` reports."""
+    """Silence torch's log of failures, which `Unmeasured` reports instead."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     previous, log.disabled = log.disabled, True
     try:
@@ -72,7 +71,7 @@ def _quiet() -> Iterator[None]:
 def step_bytes(model: nn.Module, inputs: dict[str, Any], mode: ComputeMode) -> int:
     """Return the peak bytes of a forward and backward, without weights, buffers and the weights' gradients.
 
-    The batch counts, and so do the outputs until the backward ends, as in a loop that holds them in variables.
+    The batch counts, and so do the outputs until the backward ends, as in a training loop with variables for them.
     """
     if mode == "bfloat16":
         inputs = {name: _in_bfloat16(value) for name, value in inputs.items()}
@@ -89,13 +88,13 @@ def step_bytes(model: nn.Module, inputs: dict[str, Any], mode: ComputeMode) -> i
 
 
 class _AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A recorder of each memory that operators allocate while it is active, and of its release."""
+    """A recorder of the storages that operators allocate while it is active, and of their release."""
 
     def __init__(self, model_tensors: Iterable[torch.Tensor], batch: Iterable[object]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._events: list[tuple[int, int]] = []  # the number of a memory, and bytes: taken, or less than 0 when let go
+        self._events: list[tuple[int, int]] = []  # a storage's number and bytes, negative when freed
         self._excluded: set[int] = set()
-        # One alive is known by its address; the weak reference tells when that is free for another.
+        # By address of the storage; the weak reference reports when another storage may have it.
         self._live: dict[int, tuple[int, weakref.ref[Any] | None]] = {
             t.untyped_storage()._cdata: (-1, None) for t in model_tensors
         }
@@ -176,7 +175,7 @@ def _make_fake(model: nn.Module, dtype: torch.dtype) -> None:
             fakes[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if parameter else empty
         return fakes[id(tensor)]
 
-    originals = [*model.parameters(), *model.buffers()]  # alive until the end, for an id is theirs only so long
+    originals = [*model.parameters(), *model.buffers()]  # kept alive, so that no id is reused
     for module in model.modules():
         mappings: tuple[Any, ...] = (module._parameters, module._buffers)
         for mapping in mappings:

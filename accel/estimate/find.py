@@ -1,4 +1,4 @@
-"""Find the model that a name means: a safetensors file, a directory, a factory, or a name on the Hub or in timm."""
+"""Find a model by name: a safetensors file, a directory, a factory, or a name on the Hub or in timm."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ from torch import nn
 from accel.checkpoint.tensors import TYPES
 from accel.errors import AccelError, ArgumentError, nearest, one_of
 
-# A model that `accel estimate-memory` is asked about: how it is made, and on what it computes.
-
 
 class NotFound(AccelError):
     """There is no such model, or it cannot be built."""
@@ -30,9 +28,10 @@ class NotFound(AccelError):
 class Subject:
     """A model to be built.
 
-    make:   builds it on the current default device, all of it new each time.
-    inputs: a batch for it (batch size, sequence length), as keyword arguments of a training forward; None if
-        nothing describes them. Raises `NotFound` for a model with unknown inputs.
+    make:    builds a new model on the current default device.
+    inputs:  returns a batch (batch size, sequence length) as keyword arguments of a training forward, or raises
+        `NotFound` if it is unknown; None without a forward.
+    longest: the maximum sequence length, if known.
     """
 
     name: str
@@ -43,7 +42,7 @@ class Subject:
 
 
 def on_meta(subject: Subject) -> nn.Module:
-    """Return the model on the meta device, in float32. Raises `NotFound` if it cannot be built so."""
+    """Return the model on the meta device, in float32. Raises `NotFound` if it cannot be built there."""
     from accel.big_models.init import init_empty_weights
 
     try:
@@ -51,19 +50,19 @@ def on_meta(subject: Subject) -> nn.Module:
             model = subject.make()
     except AccelError:
         raise
-    except Exception:  # some read a tensor's value while they are made: only their parameters are then without memory
+    except Exception:  # some constructors read a buffer's value: leave buffers real
         try:
             with init_empty_weights(include_buffers=False):
                 model = subject.make()
         except Exception as error:
             detail = " ".join(f"{type(error).__name__}: {error}".split())
-            raise NotFound(f"{subject.name} cannot be made: {detail}") from error
+            raise NotFound(f"{subject.name} cannot be built: {detail}") from error
     return model.to(torch.float32)
 
 
-# Safetensors files alone: their headers name every tensor, its type and its shape.
+# Safetensors files: their headers have every tensor's name, type and shape.
 
-_MAX_HEADER = 100_000_000  # as the format's own reader has it
+_MAX_HEADER = 100_000_000  # the limit of the safetensors library
 _BY_NAME = {name: kind for kind, name in TYPES.items()}
 
 
@@ -77,7 +76,7 @@ def of_safetensors_file(path: str) -> Subject:
     except OSError as error:
         raise NotFound(f"{path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise NotFound(f"{path} is no index of safetensors files") from None
+        raise NotFound(f"{path} is not an index of safetensors files") from None
     return _of_files(path, [os.path.join(os.path.dirname(path), os.path.basename(str(name))) for name in names])
 
 
@@ -142,7 +141,7 @@ _PREDICTS_CLASSES = ("ForSequenceClassification", "ForImageClassification", "For
 
 
 def of_config(name: str, folder: str, config: Mapping[str, Any], *, trust_remote_code: bool = False) -> Subject:
-    """Return the model of the class that ``config`` names first, the one of its weights. Raises `NotFound`."""
+    """Return a model of the first architecture in ``config`` that transformers has. Raises `NotFound`."""
     if find_spec("transformers") is None:
         raise NotFound(f"{name} is a model of transformers: pip install transformers")
     try:
@@ -150,15 +149,15 @@ def of_config(name: str, folder: str, config: Mapping[str, Any], *, trust_remote
         from transformers import AutoConfig
     except Exception as error:
         raise NotFound(f"{name}: transformers cannot be imported: {type(error).__name__}: {error}") from None
-    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # of settings that take no memory
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # warnings about settings that do not affect memory
     remote = bool(config.get("auto_map")) and config.get("model_type") not in transformers.CONFIG_MAPPING
     if remote and not trust_remote_code:
-        raise NotFound(f"{name} is defined by code of its own: read it, and if you trust it, give --trust_remote_code")
+        raise NotFound(f"{name} needs code from its repository: review it, then pass --trust_remote_code")
     try:
         model_config = AutoConfig.from_pretrained(name if remote else folder, trust_remote_code=remote)
     except Exception as error:
         detail = str(error).strip().split("\n")[0]
-        raise NotFound(f"{name}: its config.json is of no model that transformers knows: {detail}") from None
+        raise NotFound(f"{name}: its config.json has no model type that transformers supports: {detail}") from None
     class_name = next((n for n in config.get("architectures") or [] if hasattr(transformers, str(n))), None)
 
     def make() -> nn.Module:
@@ -207,7 +206,7 @@ def transformers_inputs(model: nn.Module, batch: int, length: int) -> Mapping[st
     elif main == "input_values":
         model_inputs = {"input_values": torch.zeros(batch, length)}
     else:
-        raise NotFound(f"what a {kind} computes on ({main}) is not known here")
+        raise NotFound(f"the inputs of a {kind} ({main}) are unknown")
     if kind.endswith(_PREDICTS_TOKENS) and main in ("input_ids", "input_features"):
         return {**model_inputs, "labels": tokens}
     if kind.endswith(_PREDICTS_CLASSES):
@@ -217,7 +216,7 @@ def transformers_inputs(model: nn.Module, batch: int, length: int) -> Mapping[st
     return model_inputs
 
 
-# Models on the Hugging Face Hub, of which only config.json is fetched, and those that timm knows.
+# Models on the Hugging Face Hub, from their config.json alone, and models of timm.
 
 
 def fetch_config(name: str) -> str:
@@ -226,14 +225,14 @@ def fetch_config(name: str) -> str:
     Raises `NotFound` with a line for each cause: no such name, no access, no network.
     """
     if find_spec("huggingface_hub") is None:
-        raise NotFound(f"{name} is no file or directory, and a name on the Hub needs: pip install huggingface_hub")
+        raise NotFound(f"{name} is not a file or directory; for a name on the Hub: pip install huggingface_hub")
     try:
         from huggingface_hub import constants, errors, hf_hub_download
         from huggingface_hub.utils import logging
     except Exception as error:
         raise NotFound(f"{name}: huggingface_hub cannot be imported: {type(error).__name__}: {error}") from None
 
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # it would tell of every attempt
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # it would report every retry
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     try:
         return _without_network(name) or os.path.dirname(hf_hub_download(name, "config.json"))
@@ -249,7 +248,7 @@ def fetch_config(name: str) -> str:
     except errors.EntryNotFoundError:
         raise NotFound(f"{name} has no config.json on {endpoint}: name one of its safetensors files instead") from None
     except errors.HFValidationError:
-        raise NotFound(f"{name!r} is no file or directory here, and no name that a model on the Hub can have") from None
+        raise NotFound(f"{name!r} is neither a file or directory nor a valid name of a model on the Hub") from None
     except (OSError, errors.HfHubHTTPError) as error:
         raise NotFound(f"{name}: {endpoint} failed: {' '.join(str(error).split())}") from None
 
@@ -261,7 +260,7 @@ class _Unreachable(Exception):
 def _without_network(name: str) -> str | None:
     """Return the cache's folder at once if the Hub does not respond: `hf_hub_download` retries for half a minute.
 
-    None if it responds, whatever the response. Raises `_Unreachable` if the cache has nothing either.
+    None if the Hub responds, even with an error. Raises `_Unreachable` if the cache does not have the file either.
     """
     from huggingface_hub import errors, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 
@@ -269,7 +268,7 @@ def _without_network(name: str) -> str | None:
         get_hf_file_metadata(hf_hub_url(name, "config.json"))
     except (errors.HfHubHTTPError, errors.EntryNotFoundError, errors.HFValidationError):
         return None
-    except Exception:  # the connection's own errors: requests', httpx's or the system's, by the version of the package
+    except Exception:  # a connection error of requests, httpx or the system
         cached = try_to_load_from_cache(name, "config.json")
         if not isinstance(cached, str):
             raise _Unreachable from None
@@ -303,7 +302,7 @@ def timm_has_model(name: str) -> bool:
 
 
 def of_timm(name: str, config: Mapping[str, Any] | None = None) -> Subject:
-    """Return a model of timm, by its name or by a config.json in timm's form. Raises `NotFound`."""
+    """Return a model of timm, by its name or by timm's config.json. Raises `NotFound`."""
     if find_spec("timm") is None:
         raise NotFound(f"{name} is a model of timm: pip install timm")
     try:
@@ -330,7 +329,7 @@ def of_timm(name: str, config: Mapping[str, Any] | None = None) -> Subject:
     )
 
 
-# Names.
+# Any name.
 
 LIBRARIES = ("transformers", "timm")
 
@@ -342,7 +341,7 @@ def find(name: str, library: str | None = None, *, trust_remote_code: bool = Fal
     """
     if name.endswith(".py") and os.path.isfile(name):
         module = os.path.splitext(os.path.normpath(name))[0].replace(os.sep, ".")
-        raise NotFound(f"{name} is code: name what makes the model in it, as in {module}:FACTORY")
+        raise NotFound(f"{name} is a Python file: name a factory in it, such as {module}:FACTORY")
     if name.endswith((".safetensors", ".safetensors.index.json")) or os.path.isfile(name):
         return of_safetensors_file(name)
     if os.path.isdir(name):
@@ -359,11 +358,10 @@ def find(name: str, library: str | None = None, *, trust_remote_code: bool = Fal
 
 
 def _of_directory(path: str, library: str | None, trust_remote_code: bool) -> Subject:
-    if os.path.isfile(os.path.join(path, "config.json")):
-        from importlib.util import find_spec
-
-        if library or find_spec("transformers") or not any(n.endswith(".safetensors") for n in os.listdir(path)):
-            return _by_config(path, path, library, trust_remote_code)
+    has_config = os.path.isfile(os.path.join(path, "config.json"))
+    has_weights = any(name.endswith(".safetensors") for name in os.listdir(path))
+    if has_config and (library or find_spec("transformers") or not has_weights):
+        return _by_config(path, path, library, trust_remote_code)
     return of_safetensors_directory(path)
 
 
@@ -381,17 +379,15 @@ def of_factory(name: str, module: str, factory: str) -> Subject:
 
     It is called with ``batch_size`` and ``sequence_length`` if it has such parameters, else without arguments.
     """
-    import importlib
-
     sys.path[:0] = [""] if "" not in sys.path else []  # the current directory, as for `python -m`
     try:
-        target = importlib.import_module(module)
+        target: Any = import_module(module)
     except ModuleNotFoundError as error:
         raise NotFound(f"{name}: no module {error.name!r} here") from None
     except Exception as error:
         raise NotFound(f"{name}: module {module} cannot be imported: {type(error).__name__}: {error}") from error
     for part in factory.split("."):
-        target = getattr(target, part, None)  # type: ignore[assignment]
+        target = getattr(target, part, None)
     if not callable(target):
         raise NotFound(f"{name}: module {module} has no function or class {factory!r}")
     call: Callable[..., Any] = target
@@ -400,15 +396,15 @@ def of_factory(name: str, module: str, factory: str) -> Subject:
         created = call(**_accepted_kwargs(call, batch_size=batch_size, sequence_length=sequence_length))
         model, inputs = created if isinstance(created, tuple) and len(created) == 2 else (created, None)
         if not isinstance(model, nn.Module):
-            raise ArgumentError(f"{name} gives a {type(model).__name__}, not a torch.nn.Module")
+            raise ArgumentError(f"{name} returned a {type(model).__name__}, not a torch.nn.Module")
         if inputs is not None and not isinstance(inputs, Mapping):
-            raise ArgumentError(f"{name}: the inputs beside the model are a {type(inputs).__name__}, not a mapping")
+            raise ArgumentError(f"{name}: the returned inputs are a {type(inputs).__name__}, not a mapping")
         return model, inputs
 
     def inputs(model: nn.Module, batch: int, length: int) -> Mapping[str, Any]:
         forward_kwargs = make(batch, length)[1]
         if forward_kwargs is None:
-            raise NotFound(f"{name} gives no inputs: let it return (model, inputs)")
+            raise NotFound(f"{name} returns no inputs: make it return (model, inputs)")
         return forward_kwargs
 
     return Subject(name=name, library="torch", make=lambda: make()[0], inputs=inputs)

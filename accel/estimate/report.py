@@ -1,4 +1,4 @@
-"""All that is told of one model: its size by type, and what training it takes of each device."""
+"""The memory report on one model: its size by type, and the memory that training needs on each device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from accel.big_models.sizes import (
 from accel.estimate.activations import ComputeMode, Unmeasured, measure
 from accel.estimate.find import Subject, on_meta
 
-# The memory of each of N processes in training, by the way in which they share the work: arithmetic alone.
+# The memory of each of N processes in training, by strategy.
 #
 # ZeRO's shares are those of its paper (https://arxiv.org/abs/1910.02054, section 5); its optimizer always keeps
 # float32 weights besides Adam's two averages. FSDP and DDP keep float32 weights and compute in the half type.
@@ -30,13 +30,13 @@ TITLES = {"ddp": "DDP", "fsdp": "FSDP full shard", "zero1": "ZeRO 1", "zero2": "
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Numbers of elements of a model.
+    """Numbers of trained elements of a model, except `fixed`.
 
-    trained: all trained elements.
-    fixed:   bytes that are neither trained nor sharded (buffers, frozen weights).
-    unit:    the largest part that is gathered at a time.
-    outside: all that is in no such part.
-    leaf:    the largest module that holds weights directly.
+    trained: in all.
+    fixed:   bytes of tensors that are neither trained nor sharded (buffers, frozen weights).
+    unit:    in the largest block that is gathered at a time.
+    outside: outside of all blocks.
+    leaf:    in the largest module, without its children.
     """
 
     trained: int
@@ -69,7 +69,7 @@ class Need:
 
 
 def needs(shape: Shape, processes: int, dtype: str, activations: Mapping[str, int | None]) -> list[Need]:
-    """Return one `Need` per strategy. ``activations`` has bytes by way: ``float32``, ``autocast``, ``bfloat16``."""
+    """Return one `Need` per strategy. ``activations`` has bytes by mode: ``float32``, ``autocast``, ``bfloat16``."""
     return [_need(strategy, shape, processes, dtype, activations) for strategy in STRATEGIES]
 
 
@@ -77,7 +77,7 @@ def _need(strategy: str, shape: Shape, n: int, dtype: str, activations: Mapping[
     full = dtype == "float32"
     compute = 4 if full else 2
     zero = strategy.startswith("zero")
-    weight_bytes = compute if zero else 4  # bytes of a weight that is kept, and of its gradient
+    weight_bytes = compute if zero else 4  # bytes of a stored weight, and of its gradient
     state = 12 if zero else 8
     split = {"ddp": (), "fsdp": "wgo", "zero1": "o", "zero2": "go", "zero3": "wgo"}[strategy]
 
@@ -93,19 +93,19 @@ def _need(strategy: str, shape: Shape, n: int, dtype: str, activations: Mapping[
         optimizer=share(state, "o"),
         gathered=_gathered(strategy, shape, n, compute),
         activations=activations.get(mode),
-        step=share(4, "o"),  # a temporary of Adam's for every weight that this process steps
+        step=share(4, "o"),  # Adam's temporary for every weight that this process updates
     )
 
 
 def _gathered(strategy: str, shape: Shape, n: int, compute: int) -> int:
-    """Return the bytes of gathered weights, with the next part prefetched, and of one part's whole gradients."""
+    """Return the bytes of gathered weights, including the prefetched block's, and of one block's full gradients."""
     if n == 1:
         return 0
     if strategy == "ddp":
-        return 4 * shape.trained  # the buckets in which gradients travel
+        return 4 * shape.trained  # DDP's gradient buckets
     if strategy == "fsdp":
         gathered = min(shape.trained, shape.outside + 2 * shape.unit)
-        return compute * (gathered + 2 * max(shape.unit, shape.outside))  # gradients are copied together to be reduced
+        return compute * (gathered + 2 * max(shape.unit, shape.outside))  # gradients are copied for the reduction
     largest = max(shape.unit, shape.leaf)
     return compute * (min(shape.trained, 2 * largest) + largest) if strategy == "zero3" else 0
 
@@ -130,8 +130,9 @@ class Size:
 class Report:
     """The report on one model.
 
-    layers:     the names of the largest ones.
-    unmeasured: why activations are unknown, or None.
+    layers:     the names of the largest layers.
+    unit:       the class of the blocks that are gathered one by one.
+    unmeasured: the reason for unknown activations, or None.
     """
 
     subject: Subject
@@ -156,7 +157,7 @@ def report(
     sequence_length: int | None = None,
     checkpointing: bool = False,
 ) -> Report:
-    """Return the report on ``subject``, without activations if it cannot run. Raises its builder's errors."""
+    """Return the report on ``subject``, without activations if it cannot run. Raises `NotFound` or `ArgumentError`."""
     model = on_meta(subject)
     length = sequence_length or min(512, subject.longest or 512)
     shape, unit = shape_of(model)
@@ -192,7 +193,7 @@ def _largest(model: nn.Module, dtype: str) -> tuple[int | float, list[str]]:
 
 
 def shape_of(model: nn.Module) -> tuple[Shape, str]:
-    """Return the numbers of elements in ``model``, and the class of the parts that are gathered one by one."""
+    """Return the `Shape` of ``model``, and the class name of its blocks."""
     trained = {id(p): p.numel() for p in model.parameters() if p.requires_grad}
     fixed_sizes = {
         id(t): t.numel() * t.element_size() for t in [*model.parameters(), *model.buffers()] if id(t) not in trained

@@ -193,8 +193,9 @@ class _Server:
     """The server's own side. Every method runs in the forked process."""
 
     def __init__(
-        self, sock: socket.socket, program: Program, watchdog_fd: int | None, grace_s: float, job_lock: int | None
-    ) -> None:
+        self, sock: socket.socket, program: Program, watchdog_fd: int | None, grace_s: float,
+        job_lock: int | None = None,
+    ) -> None:  # fmt: skip
         self._sock = sock
         self._lines = _Lines(sock)
         self._program = program

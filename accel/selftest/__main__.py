@@ -42,13 +42,12 @@ CHECKS: dict[str, Callable[[Accelerator], None]] = {
     "preemption": persistence_checks.preemption,  # last: from then on this run counts as preempted
 }
 
-# Where models are sharded, and where they are not.
-_ONLY_WHOLE, _ONLY_SHARDED = ("uneven inputs", "local steps"), ("sharding",)
+_ONLY_UNSHARDED, _ONLY_SHARDED = ("uneven inputs", "local steps"), ("sharding",)
 
 
 def checks_for(sharded: bool) -> list[str]:
     """Return the names of the checks for a world whose models are ``sharded`` or not."""
-    return [name for name in CHECKS if name not in (_ONLY_WHOLE if sharded else _ONLY_SHARDED)]
+    return [name for name in CHECKS if name not in (_ONLY_UNSHARDED if sharded else _ONLY_SHARDED)]
 
 
 def main(argv: list[str]) -> int:

@@ -14,15 +14,15 @@ class SanityError(Exception):
 
 
 def expect_equal(label: str, actual: Any, expected: Any) -> None:
-    """Raise `SanityError` unless ``actual`` equals ``expected``; tensors, also nested ones, are compared as lists."""
+    """Raise `SanityError` unless ``actual`` equals ``expected``. Tensors, also nested ones, are compared as lists."""
     if _plain(actual) != _plain(expected):
         raise SanityError(f"{label}: expected {_plain(expected)}, got {_plain(actual)}")
 
 
 def expect_close(label: str, actual: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-4) -> None:
-    """Raise `SanityError` unless the two differ only by rounding: by ``tolerance``, relative.
+    """Raise `SanityError` unless the two are equal within the relative ``tolerance``.
 
-    A sharded tensor is gathered, so all processes must call this.
+    All processes must call this if a tensor is sharded, since it is gathered.
     """
     actual, expected = full_tensor(actual).detach().cpu(), expected.detach().cpu()
     if not torch.allclose(actual, expected, rtol=tolerance, atol=tolerance / 100):

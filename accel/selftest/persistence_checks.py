@@ -22,7 +22,7 @@ from accel.parallel.shares import full_tensor
 from accel.plugins import ProfileKwargs
 from accel.selftest.expect import expect_close, expect_equal
 
-_STEPS_TO_AGREE = 64  # an exchange comes after 16 steps at most, and the third one at the latest says it
+_STEPS_TO_AGREE = 64  # there is an exchange every 16 steps or sooner, and the third reports a warning at the latest
 
 
 @contextmanager
@@ -74,8 +74,8 @@ def preemption(accelerator: Accelerator) -> None:
     if accelerator.is_last_process:
         os.kill(os.getpid(), signal.SIGUSR1)
     agreed_step = next((step for step in range(_STEPS_TO_AGREE) if accelerator.preempted), None)
-    expect_equal("a warning is known", agreed_step is not None, True)
-    expect_equal("the step at which it is", all_objects(agreed_step), [agreed_step] * accelerator.num_processes)
+    expect_equal("a warning is reported", agreed_step is not None, True)
+    expect_equal("the step of the report", all_objects(agreed_step), [agreed_step] * accelerator.num_processes)
 
 
 def records(accelerator: Accelerator) -> None:
@@ -102,7 +102,7 @@ def _lines(path: str) -> list[dict[str, Any]]:
 
 
 def big_models(accelerator: Accelerator) -> None:
-    """Check that a model created without memory and loaded from a file computes the same offloaded to CPU and disk."""
+    """Check that an empty model, loaded from a file and offloaded to CPU and disk, computes the same."""
     torch.manual_seed(7)
     reference = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
     inputs = torch.ones(1, 4)
@@ -123,7 +123,7 @@ def profiling(accelerator: Accelerator) -> None:
     """Check that every process writes its own trace."""
     with _shared_folder(accelerator) as folder:
         handler = ProfileKwargs(activities=["cpu"], output_trace_dir=folder)
-        with _without_torchs_remarks(), accelerator.profile(handler):
+        with _silence_stderr(), accelerator.profile(handler):
             torch.ones(2, 2) @ torch.ones(2, 2)
         names = sorted(os.listdir(folder))
         expect_equal("traces", names, sorted(f"profile_{rank}.json" for rank in range(accelerator.num_processes)))
@@ -132,7 +132,7 @@ def profiling(accelerator: Accelerator) -> None:
 
 
 @contextmanager
-def _without_torchs_remarks() -> Iterator[None]:
+def _silence_stderr() -> Iterator[None]:
     """Silence stderr: torch's profiler reports its start and end there, from C++."""
     stderr_copy, devnull = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(devnull, 2)

@@ -41,7 +41,7 @@ def main_process_order(accelerator: Accelerator) -> None:
 
 
 def shares(accelerator: Accelerator) -> None:
-    """Check that inputs are split with each item in one share, and that padded shares have equal length."""
+    """Check that each item of the inputs is in one share, and that padded shares have equal length."""
     items = list(range(2 * accelerator.num_processes + 1))
     with accelerator.split_between_processes(items) as own_items:
         expect_equal("all shares", [item for share in all_objects(own_items) for item in share], items)
@@ -81,12 +81,12 @@ def triggers(accelerator: Accelerator) -> None:
 
 
 def random_numbers(accelerator: Accelerator) -> None:
-    """Check that seeds produce equal numbers on all processes, or different ones on request, and synchronization."""
+    """Check seeding (equal on all processes, or different on request) and synchronization of random numbers."""
     set_seed(11)
     draws = all_objects((random.random(), torch.rand(2).tolist()))
     expect_equal("numbers of one seed", len({str(draw) for draw in draws}), 1)
     set_seed(11, device_specific=True)
-    expect_equal("numbers of a seed a process", len(set(all_objects(torch.rand(1).item()))), accelerator.num_processes)
+    expect_equal("numbers of own seeds", len(set(all_objects(torch.rand(1).item()))), accelerator.num_processes)
     synchronize_rng_states(["torch"])
     expect_equal("synchronised numbers", len(set(all_objects(torch.rand(1).item()))), 1)
 
@@ -99,7 +99,7 @@ def memory(accelerator: Accelerator) -> None:
     def train(batch_size: int) -> int:
         sizes.append(batch_size)
         if batch_size > 85 and accelerator.is_last_process:
-            raise RuntimeError("CUDA out of memory. (said by the sanity check)")
+            raise RuntimeError("CUDA out of memory. (raised by the self-test)")
         return batch_size
 
     expect_equal("batch size found", all_objects(train()), [81] * accelerator.num_processes)

@@ -87,7 +87,7 @@ def skipping(accelerator: Accelerator) -> None:
 
 
 def stepping(accelerator: Accelerator) -> None:
-    """Check that several processes, with accumulation and a short last window, end with the weights of one."""
+    """Check that several processes, with accumulation and a short last window, get the weights of one process."""
     size, rows, steps = accelerator.num_processes, 2, 2
     batches = 5  # two windows and a short one
     inputs = torch.linspace(-1, 1, batches * size * rows).reshape(-1, 1)
@@ -162,7 +162,7 @@ def sharding(accelerator: Accelerator) -> None:
     inputs = torch.ones(1, 4, device=accelerator.device)
     accelerator.backward(model(inputs).sum())
     shard_sizes = [share(parameter).numel() for parameter in model.parameters()]
-    expect_equal("numbers of the model on a process", shard_sizes, [8 * size // mesh["dp_shard"].size()])
+    expect_equal("elements of the model on a process", shard_sizes, [8 * size // mesh["dp_shard"].size()])
     norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
     expect_close("the norm of the gradient", norm, torch.tensor(8.0 * size).sqrt(), 1e-2)
     torch.manual_seed(0)

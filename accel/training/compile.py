@@ -22,20 +22,20 @@ def dynamo(backend: DynamoBackend | str | None, plugin: TorchDynamoPlugin | None
     if plugin is None:
         return TorchDynamoPlugin(backend=backend)  # type: ignore[arg-type]
     if backend is not None:
-        raise ArgumentError("give Accelerator(dynamo_backend=…) or dynamo_plugin, not both")
+        raise ArgumentError("pass Accelerator(dynamo_backend=…) or dynamo_plugin, not both")
     if not isinstance(plugin, TorchDynamoPlugin):
         raise ArgumentError(f"Accelerator(dynamo_plugin=…) must be a TorchDynamoPlugin, got a {type(plugin).__name__}")
     return plugin
 
 
 def compiles(plugin: TorchDynamoPlugin, model: nn.Module, *, regions: bool) -> bool:
-    """Return True if ``plugin`` compiles ``model``, by regions or as a whole, and it is not compiled yet."""
+    """Return True if ``plugin`` is to compile ``model``, by regions or as a whole, and it is not compiled yet."""
     enabled = plugin.backend != DynamoBackend.NO and bool(plugin.use_regional_compilation) is regions
     return enabled and compiled_inside(model) is None and not has_compiled_regions(model)
 
 
 def has_compiled_regions(module: nn.Module) -> bool:
-    """Return True if ``module`` or anything in it came from `torch.compile`."""
+    """Return True if ``module`` or a module in it was compiled by `torch.compile`."""
     return any(is_compiled_module(part) for part in module.modules())
 
 
@@ -90,7 +90,7 @@ def _rebound(value: Any, module: nn.Module, replacement: nn.Module) -> Any:
 
 
 def compile_regions_in_place(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
-    """Compile the regions of `compile_regions` inside ``module`` itself, which keeps its hooks; return it."""
+    """Compile in place what `compile_regions` compiles in a copy. Return ``module``, which keeps its hooks."""
     if is_repeated_blocks(module):
         for block in module.children():
             block.compile(**compile_kwargs)

@@ -37,7 +37,7 @@ def recursive_getattr(obj: object, attr: str) -> Any:
 def get_module_children_bottom_up(model: torch.nn.Module, return_fqns: bool = False) -> list[Any]:
     """Return every module in ``model``, each after its children; with ``return_fqns`` as (name, module).
 
-    A module that is used in two places is listed twice, under either name.
+    A module that is used in two places is listed twice, once under each name.
     """
     modules = list(_top_down("", model))[::-1]
     return modules if return_fqns else [module for _, module in modules]
@@ -53,5 +53,5 @@ def model_has_dtensor(model: torch.nn.Module) -> bool:
     """Return True if a parameter of ``model`` is a `DTensor`."""
     import sys
 
-    tensor = sys.modules.get("torch.distributed.tensor")  # no module, no such parameter
+    tensor = sys.modules.get("torch.distributed.tensor")  # if not imported, no parameter is one
     return tensor is not None and any(isinstance(parameter, tensor.DTensor) for parameter in model.parameters())

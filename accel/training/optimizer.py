@@ -45,7 +45,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
-        """The state of the optimizer inside."""
+        """The state of the wrapped optimizer."""
         return self.optimizer.state
 
     @state.setter
@@ -54,7 +54,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> Any:
-        """The parameter groups of the optimizer inside."""
+        """The parameter groups of the wrapped optimizer."""
         return self.optimizer.param_groups
 
     @param_groups.setter
@@ -63,7 +63,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     @property
     def defaults(self) -> Any:
-        """The defaults of the optimizer inside."""
+        """The defaults of the wrapped optimizer."""
         return self.optimizer.defaults
 
     @defaults.setter
@@ -71,15 +71,15 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.optimizer.defaults = defaults
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group to the optimizer inside."""
+        """Add a parameter group to the wrapped optimizer."""
         self.optimizer.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state dict of the optimizer inside."""
+        """Return the state dict of the wrapped optimizer."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict into the optimizer inside; its tensors go where the parameters are."""
+        """Load a state dict into the wrapped optimizer; its tensors go where the parameters are."""
         self.optimizer.load_state_dict(state_dict)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
@@ -114,7 +114,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return self._skipped
 
     def __getstate__(self) -> dict[str, Any]:
-        # A scheduler replaces `step` on the instance by a function that counts, which cannot be pickled.
+        # A scheduler sets a counting `step` on the instance, which cannot be pickled.
         return {name: value for name, value in self.__dict__.items() if name != "step"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -125,7 +125,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
 
 def _place_state(optimizer: torch.optim.Optimizer) -> None:
-    """Move state created before its parameters were moved (step counts stay where the optimizer wants them)."""
+    """Move state to its parameters' devices, except step counts, which stay where the optimizer put them."""
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.ndim and value.device != parameter.device:
@@ -136,7 +136,7 @@ def _place_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 class AcceleratedScheduler:
-    """A scheduler that steps when its optimizers did, and as often as there are processes.
+    """A scheduler that steps after its optimizers have stepped, once per process.
 
     A schedule is written for one process. With P processes that see different data (``shares``, by default all of
     the world) each optimizer step uses P batches, so the schedule advances by P; with ``split_batches`` (the
@@ -174,7 +174,7 @@ class AcceleratedScheduler:
     def _step(self, *args: Any, **kwargs: Any) -> None:
         total = getattr(self.scheduler, "total_steps", None)
         for _ in range(1 if self.split_batches else self._shares or PartialState().num_processes):
-            # Several steps at once may overshoot a schedule of fixed length, which would fail or rise again there.
+            # Several steps at once may overshoot a schedule of fixed length, which would then fail or rise again.
             if total is None or self.scheduler.last_epoch + 1 < total:
                 self.scheduler.step(*args, **kwargs)
 
@@ -183,20 +183,20 @@ class AcceleratedScheduler:
         return self.scheduler.get_last_lr()
 
     def get_lr(self) -> Any:
-        """See the scheduler inside."""
+        """Call the wrapped scheduler's method."""
         return self.scheduler.get_lr()
 
     def print_lr(self, *args: Any, **kwargs: Any) -> Any:
-        """See the scheduler inside."""
+        """Call the wrapped scheduler's method."""
         return self.scheduler.print_lr(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state dict of the scheduler inside."""
+        """Return the state dict of the wrapped scheduler."""
         state: dict[str, Any] = self.scheduler.state_dict()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict into the scheduler inside."""
+        """Load a state dict into the wrapped scheduler."""
         self.scheduler.load_state_dict(state_dict)
 
     def __getattr__(self, name: str) -> Any:

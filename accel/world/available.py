@@ -161,7 +161,7 @@ def is_peft_available() -> bool:
 
 
 def is_pippy_available() -> bool:
-    """Return True if torch has pipeline parallelism."""
+    """Return True if torch has pipeline parallelism (2.4 or newer)."""
     return is_torch_version(">=", "2.4.0")
 
 
@@ -270,7 +270,7 @@ def is_torch_distributed_available() -> bool:
 
 
 def is_weights_only_available() -> bool:
-    """Return True if `torch.load` can be restricted to named types."""
+    """Return True if `torch.load` can be restricted to an allowlist of types (torch 2.4 or newer)."""
     return is_torch_version(">=", "2.4.0")
 
 
@@ -281,7 +281,7 @@ def is_xccl_available() -> bool:
 
 @cache
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
-    """Return True if torch_xla is installed, on request for a TPU or GPU, unless ``USE_TORCH_XLA`` is off."""
+    """Return True if torch_xla is installed, with a TPU or GPU if requested, unless ``USE_TORCH_XLA`` is off."""
     if not read_flag(os.environ, "USE_TORCH_XLA", True) or not installed("torch_xla"):
         return False
     if not (check_is_tpu or check_is_gpu):

@@ -1,7 +1,7 @@
-"""The process environment, the one contract between a launcher and the runtime, read into values and checked.
+"""Environment variables, the only contract between a launcher and the runtime, parsed and checked.
 
 Does not import torch. Functions named ``read_…`` are pure: they take the mapping that they read. Those from
-`patch_environment` on use this process's own, and exist for scripts written for Accelerate.
+`patch_environment` on use this process's environment; most exist for scripts written for Accelerate.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from accel.errors import ArgumentError, WorldError
 _TRUE = frozenset({"1", "true", "yes", "y", "on", "t"})
 _FALSE = frozenset({"", "0", "false", "no", "n", "off", "f"})
 
-# What each launcher calls: rank, world size, rank on the node, ranks on the node.
+# Each launcher's variables for rank, world size, local rank and local world size.
 # torchrun: https://docs.pytorch.org/docs/stable/elastic/run.html; Intel MPI and MPICH (Hydra):
 # https://www.intel.com/content/www/us/en/docs/mpi-library/developer-reference-linux (other environment variables);
 # Open MPI: https://docs.open-mpi.org (environment variables of an application); MVAPICH2: its user guide.
@@ -58,14 +58,14 @@ class World:
 
 
 def read_flag(env: Mapping[str, str], name: str, default: bool = False) -> bool:
-    """Read a boolean. Raises `ArgumentError` for anything that is neither yes nor no."""
+    """Read a boolean. Raises `ArgumentError` for a value that is neither yes nor no."""
     text = env.get(name)
     if text is None:
         return default
-    answer = text.strip().lower()
-    if answer in _TRUE:
+    word = text.strip().lower()
+    if word in _TRUE:
         return True
-    if answer in _FALSE:
+    if word in _FALSE:
         return False
     raise ArgumentError(f"environment variable {name}={text!r} is neither yes nor no: use 1 or 0")
 
@@ -89,8 +89,8 @@ def read_world(env: Mapping[str, str], *, needs_master: bool = True) -> World:
 
     ``MASTER_ADDR`` and ``MASTER_PORT`` are read only if ``needs_master``; under MPI the default port is 29500,
     and the default address this machine if every rank is on it. Without a world size, or with one of 1, the world
-    is this process alone. Variables of one of many processes that lack its rank raise `WorldError`: N processes
-    must never become N worlds of one.
+    is this process alone. Incomplete or contradictory variables raise `WorldError`: N processes must never become
+    N worlds of one.
     """
     if "WORLD_SIZE" not in env and "RANK" not in env:
         for launcher, names in LAUNCHERS.items():
@@ -106,8 +106,7 @@ def read_world(env: Mapping[str, str], *, needs_master: bool = True) -> World:
     needed = ("RANK", "MASTER_ADDR", "MASTER_PORT") if needs_master else ("RANK",)
     missing = [name for name in needed if not env.get(name, "").strip()]
     if missing:
-        names_of = ", ".join(missing)
-        raise WorldError(f"WORLD_SIZE={size} but {names_of} not set: start with `accel launch` or torchrun")
+        raise WorldError(f"WORLD_SIZE={size} but {', '.join(missing)} not set: start with `accel launch` or torchrun")
     return _launched_process(env, size, LAUNCHERS["torchrun"])
 
 
@@ -242,19 +241,18 @@ def _restore(previous: Mapping[str, str | None]) -> None:
 
 
 def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
-    """Return 1 for y, yes, t, true, on and 1, 0 for their opposites; with ``to_bool`` `True` and `False`.
+    """Return 1 for y, yes, t, true, on and 1, and 0 for their opposites; with ``to_bool`` True and False.
 
-    Raises `ArgumentError` for any other word, the empty one included.
+    Raises `ArgumentError` for any other text, including an empty one.
     """
     word = value.lower()
     if word not in _TRUE and (word not in _FALSE or not word):
         raise ArgumentError(f"{value!r} is neither yes nor no: use 1 or 0")
-    answer = word in _TRUE
-    return answer if to_bool else int(answer)
+    return word in _TRUE if to_bool else int(word in _TRUE)
 
 
 def get_int_from_env(env_keys: Sequence[str], default: int) -> int:
-    """Return the first of these variables that is a whole number from 0 on; else ``default``."""
+    """Return the first of these variables that is set and not negative, else ``default``. Raises `ArgumentError`."""
     for key in env_keys:
         try:
             value = int(os.environ.get(key) or -1)
@@ -288,7 +286,7 @@ def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
         if name and value and not set(";\n<> ") & set(name + value):
             lines.append(f"{name}={value}\n")
         else:
-            logging.getLogger(__name__).warning("%s=%r is left out: it is empty or a shell would split it", name, value)
+            logging.getLogger(__name__).warning("%s=%r is skipped: it is empty or a shell would split it", name, value)
     return lines
 
 
@@ -297,10 +295,9 @@ def are_libraries_initialized(*library_names: str) -> list[str]:
     return [name for name in library_names if name in sys.modules]
 
 
-# ``ACCEL_PROJECT_ROOT``: a directory of each node for the files of a run.
-#
-# The platform copies it, file by file, to one place and back, as SageMaker does with ``/opt/ml/checkpoints``:
-# when the nodes start again, all of them have all files. So files of two nodes must not have the same name.
+# ``ACCEL_PROJECT_ROOT``: a directory on each node for the files of a run. A platform such as SageMaker (with
+# ``/opt/ml/checkpoints``) uploads all nodes' files to one place and restores all of them on every node. So files of two
+# nodes must not have the same name.
 
 PROJECT_ROOT = "ACCEL_PROJECT_ROOT"
 
@@ -316,7 +313,7 @@ def project_root() -> Path | None:
 
 
 def under_project_root(directory: str | None) -> str | None:
-    """Return a directory of the project: a relative one is under ``ACCEL_PROJECT_ROOT``, if that is set."""
+    """Return ``directory``; a relative one is placed under ``ACCEL_PROJECT_ROOT``, if that is set."""
     base = project_root() if directory is not None else None
     return directory if base is None or directory is None else str(base / directory)
 
@@ -324,7 +321,7 @@ def under_project_root(directory: str | None) -> str | None:
 def own_copy(path: Path) -> Path:
     """Return the path of this node's copy of ``path``.
 
-    Under ``ACCEL_PROJECT_ROOT`` node 0 uses ``path``, and node N ``node-N``.
+    Under ``ACCEL_PROJECT_ROOT`` it is ``path`` itself on node 0, and in the subdirectory ``node-N`` on node N.
     """
     base = project_root()
     rank = read_int(os.environ, "GROUP_RANK", minimum=0)

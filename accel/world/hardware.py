@@ -22,8 +22,7 @@ from accel.errors import ArgumentError
 from accel.world.environment import LAUNCHERS, get_int_from_env, parse_flag_from_env, patch_environment
 from accel.world.versions import is_torch_version
 
-# kind of device → (the package that adds it to torch, what a world of several such processes is called);
-# in the order in which a machine that has several is asked
+# device type → (package that adds it to torch, distributed type of several processes), in order of preference
 PLUGINS: dict[str, tuple[str | None, DistributedType]] = {
     "mlu": ("torch_mlu", DistributedType.MULTI_MLU),
     "sdaa": ("torch_sdaa", DistributedType.MULTI_SDAA),
@@ -54,7 +53,7 @@ def is_mps_available(min_version: str = "1.12") -> bool:
 
 
 @cache
-def _shows(kind: str, check_device: bool = False) -> bool:
+def _has_device(kind: str, check_device: bool = False) -> bool:
     """Return True if torch, with the plug-in for ``kind``, finds a device of that kind."""
     plugin = PLUGINS[kind][0]
     if plugin is not None:
@@ -63,7 +62,7 @@ def _shows(kind: str, check_device: bool = False) -> bool:
         try:
             import_module(plugin)
         except Exception:
-            return False  # the plug-in of a device that is not there may fail in its own ways while it loads
+            return False  # a plug-in may fail in any way without its device
     module = getattr(torch, kind, None)
     if module is None:
         return False
@@ -75,37 +74,37 @@ def _shows(kind: str, check_device: bool = False) -> bool:
 
 def is_xpu_available(check_device: bool = False) -> bool:
     """Return True if there is an Intel GPU."""
-    return _shows("xpu", check_device)
+    return _has_device("xpu", check_device)
 
 
 def is_mlu_available(check_device: bool = False) -> bool:
     """Return True if there is a Cambricon MLU."""
-    return _shows("mlu", check_device)
+    return _has_device("mlu", check_device)
 
 
 def is_musa_available(check_device: bool = False) -> bool:
     """Return True if there is a Moore Threads GPU."""
-    return _shows("musa", check_device)
+    return _has_device("musa", check_device)
 
 
 def is_npu_available(check_device: bool = False) -> bool:
     """Return True if there is an Ascend NPU."""
-    return _shows("npu", check_device)
+    return _has_device("npu", check_device)
 
 
 def is_sdaa_available(check_device: bool = False) -> bool:
     """Return True if there is a Tecorigin SDAA."""
-    return _shows("sdaa", check_device)
+    return _has_device("sdaa", check_device)
 
 
 def is_neuron_available(check_device: bool = False) -> bool:
     """Return True if there is an AWS Neuron core."""
-    return _shows("neuron", check_device)
+    return _has_device("neuron", check_device)
 
 
 def is_hpu_available(init_hccl: bool = False) -> bool:
     """Return True if there is an Intel Gaudi; with ``init_hccl``, load its collectives."""
-    available = _shows("hpu")
+    available = _has_device("hpu")
     if available and init_hccl:
         import_module("habana_frameworks.torch.distributed.hccl")
     return available
@@ -127,13 +126,13 @@ def is_fp16_available() -> bool:
 def get_current_device_type() -> tuple[str, str]:
     """Return the device type and the `DistributedType` of a world on it; default ``("cuda", "MULTI_GPU")``."""
     for kind, (_, distributed_type) in PLUGINS.items():
-        if _shows(kind):
+        if _has_device(kind):
             return kind, str(distributed_type)
     return "cuda", str(DistributedType.MULTI_GPU)
 
 
-def _nvidia_smi(question: str) -> list[str]:
-    argv = ["nvidia-smi", f"--query-gpu={question}", "--format=csv,noheader"]
+def _nvidia_smi(field: str) -> list[str]:
+    argv = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"]
     return subprocess.check_output(argv, text=True).strip().splitlines()
 
 
@@ -149,10 +148,9 @@ def get_driver_version() -> str:
 
 
 def check_cuda_p2p_ib_support() -> bool:
-    """Return True if GPUs may communicate directly.
+    """Return True unless there are several GeForce RTX 40 GPUs under a driver before 550.40.07.
 
-    Several GeForce RTX 40 under a driver before 550.40.07 may not: NCCL fails on them unless ``NCCL_P2P_DISABLE``
-    and ``NCCL_IB_DISABLE`` are 1.
+    NCCL fails on those unless ``NCCL_P2P_DISABLE`` and ``NCCL_IB_DISABLE`` are 1.
     """
     from accel.world.versions import parsed
 
@@ -171,7 +169,9 @@ def avoid_unsafe_links(device: torch.device) -> None:
     if all(name in os.environ for name in names) or "RTX 40" not in torch.cuda.get_device_name(device):
         return
     if not check_cuda_p2p_ib_support():
-        logging.getLogger(__name__).warning("%s: the driver is too old for direct links, so NCCL uses none", device)
+        logging.getLogger(__name__).warning(
+            "%s: the driver is too old for direct links: NCCL will not use them", device
+        )
         for name in names:
             os.environ.setdefault(name, "1")
 
@@ -188,7 +188,7 @@ def check_cuda_fp8_capability() -> bool:
 
 @dataclass
 class CPUInformation:
-    """The ranks of a process in the world and on its node, from the launcher's variables."""
+    """The ranks of a process and the sizes of its world and node, from the launcher's variables."""
 
     rank: int = 0
     world_size: int = 1
@@ -197,7 +197,7 @@ class CPUInformation:
 
 
 def get_cpu_distributed_information() -> CPUInformation:
-    """Read torchrun's or an MPI launcher's variables, each by itself; `environment.read_world` validates them."""
+    """Read torchrun's or an MPI launcher's variables without checking them, unlike `environment.read_world`."""
     rank, size, local_rank, local_size = ([names[i] for names in LAUNCHERS.values()] for i in range(4))
     return CPUInformation(
         rank=get_int_from_env(rank, 0),
@@ -225,7 +225,7 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
 
 @cache
 def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
-    """Call `override_numa_affinity`, but only once with the same arguments."""
+    """Call `override_numa_affinity`, once for the same arguments."""
     override_numa_affinity(local_process_index, verbose)
 
 

@@ -19,7 +19,7 @@ from accel.enums import DistributedType
 from accel.errors import ArgumentError, WorldError, nearest
 from accel.world.environment import World, read_flag
 
-# device type → (backend of its collectives, what a world of several such processes is called)
+# device type → (backend of its collectives, distributed type of a world of several processes)
 BACKENDS: dict[str, tuple[str, DistributedType]] = {
     "cpu": ("gloo", DistributedType.MULTI_CPU),
     "mps": ("gloo", DistributedType.MULTI_CPU),
@@ -33,16 +33,16 @@ BACKENDS: dict[str, tuple[str, DistributedType]] = {
     "neuron": ("neuron", DistributedType.MULTI_NEURON),
     "tpu": ("tpu_dist", DistributedType.XLA),
 }
-_WITHOUT_OWN_DEVICE = ("cpu", "mps")  # their processes share what there is
-_ALWAYS_FIRST = ("tpu",)  # torch_tpu shows each process its own chip as the first, and switches to no other
+_WITHOUT_OWN_DEVICE = ("cpu", "mps")  # all processes share the device
+_ALWAYS_FIRST = ("tpu",)  # torch_tpu shows each process only its own chip
 
 _created_here = False
-_last: Any = None
+_last_group: Any = None
 _holders: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
 def kind_of(device: torch.device) -> DistributedType:
-    """Return the distributed type of a world of several processes on such a device."""
+    """Return the distributed type of a world of several processes on devices of this type."""
     return BACKENDS.get(device.type, BACKENDS["cpu"])[1]
 
 
@@ -117,20 +117,20 @@ def form(world: World, device: torch.device, options: Mapping[str, Any]) -> str:
     backend = options.get("backend") or BACKENDS.get(device.type, BACKENDS["cpu"])[0]
     if not dist.is_available():
         raise WorldError(f"WORLD_SIZE={world.size} but this build of torch has no torch.distributed")
-    # Its functions have the world as a default value: imported later, as DDP does, it would keep the group for ever.
+    # Its functions bind the world group as a default: imported later, as by DDP, they would keep the group alive.
     import_module("torch.distributed.nn.functional")
     _init(world, backend, options.get("init_method"), options.get("timeout"))
     global _created_here
     _created_here = True
-    atexit.register(_end_at_exit)
+    atexit.register(_destroy_at_exit)
     return str(dist.get_backend())
 
 
 @contextmanager
-def _all_or_none() -> Iterator[None]:
-    """Make torch wait, in the store, until every rank has joined.
+def _init_barrier() -> Iterator[None]:
+    """Make `init_process_group` return only once every rank has joined.
 
-    A rank that ends at once would otherwise break the connection to one that is still joining.
+    A rank that exits at once would otherwise break the connection to one that is still joining.
     """
     name = "TORCH_DIST_INIT_BARRIER"
     previous = os.environ.get(name)
@@ -145,7 +145,7 @@ def _all_or_none() -> Iterator[None]:
 def _init(world: World, backend: str, init_method: str | None, timeout: timedelta | None) -> None:
     timeout_kwargs: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     try:
-        with _all_or_none():
+        with _init_barrier():
             dist.init_process_group(
                 backend, init_method=init_method or "env://", rank=world.rank, world_size=world.size, **timeout_kwargs
             )
@@ -158,30 +158,30 @@ def _init(world: World, backend: str, init_method: str | None, timeout: timedelt
 
 
 def hold_open(model: torch.nn.Module) -> None:
-    """Register ``model``, which has a part outside Python that keeps the process group; see `_drop_reference`."""
+    """Register a model, such as DDP's, whose C++ part keeps the process group alive; see `_drop_reference`."""
     _holders.add(model)
 
 
 def destroy() -> None:
     """Destroy the process group, if there is one. Idempotent."""
-    global _created_here, _last
+    global _created_here, _last_group
     if dist.is_available() and dist.is_initialized():
         if _created_here:
-            _last = dist.group.WORLD
+            _last_group = dist.group.WORLD
         dist.destroy_process_group()
     _created_here = False
 
 
-def _end_at_exit() -> None:
-    # After an uncaught exception the other ranks may be inside a collective that this one will never join: an orderly
-    # shutdown could wait for them, while simply leaving lets the launcher see the failure at once.
+def _destroy_at_exit() -> None:
+    # After an uncaught exception the other ranks may be in a collective that this one never joins: an orderly shutdown
+    # could wait for them, while a plain exit lets the launcher see the failure at once.
     if getattr(sys, "last_value", None) is not None:
         return
     destroy_process_group()
 
 
 def destroy_process_group() -> None:
-    """Destroy the process group created here and release it, in an order that cannot hang. For a process's end."""
+    """Destroy the process group created here and release it, in an order that cannot hang. Call it before exit."""
     if _created_here:
         destroy()
     _drop_reference()
@@ -192,17 +192,17 @@ def _drop_reference() -> None:
 
     A gloo group that is dropped waits for its threads, which may wait for the interpreter's lock to drop what the
     last collective used. Python releases the lock meanwhile; DDP's reducer does not, and the process would hang
-    forever (torch 2.6 to 2.13). So reducers are dropped first, while `_last` still refers to the group.
+    forever (torch 2.6 to 2.13). So reducers are dropped first, while `_last_group` still refers to the group.
     """
-    global _last
+    global _last_group
     for model in list(_holders):
         for name in ("reducer", "logger", "process_group"):
             vars(model).pop(name, None)
-    _last = None
+    _last_group = None
 
 
 def world_from_torch() -> World | None:
-    """Return the world that the script formed itself before accel, or ``None``."""
+    """Return the world of the process group that the script created itself, or ``None``."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
     rank, size = dist.get_rank(), dist.get_world_size()

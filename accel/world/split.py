@@ -13,7 +13,7 @@ from accel.pytree import honor_type
 
 
 def bounds(length: int, index: int, parts: int) -> tuple[int, int]:
-    """Return first and past-the-end position of part ``index`` of ``parts``; the first parts are larger, by one."""
+    """Return the start and end of part ``index`` of ``parts``; the first parts may be longer by one."""
     size, extra = divmod(length, parts)
     start = index * size + min(index, extra)
     return start, start + size + (index < extra)
@@ -22,7 +22,7 @@ def bounds(length: int, index: int, parts: int) -> tuple[int, int]:
 def share_of(inputs: Any, index: int, parts: int, padded: bool) -> Any:
     """Return part ``index`` of a sequence, tensor, `datasets.Dataset` or dict of these.
 
-    See `PartialState.split_between_processes`. Raises `ArgumentError` for what cannot be split, or not padded.
+    See `PartialState.split_between_processes`. Raises `ArgumentError` for inputs that cannot be split or padded.
     """
     if parts == 1:
         return inputs
@@ -39,7 +39,7 @@ def share_of(inputs: Any, index: int, parts: int, padded: bool) -> Any:
         share = inputs[start:end]
     except (TypeError, KeyError):
         raise ArgumentError(
-            f"split_between_processes cannot split a {type(inputs).__name__}: it has no slices; give a list of it"
+            f"split_between_processes cannot split a {type(inputs).__name__}: it has no slices; pass a list"
         ) from None
     if missing == 0 or length == 0:
         return share
@@ -56,7 +56,7 @@ def _length(inputs: Any) -> int:
 
 
 def _is_dataset(inputs: Any) -> bool:
-    datasets = sys.modules.get("datasets")  # not imported, so nobody can have made one
+    datasets = sys.modules.get("datasets")  # if not imported, ``inputs`` is not one
     return datasets is not None and isinstance(inputs, datasets.Dataset)
 
 

@@ -25,8 +25,8 @@ STR_OPERATION_TO_FUNC: dict[str, Callable[[Any, Any], bool]] = {
 def compare_versions(library_or_version: str | Version, operation: str, requirement_version: str) -> bool:
     """Return True if ``operation`` (such as ``">="``) holds between two versions.
 
-    ``library_or_version`` is a version, or the name of a distribution to compare the installed version of. Raises
-    `ArgumentError` for an unknown operation, and for a distribution that is not installed.
+    ``library_or_version`` is a version, or the name of an installed distribution. Raises `ArgumentError` for an
+    unknown operation, and for a distribution that is not installed.
     """
     compare = STR_OPERATION_TO_FUNC[one_of(operation, STR_OPERATION_TO_FUNC, source="operation")]
     if isinstance(library_or_version, str):
@@ -52,7 +52,7 @@ def installed_version(distribution: str) -> Version:
 
 @cache
 def parsed(text: str) -> Version:
-    """Parse a version. Raises `ArgumentError` for text that is none."""
+    """Parse a version. Raises `ArgumentError` for invalid text."""
     from packaging.version import InvalidVersion, Version
 
     try:

@@ -1,4 +1,4 @@
-"""The process, its device and its world under torch_xla (2.9), which is imported here and not at a higher level."""
+"""The process, its device and its world under torch_xla (2.9), which only this module's functions import."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from accel.world.available import is_torch_xla_available
 from accel.world.environment import World, read_flag
 
 BACKEND = "xla"
-# How torch.distributed is told to ask torch_xla for ranks and a store.
+# The init_method with which torch.distributed takes ranks and store from torch_xla.
 RENDEZVOUS = "xla://"
 
 
@@ -25,11 +25,11 @@ def is_asked(env: Mapping[str, str], *, cpu: bool) -> bool:
 
 
 def join(env: Mapping[str, str]) -> tuple[World, torch.device]:
-    """Return this process's place among those that torch_xla started, and its device. Raises `WorldError`."""
+    """Return this process's world, as torch_xla started it, and its device. Raises `WorldError`."""
     if int(env.get("WORLD_SIZE") or 1) > 1:
         raise WorldError(
-            f"WORLD_SIZE={env['WORLD_SIZE']}, and torch_xla starts its processes itself: use accel launch --tpu, "
-            "or set USE_TORCH_XLA=0 to leave torch_xla aside"
+            f"WORLD_SIZE={env['WORLD_SIZE']}, but torch_xla starts its processes itself: use accel launch --tpu, "
+            "or set USE_TORCH_XLA=0 to train without torch_xla"
         )
     import torch_xla
     import torch_xla.distributed.xla_backend
@@ -39,8 +39,8 @@ def join(env: Mapping[str, str]) -> tuple[World, torch.device]:
     cores = runtime.addressable_device_count()
     if cores > 1 and runtime.world_size() > 1:
         raise WorldError(
-            f"this process has {cores} XLA devices, and a thread runs on each (TPU v2 and v3, CPU_NUM_DEVICES); accel "
-            "needs a process for each: use TPU v4 or newer"
+            f"this process has {cores} XLA devices, one per thread (TPU v2 and v3, CPU_NUM_DEVICES); accel "
+            "needs one process per device: use TPU v4 or newer"
         )
     world = World(
         rank=runtime.global_ordinal(),
@@ -89,7 +89,7 @@ def seed(value: int) -> None:
 
 
 def rng_state() -> torch.Tensor:
-    """Return the state of the device's generator, a number."""
+    """Return the state of the device's generator, one integer."""
     return torch.tensor([_model().get_rng_state()], dtype=torch.int64)
 
 

@@ -146,7 +146,7 @@ def test_factories(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["needs"][0]["activations"] == pytest.approx(2 * 4 * 4 * (6 * 16 + 2), abs=16)
     bare = shown(capsys, "factories:Net", "--dtypes", "float32")
     assert bare["parameters"] == parameters
-    assert bare["activations_unknown"] == "factories:Net gives no inputs: let it return (model, inputs)"
+    assert bare["activations_unknown"] == "factories:Net returns no inputs: make it return (model, inputs)"
     assert shown(capsys, "factories:frozen", "--dtypes", "float32")["needs"][0]["gradients"] == 0
     assert shown(capsys, "factories:reads", "--dtypes", "float32")["parameters"] == parameters
 
@@ -157,16 +157,16 @@ def test_factories(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["nowhere:make"], "nowhere:make: no module 'nowhere' here", 1),
         (["factories:none"], "factories:none: module factories has no function or class 'none'", 1),
-        (["factories:odd"], "factories:odd gives a int, not a torch.nn.Module", 1),
-        (["factories:fails"], "factories:fails cannot be made: KeyError: 'depth'", 1),
+        (["factories:odd"], "factories:odd returned a int, not a torch.nn.Module", 1),
+        (["factories:fails"], "factories:fails cannot be built: KeyError: 'depth'", 1),
         (["./nowhere"], "./nowhere: no such file or directory", 1),
         (["a.safetensors"], "a.safetensors: No such file or directory", 1),
-        (["factories.py"], "factories.py is code: name what makes the model in it, as in factories:FACTORY", 1),
+        (["factories.py"], "factories.py is a Python file: name a factory in it, such as factories:FACTORY", 1),
         (["config.txt"], "config.txt is not a safetensors file, or it is damaged", 1),
         (["empty"], "empty has neither a config.json nor a safetensors file", 1),
         (["broken"], "broken/config.json is not JSON", 1),
-        (["strange"], "strange: its config.json is of no model that transformers knows", 1),
-        (["remote"], "remote is defined by code of its own: read it, and if you trust it, give --trust_remote_code", 1),
+        (["strange"], "strange: its config.json has no model type that transformers supports", 1),
+        (["remote"], "remote needs code from its repository: review it, then pass --trust_remote_code", 1),
         (["x", "--dtypes", "float8"], "--dtypes: invalid choice: 'float8'", 2),
         (["x", "--dtypes"], "--dtypes needs a value", 2),
         (["x", "--library_name", "keras"], "--library_name: invalid choice: 'keras'", 2),

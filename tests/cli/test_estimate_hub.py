@@ -91,7 +91,7 @@ def test_a_name_on_the_hub(hub: tuple[str, list[str]], tmp_path: Path) -> None:
         "me/gated": "me/gated is gated",
         "me/none": "me/none: no such file, directory or model on http",
         "me/bare": "me/bare has no config.json",
-        "not a name!": "'not a name!' is no file or directory here, and no name",
+        "not a name!": "'not a name!' is neither a file or directory nor a valid name",
     }
     (code, shown, said), *failed = estimates(llama, *([name] for name in messages), **env)
     assert code == 0, said

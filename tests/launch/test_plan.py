@@ -72,7 +72,7 @@ MANY = ("--num_machines", "2", "--machine_rank", "1", "--main_process_ip", "node
         (("--num_machines", "2", "--machine_rank", "2", "--main_process_ip", "x"), {}, ["--machine_rank 2", "0 … 1"]),
         (("--num_machines", "1", "--machine_rank", "1"), {}, ["--machine_rank 1", "0 … 0"]),
         (("--machine_rank", "0"), {}, ["--machine_rank 0", "--num_machines"]),
-        ((*MANY, "--main_process_port", "0"), {}, ["--main_process_port 0", "name one"]),
+        ((*MANY, "--main_process_port", "0"), {}, ["--main_process_port 0", "choose one"]),
         (("--main_process_port", "65536"), {}, ["--main_process_port 65536", "65535"]),
         (("--rdzv_conf", "timeout"), {}, ["--rdzv_conf", "key=value", "'timeout'"]),
         (("--rdzv_conf", "=3"), {}, ["--rdzv_conf", "key=value"]),
@@ -112,7 +112,7 @@ def test_refusals_with_gpus(flags: tuple[str, ...], env: dict[str, str], said: l
 
 
 def test_what_is_not_there_is_named() -> None:
-    with pytest.raises(LaunchError, match=r"no script 'trian.py' in .*; did you mean 'train.py'\?"):
+    with pytest.raises(LaunchError, match=r"script 'trian.py' not found in .*; did you mean 'train.py'\?"):
         planned_of(Program(argv=["trian.py"], entry="script"))
     with pytest.raises(LaunchError, match="no command 'no-such-command' on PATH"):
         planned_of(Program(argv=["no-such-command"], entry="command"))

@@ -144,7 +144,7 @@ def test_what_is_set_stays() -> None:
         (1, 3, {}, "--num_processes 3: one TPU host of this kind allows 1, 2, 4, 8"),
         (2, 4, {"TPU_WORKER_HOSTNAMES": "a,b"}, "the slice's topology is unknown: export TORCH_TPU_TOPOLOGY"),
         (2, 4, {"TPU_WORKER_HOSTNAMES": "a,b", "TPU_TOPOLOGY": "big"}, "TPU_TOPOLOGY='big' is not a topology"),
-        (1, 4, {"MEGASCALE_NUM_SLICES": "2"}, "torch_tpu on several slices (MEGASCALE_NUM_SLICES) is not in this"),
+        (1, 4, {"MEGASCALE_NUM_SLICES": "2"}, "torch_tpu on several slices (MEGASCALE_NUM_SLICES) is not supported"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_told(nodes: int, processes: int, env: dict[str, str], said: str) -> None:

@@ -196,8 +196,8 @@ def test_worlds_that_cannot_be(tmp_path: Path) -> None:
     argv = [sys.executable, "-c", REFUSED]
     done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240, check=True)
     world, devices, precision = done.stdout.splitlines()
-    assert world.startswith("WorldError: WORLD_SIZE=2, and torch_xla starts its processes itself: use accel launch")
-    assert devices.startswith("WorldError: this process has 2 XLA devices, and a thread runs on each (TPU v2 and v3")
+    assert world.startswith("WorldError: WORLD_SIZE=2, but torch_xla starts its processes itself: use accel launch")
+    assert devices.startswith("WorldError: this process has 2 XLA devices, one per thread (TPU v2 and v3")
     assert precision.startswith("PrecisionError: mixed_precision='fp16' needs a GPU")
 
 

@@ -359,7 +359,7 @@ def test_what_cannot_travel_is_named() -> None:
         "CollectiveError: reduce: a boolean tensor has no mean: convert it, for instance with .int()",
         "ArgumentError: reduction: 'median' is none of sum, mean, max, none; did you mean 'mean'?",
         "CollectiveError: reduce: complex numbers have no order, hence no max",
-        "LeafError: gather_object: process 0 gave a int: give a list of objects",
+        "LeafError: gather_object: process 0 passed a int: pass a list of objects",
         "ArgumentError: concatenate: nothing to join",
         "LeafError: concatenate: str is not a tensor",
     ]

@@ -184,7 +184,7 @@ def _twice() -> None:
 
 
 def test_a_backend_is_given_once() -> None:
-    assert outcomes(_twice, processes=1)[0].message == "give Accelerator(dynamo_backend=…) or dynamo_plugin, not both"
+    assert outcomes(_twice, processes=1)[0].message == "pass Accelerator(dynamo_backend=…) or dynamo_plugin, not both"
 
 
 def test_regions_are_the_repeated_blocks_and_the_rest() -> None:

@@ -121,7 +121,7 @@ FELLED = report(143, failure=failure(None, 143, "", "node_failure"))
         (evidence(None, None, overdue=LATE, started_ranks={0}), "finish", "failed", "rendezvous", 1,
          "n2 did not start"),
         (evidence(UNMET, None, started_ranks={0}), "finish", "failed", "rendezvous", 1,
-         "n1: of 2 nodes, node 1 (n2) did not"),
+         "n1: node 1 (n2) of 2 nodes did not"),
         (evidence(UNMET, report(4, refused="setup", words="the setup command 'x' failed", at=2.0)), "finish", "failed",
          "setup", 4, "n2: the setup command"),
         (evidence(None, None, started_ranks=set(), srun=1, last_message="No module named submitit"), "finish",
