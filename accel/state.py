@@ -85,7 +85,7 @@ class PartialState:
             if name not in _OPTIONS:
                 raise ArgumentError(f"PartialState({name}=…) is unknown{nearest(name, _OPTIONS)}")
         env = os.environ
-        if xla.is_asked(env, cpu=cpu):
+        if xla.is_requested(env, cpu=cpu):
             self._begin_on_xla(options)
             return
         world = worlds.world_from_torch() or read_world(env, needs_master=not options.get("init_method"))

@@ -21,7 +21,7 @@ from accel.errors import AccelError, ArgumentError, nearest, one_of
 
 
 class NotFound(AccelError):
-    """There is no such model, or it cannot be built."""
+    """No model has this name, or it cannot be built."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,10 +66,10 @@ _MAX_HEADER = 100_000_000  # the limit of the safetensors library
 _BY_NAME = {name: kind for kind, name in TYPES.items()}
 
 
-def of_safetensors_file(path: str) -> Subject:
+def from_safetensors_file(path: str) -> Subject:
     """Return the model of a safetensors file, or of the index of several. Raises `NotFound` if it is neither."""
     if not path.endswith(".index.json"):
-        return _of_tensors(path, read_header(path))
+        return _from_tensors(path, read_header(path))
     try:
         with open(path, "rb") as file:
             names = sorted(set(json.load(file)["weight_map"].values()))
@@ -77,22 +77,22 @@ def of_safetensors_file(path: str) -> Subject:
         raise NotFound(f"{path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise NotFound(f"{path} is not an index of safetensors files") from None
-    return _of_files(path, [os.path.join(os.path.dirname(path), os.path.basename(str(name))) for name in names])
+    return _from_files(path, [os.path.join(os.path.dirname(path), os.path.basename(str(name))) for name in names])
 
 
-def of_safetensors_directory(path: str) -> Subject:
+def from_safetensors_directory(path: str) -> Subject:
     """Return the model of all safetensors files in a directory. Raises `NotFound` if there are none."""
     names = sorted(name for name in os.listdir(path) if name.endswith(".safetensors"))
     if not names:
         raise NotFound(f"{path} has neither a config.json nor a safetensors file")
-    return _of_files(path, [os.path.join(path, name) for name in names])
+    return _from_files(path, [os.path.join(path, name) for name in names])
 
 
-def _of_files(name: str, paths: list[str]) -> Subject:
+def _from_files(name: str, paths: list[str]) -> Subject:
     tensors: dict[str, tuple[torch.dtype, list[int]]] = {}
     for path in paths:
         tensors |= read_header(path)
-    return _of_tensors(name, tensors)
+    return _from_tensors(name, tensors)
 
 
 def read_header(path: str) -> dict[str, tuple[torch.dtype, list[int]]]:
@@ -114,7 +114,7 @@ def read_header(path: str) -> dict[str, tuple[torch.dtype, list[int]]]:
     return tensors
 
 
-def _of_tensors(name: str, tensors: dict[str, tuple[torch.dtype, list[int]]]) -> Subject:
+def _from_tensors(name: str, tensors: dict[str, tuple[torch.dtype, list[int]]]) -> Subject:
     def make() -> nn.Module:
         root = nn.Module()
         for key, (kind, shape) in tensors.items():
@@ -140,7 +140,7 @@ _PREDICTS_TOKENS = ("ForCausalLM", "ForMaskedLM", "ForConditionalGeneration", "L
 _PREDICTS_CLASSES = ("ForSequenceClassification", "ForImageClassification", "ForAudioClassification")
 
 
-def of_config(name: str, folder: str, config: Mapping[str, Any], *, trust_remote_code: bool = False) -> Subject:
+def from_config(name: str, folder: str, config: Mapping[str, Any], *, trust_remote_code: bool = False) -> Subject:
     """Return a model of the first architecture in ``config`` that transformers has. Raises `NotFound`."""
     if find_spec("transformers") is None:
         raise NotFound(f"{name} is a model of transformers: pip install transformers")
@@ -162,7 +162,7 @@ def of_config(name: str, folder: str, config: Mapping[str, Any], *, trust_remote
 
     def make() -> nn.Module:
         if remote:
-            return _of_remote_code(transformers, model_config)
+            return _from_remote_code(transformers, model_config)
         if class_name is not None:
             model: nn.Module = getattr(transformers, class_name)(model_config)
             return model
@@ -179,7 +179,7 @@ def of_config(name: str, folder: str, config: Mapping[str, Any], *, trust_remote
     )
 
 
-def _of_remote_code(transformers: Any, model_config: Any) -> nn.Module:
+def _from_remote_code(transformers: Any, model_config: Any) -> nn.Module:
     kinds = [kind for kind in model_config.auto_map if kind.startswith("AutoModel")]
     kind = next((kind for kind in kinds if "For" in kind), "AutoModel")
     model: nn.Module = getattr(transformers, kind).from_config(
@@ -301,7 +301,7 @@ def timm_has_model(name: str) -> bool:
     return bool(timm.is_model(name))
 
 
-def of_timm(name: str, config: Mapping[str, Any] | None = None) -> Subject:
+def from_timm(name: str, config: Mapping[str, Any] | None = None) -> Subject:
     """Return a model of timm, by its name or by timm's config.json. Raises `NotFound`."""
     if find_spec("timm") is None:
         raise NotFound(f"{name} is a model of timm: pip install timm")
@@ -343,26 +343,26 @@ def find(name: str, library: str | None = None, *, trust_remote_code: bool = Fal
         module = os.path.splitext(os.path.normpath(name))[0].replace(os.sep, ".")
         raise NotFound(f"{name} is a Python file: name a factory in it, such as {module}:FACTORY")
     if name.endswith((".safetensors", ".safetensors.index.json")) or os.path.isfile(name):
-        return of_safetensors_file(name)
+        return from_safetensors_file(name)
     if os.path.isdir(name):
-        return _of_directory(name, library, trust_remote_code)
+        return _from_directory(name, library, trust_remote_code)
     if name.startswith((".", "/", "~")):
         raise NotFound(f"{name}: no such file or directory")
     module, colon, factory = name.partition(":")
     if colon and module not in ("hf-hub", "hf_hub"):
-        return of_factory(name, module, factory)
+        return from_factory(name, module, factory)
     if library == "timm" or (library is None and "/" not in name and timm_has_model(name)):
-        return of_timm(name)
+        return from_timm(name)
     folder = fetch_config(name.removeprefix("hf-hub:").removeprefix("hf_hub:"))
     return _by_config(name, folder, library, trust_remote_code)
 
 
-def _of_directory(path: str, library: str | None, trust_remote_code: bool) -> Subject:
+def _from_directory(path: str, library: str | None, trust_remote_code: bool) -> Subject:
     has_config = os.path.isfile(os.path.join(path, "config.json"))
     has_weights = any(name.endswith(".safetensors") for name in os.listdir(path))
     if has_config and (library or find_spec("transformers") or not has_weights):
         return _by_config(path, path, library, trust_remote_code)
-    return of_safetensors_directory(path)
+    return from_safetensors_directory(path)
 
 
 def _by_config(name: str, folder: str, library: str | None, trust_remote_code: bool) -> Subject:
@@ -370,11 +370,11 @@ def _by_config(name: str, folder: str, library: str | None, trust_remote_code: b
     if library is None:
         library = "timm" if "architecture" in config and "model_type" not in config else "transformers"
     if one_of(library, LIBRARIES, source="--library_name") == "timm":
-        return of_timm(name, config)
-    return of_config(name, folder, config, trust_remote_code=trust_remote_code)
+        return from_timm(name, config)
+    return from_config(name, folder, config, trust_remote_code=trust_remote_code)
 
 
-def of_factory(name: str, module: str, factory: str) -> Subject:
+def from_factory(name: str, module: str, factory: str) -> Subject:
     """Return the model of ``module:factory``, which returns a model, or a model and its forward's arguments.
 
     It is called with ``batch_size`` and ``sequence_length`` if it has such parameters, else without arguments.

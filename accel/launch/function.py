@@ -347,9 +347,7 @@ def _check_nodes(node_rank: int, num_nodes: int, backend: str, restarts: int) ->
 
 def _refuse_tpu() -> None:
     if os.environ.get("PJRT_DEVICE") == "TPU" or os.environ.get("TPU_NAME"):
-        raise StateError(
-            "this notebook offers a TPU, on which accel starts no processes from a notebook: choose a GPU runtime"
-        )
+        raise StateError("notebook_launcher does not support TPUs: choose a GPU runtime")
 
 
 def _refuse_unforkable_state(kind: str) -> None:

@@ -77,7 +77,7 @@ def count_start(incarnation: Incarnation, env: Mapping[str, str]) -> Incarnation
     return replace(incarnation, starts=len(earlier), attempt=attempt, first_at=first_at)
 
 
-def latest(incarnations: list[Incarnation]) -> int | None:
+def latest_attempt(incarnations: list[Incarnation]) -> int | None:
     """Return a gang's attempt, the highest of its nodes': a replaced pod counts from 0 again. None if unknown."""
     attempts = [incarnation.attempt for incarnation in incarnations if incarnation.attempt is not None]
     return max(attempts, default=None)

@@ -1,4 +1,4 @@
-"""Several ranks on this node: guard, fork server, agent and signal handling, and their shutdown."""
+"""Several ranks on this node: watchdog, fork server, agent and signal handling, and their shutdown."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 
 from .errors import LaunchError, RendezvousFailed
-from .incarnation import Incarnation, latest
+from .incarnation import Incarnation, latest_attempt
 from .peers import LINGER_S, LOST_AFTER_S, Peers, StoreSilent, StoreWithTimeout
 
 LOOPBACK = "127.0.0.1"
@@ -255,7 +255,7 @@ class GangRendezvous(Peers):
                     self._address_for_ranks = self._query(lambda: control.get("address")).decode()
             except _STORE_ERRORS as error:
                 raise self._node_0_lost(error) from None
-            self.first_attempt = latest([Incarnation.decode(node.decode()) for node in nodes])
+            self.first_attempt = latest_attempt([Incarnation.decode(node.decode()) for node in nodes])
 
     def _node_0_lost(self, error: Exception) -> RendezvousFailed:
         return RendezvousFailed(f"node {self._node_rank} lost node 0 at {self._address}: {error}")

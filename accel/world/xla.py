@@ -17,7 +17,7 @@ BACKEND = "xla"
 RENDEZVOUS = "xla://"
 
 
-def is_asked(env: Mapping[str, str], *, cpu: bool) -> bool:
+def is_requested(env: Mapping[str, str], *, cpu: bool) -> bool:
     """Return True if torch_xla is installed and neither the CPU nor another device is requested."""
     if cpu or read_flag(env, "ACCELERATE_USE_CPU") or env.get("ACCELERATE_TORCH_DEVICE"):
         return False

@@ -8,7 +8,7 @@ import pytest
 
 from accel.launch.errors import LaunchConfigError
 from accel.launch.failure import Failure
-from accel.launch.incarnation import Incarnation, count_start, incarnation_from_env, latest
+from accel.launch.incarnation import Incarnation, count_start, incarnation_from_env, latest_attempt
 from schedulers.topology import Topology
 
 ALONE = Topology(node_rank=0, nodes=1, master="127.0.0.1")
@@ -67,8 +67,8 @@ def test_an_attempt_that_is_no_number() -> None:
 
 def test_the_attempt_of_a_gang_is_the_highest_of_its_nodes() -> None:
     """A pod that was evicted counts from 0 again."""
-    assert latest([Incarnation(attempt=0), Incarnation(attempt=2), Incarnation(attempt=None)]) == 2
-    assert latest([Incarnation(attempt=None)]) is None
+    assert latest_attempt([Incarnation(attempt=0), Incarnation(attempt=2), Incarnation(attempt=None)]) == 2
+    assert latest_attempt([Incarnation(attempt=None)]) is None
 
 
 def test_an_unknown_attempt_is_left_out() -> None:
