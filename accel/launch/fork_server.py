@@ -37,7 +37,7 @@ from .worker import WARNINGS, Program, enter_rank, exit_with_error, run
 # A process's first optimizer imports torch._dynamo, which takes 1.4 s: once here instead of in every rank. Programs
 # without an optimizer should not wait for it. A wrong guess from the program's text costs only time.
 _USES_OPTIMIZER = re.compile(rb"\boptim\b|\bAdamW?\b|\bSGD\b|accelerat|transformers|lightning|\baccel\b|torch\.compile")
-_IMPORTS_COMPAT = re.compile(rb"^\s*(?:from|import)\s+(?:accelerate|transformers|peft|trl)\b", re.MULTILINE)
+_IMPORTS_HF = re.compile(rb"^\s*(?:from|import)\s+(?:accelerate|transformers|peft|trl)\b", re.MULTILINE)
 _IMPORTS_ACCEL = re.compile(rb"^\s*(?:from|import)\s+accel\b", re.MULTILINE)
 
 
@@ -46,7 +46,7 @@ def modules_for(program: Program) -> list[str]:
     text = _source(program)
     names = ["torch._dynamo"] if _USES_OPTIMIZER.search(text) else []
     # `accel.compat` implements their names with accel.
-    uses_accel = _IMPORTS_ACCEL.search(text) or (alias_env.is_requested(os.environ) and _IMPORTS_COMPAT.search(text))
+    uses_accel = _IMPORTS_ACCEL.search(text) or (alias_env.is_requested(os.environ) and _IMPORTS_HF.search(text))
     return [*names, "accel.accelerator", "safetensors.torch"] if uses_accel else names
 
 
