@@ -247,7 +247,7 @@ def test_a_full_disk_costs_records_and_not_the_training(tmp_path: Path) -> None:
 
 
 def test_misuse_is_said(tmp_path: Path) -> None:
-    with pytest.raises(TrackerError, match=r"call start\(\) first"):
+    with pytest.raises(TrackerError, match=r"use it between start"):
         JSONLTracker("run", tmp_path).log({"loss": 1.0})
     tracker = open_tracker(tmp_path)
     with pytest.raises(ArgumentError, match="takes no log_kwargs, got epoch"):
