@@ -173,7 +173,7 @@ def test_a_link_and_its_mode_stay(somewhere: Path) -> None:
         ("place: kubernetes\nkubernetes_namespace: A b", ":2: kubernetes_namespace: namespace must be small letters"),
         ("place: kubernetes\nkubernetes_workload: pod", ":2: kubernetes_workload: 'pod' is not one of pytorchjob"),
         ("place: kubernetes\nkubernetes_image: ' x'", ":2: kubernetes_image: image must be one word, not ' x'"),
-        ("place: sagemaker\niam_role_name: r\nimage_uri: pytorch:9", ":3: image_uri: pytorch:9: no such version"),
+        ("place: sagemaker\niam_role_name: r\nimage_uri: pytorch:9", ":3: image_uri: pytorch:9: unknown version"),
         ("place: tpu\nnum_processes: 1\ntpu_submit: true\nslice_zone: us", ":4: slice_zone: zone: 'us' is no zone"),
         ("place: tpu\nnum_processes: 1\ntpu_submit: true\nslice_zone: us-east1-d\nslice_name: a\nslice_spot: true",
          ":6: slice_spot is not asked for after the other answers"),

@@ -114,6 +114,6 @@ def test_whoever_follows_is_told_why_it_waits(run: Run, accel: Accel) -> None:
     with accel.start("submit", *words, SLURM_CONF=os.environ["SLURM_CONF"]) as follower:
         assert follower.stderr is not None
         lines = iter(follower.stderr.readline, b"")
-        assert any(b"is queued: it asks for more nodes than its partition allows" in line for line in lines)
+        assert any(b"is queued: it requests more nodes than its partition allows" in line for line in lines)
         follower.send_signal(signal.SIGINT)
         assert follower.wait(60) == 130

@@ -180,8 +180,8 @@ def test_slurm_is_asked_seldom(
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"nodes": 9}, "it asks for more nodes than its partition allows (PartitionNodeLimit)"),
-        ({"options": {"partition": "small"}, "time_limit_s": 3600}, "it asks for more time than its partition allows"),
+        ({"nodes": 9}, "it requests more nodes than its partition allows (PartitionNodeLimit)"),
+        ({"options": {"partition": "small"}, "time_limit_s": 3600}, "it requests more time than its partition allows"),
         ({"options": {"sbatch": {"hold": True}}}, "it is held; scontrol release frees it"),
         ({"options": LATER}, "its begin time has not come yet"),
     ],

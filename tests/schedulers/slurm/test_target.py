@@ -132,7 +132,7 @@ def test_after_another_job(slurm: Slurm, submit: Submit) -> None:
 
 def test_after_a_job_of_another_target(slurm: Slurm, submit: Submit) -> None:
     other = submit("sleep 30", target="local", options={"cpu": True})
-    with pytest.raises(SpecError, match="does not know a job of target local"):
+    with pytest.raises(SpecError, match="does not know jobs of target local"):
         submit("true", after=[other])
     other.cancel()
 
