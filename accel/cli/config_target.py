@@ -216,7 +216,7 @@ def launch_refusal(values: Mapping[str, Any]) -> str | None:
     """Return why `accel launch` would reject a file with `values` on any machine, or None."""
     from accel.launch.errors import LaunchConfigError
     from accel.launch.external import with_default_rank
-    from accel.launch.machines import check_spread, place
+    from accel.launch.machines import check_spread, node_layout
     from accel.settings.config_file import Entry
     from accel.settings.contradictions import contradictions
     from accel.settings.precedence import resolve
@@ -230,7 +230,7 @@ def launch_refusal(values: Mapping[str, Any]) -> str | None:
         options |= _MACHINE  # which SageMaker says
     try:
         check_spread(options["num_processes"], 1)
-        place(with_default_rank(options), {})
+        node_layout(with_default_rank(options), {})
     except LaunchConfigError as error:
         return str(error)
     return None
