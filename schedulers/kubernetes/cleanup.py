@@ -57,9 +57,7 @@ def _clear(api: Api, options: KubernetesOptions, jobs: Sequence[Native], remaini
             path = api.path(first.api_version, first.plural, metadata["name"], namespace=first.namespace)
             _delete(api, path, job, remaining)
         else:
-            remaining[job] = (
-                f"it is not over there: {status.state.value}{f' ({status.message})' if status.message else ''}"
-            )
+            remaining[job] = f"it has not ended: {status.state.value}{f' ({status.message})' if status.message else ''}"
     removed = [native for native in by_label.values() if native.job_id not in remaining]
     for path, job in (*_objects_by_name(api, options, removed), *_labelled(api, options, first, by_label)):
         if job not in remaining:

@@ -148,7 +148,7 @@ try:
         out.flush()
         os.fsync(out.fileno())
     if received.hexdigest() != digest:
-        raise SystemExit("accel: the code was damaged on its way")
+        raise SystemExit("accel: the code was damaged in transit")
     os.chmod(part, 0o444)
     os.rename(part, path)
     print("done", flush=True)
@@ -184,7 +184,7 @@ def check_claim(api: Api, pod: Object) -> None:
     try:
         api.call("GET", api.path("v1", "persistentvolumeclaims", claim))
     except NotFound:
-        raise SubmitError(f"{api.label}: code_claim: there is no claim {claim} in namespace {api.namespace}") from None
+        raise SubmitError(f"{api.label}: code_claim: no claim {claim} in namespace {api.namespace}") from None
     except Forbidden:
         pass  # the pod reports it
 
@@ -248,7 +248,7 @@ class _StartReporter:
 
 
 def _message_prefix(api: Api, pod: Object) -> str:
-    return f"{api.label}: the pod {pod['metadata']['name']}, which puts the code into the claim: "
+    return f"{api.label}: the pod {pod['metadata']['name']}, which uploads the code to the claim: "
 
 
 def _end_reason(api: Api, pod: Object) -> str | None:
@@ -294,12 +294,12 @@ def _send(api: Api, pod: str, argv: list[str], data: bytes) -> None:
         if reply == b"there":
             return
         if reply != b"send":
-            raise SubmitError(f"{api.label}: the code cannot be put into the claim: {replies.problem(reply)}")
+            raise SubmitError(f"{api.label}: cannot upload the code to the claim: {replies.problem(reply)}")
         for offset in range(0, len(data), _CHUNK):
             client.write_channel(0, data[offset : offset + _CHUNK])
         reply = replies.line()
         if reply != b"done":
-            raise SubmitError(f"{api.label}: the code cannot be put into the claim: {replies.problem(reply)}")
+            raise SubmitError(f"{api.label}: cannot upload the code to the claim: {replies.problem(reply)}")
     except (OSError, WebSocketException) as error:
         raise api.unreachable(error) from None
     finally:
@@ -323,7 +323,7 @@ class _ExecReader:
             if not self._client.is_open():
                 return b""
             if time.monotonic() > deadline:
-                raise Unreachable(f"{self._api.label}: the pod that puts the code into the claim does not answer")
+                raise Unreachable(f"{self._api.label}: the pod that uploads the code to the claim does not respond")
             self._client.update(timeout=1)
             self._read_channels()
         line, _, self._out = self._out.partition(b"\n")
@@ -340,5 +340,5 @@ class _ExecReader:
             if time.monotonic() - started_at >= 1:
                 break
         self._read_channels()
-        text = self._error or reply or b"it ended without a word"
+        text = self._error or reply or b"it ended without output"
         return " ".join(text.decode("utf-8", "replace").split()).removeprefix("accel: ")

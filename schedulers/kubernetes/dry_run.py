@@ -79,7 +79,7 @@ def _lines(api: Api, manifest: delivery.Object) -> Iterator[str]:
                 submit.progress.warning("%s", line)
         label = submit.object_label(manifest)
         for field_path in dropped_fields(manifest, reply):
-            yield f"{api.label}: {label}: {field_path}: the cluster does not know it, and would leave it out"
+            yield f"{api.label}: {label}: {field_path}: unknown to the cluster, which would drop it"
 
 
 def _claim_lines(api: Api, manifest: delivery.Object) -> Iterator[str]:

@@ -43,8 +43,8 @@ def _discovered_job(api: Api, kind: str, workload: dict[str, Any], job_id: str) 
     text = (metadata.get("annotations") or {}).get(names.SPEC)
     if text is None:
         raise UnknownJob(
-            f"{api.label}: {BUILDERS[kind].KIND} {metadata['name']} has the label of job {job_id}, and no annotation "
-            f"{names.SPEC}: accel submit did not make it"
+            f"{api.label}: {BUILDERS[kind].KIND} {metadata['name']} has the label of job {job_id} but no annotation "
+            f"{names.SPEC}: accel submit did not create it"
         )
     created_at = pod_states.moment(metadata.get("creationTimestamp"))
     return DiscoveredJob.of(

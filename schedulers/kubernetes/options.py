@@ -208,11 +208,11 @@ def _problems(options: KubernetesOptions) -> Iterator[str]:
 
 def _name_problems(options: KubernetesOptions) -> Iterator[str]:
     if options.namespace is not None and not names.is_label(options.namespace):
-        yield f"namespace must be small letters, digits and hyphens (63 at most), not {options.namespace!r}"
+        yield f"namespace must consist of lowercase letters, digits and hyphens (63 at most), not {options.namespace!r}"
     for key in ("service_account", "priority_class", "code_claim", "queue", "queue_priority", "volcano_queue"):
         value = getattr(options, key)
         if value is not None and not names.is_subdomain(value):
-            yield f"{key} must be the name of an object (small letters, digits, hyphens, dots), not {value!r}"
+            yield f"{key} must be an object's name (lowercase letters, digits, hyphens, dots), not {value!r}"
     for value in options.image_pull_secrets:
         if not names.is_subdomain(value):
             yield f"image_pull_secrets: {value!r} is not the name of a Secret"
@@ -220,13 +220,13 @@ def _name_problems(options: KubernetesOptions) -> Iterator[str]:
 
 def _code_problems(options: KubernetesOptions) -> Iterator[str]:
     if options.code == "pvc" and options.code_claim is None:
-        yield "code: pvc needs code_claim, a PersistentVolumeClaim that keeps snapshots"
+        yield "code: pvc needs code_claim, a PersistentVolumeClaim for snapshots"
     if options.code == "store" and options.code_store is None:
         yield "code: store needs code_store, with its url (s3://bucket/prefix) and an image that has the command aws"
     if options.code == "auto" and options.code_claim is not None and options.code_store is not None:
-        yield "code_claim and code_store are both given: keep one, or say code: pvc or code: store"
+        yield "code_claim and code_store are both set: remove one, or set code: pvc or code: store"
     if options.code_dir is not None and options.code != "image":
-        yield "code_dir is where the code is in the image, and needs code: image"
+        yield "code_dir, the code's directory in the image, needs code: image"
     if options.code_dir is not None and not options.code_dir.startswith("/"):
         yield f"code_dir must begin with /, not {options.code_dir!r}"
     store = options.code_store
@@ -267,7 +267,7 @@ def _placement_problems(options: KubernetesOptions) -> Iterator[str]:
     for key, value in options.resources.items():
         if key in ("cpu", "memory") or key == gpu_resource(options):
             flag = {"cpu": "--cpus", "memory": "--memory"}.get(key, "--gpus")
-            yield f"resources: {key} is what {flag} says: leave it out"
+            yield f"resources: {key} is set by {flag}: leave it out"
         if not names.is_qualified(key):
             yield f"resources: {key!r} is not the name of a resource"
         if isinstance(value, bool) or not _QUANTITY.match(str(value)):
@@ -278,7 +278,7 @@ def _placement_problems(options: KubernetesOptions) -> Iterator[str]:
         if toleration.operator == "Exists" and toleration.value is not None:
             yield f"tolerations: {toleration.key}: operator Exists takes no value"
         if toleration.key is None and (toleration.operator == "Equal" or toleration.value is not None):
-            yield "tolerations: one with a value has no key"
+            yield "tolerations: a value needs a key"
         if toleration.seconds is not None and toleration.effect != "NoExecute":
             yield f"tolerations: {toleration.key}: seconds needs effect: NoExecute"
     mounts: set[str] = set()
@@ -293,7 +293,7 @@ def _volume_problems(volume: Volume, mounts: set[str]) -> Iterator[str]:
     if not volume.mount.startswith("/") or ":" in volume.mount or _mount_path(volume) == "/":
         yield f"volumes: mount must be a directory such as /data, not {volume.mount!r}"
     if _mount_path(volume) in _RESERVED_MOUNTS:
-        advice = " (shm_gb in the job's resources is its size)" if _mount_path(volume) == "/dev/shm" else ""
+        advice = " (shm_gb in the job's resources sets its size)" if _mount_path(volume) == "/dev/shm" else ""
         yield f"{subject}: accel mounts something there itself{advice}"
     if _mount_path(volume) in mounts:
         yield f"{subject} is given twice"
@@ -318,35 +318,35 @@ def _slice_problems(options: KubernetesOptions) -> Iterator[str]:
         yield f"slices must be 1 or more, not {options.slices}"
     if options.tpu_topology is None:
         if options.slices > 1:
-            yield f"slices: {options.slices} needs tpu_topology, which says what each of them is"
+            yield f"slices: {options.slices} needs tpu_topology, the topology of each slice"
         return
     if not _TOPOLOGY_FORM.fullmatch(options.tpu_topology):
         yield f"tpu_topology must be like 4x4 or 2x2x2, not {options.tpu_topology!r}"
     if options.gpu != "tpu":
-        yield f"tpu_topology needs gpu: tpu, and it is {options.gpu}"
+        yield f"tpu_topology needs gpu: tpu, not {options.gpu}"
     if options.workload not in ("jobset", "job"):
-        yield f"tpu_topology needs workload: jobset or job, and it is {options.workload}"
+        yield f"tpu_topology needs workload: jobset or job, not {options.workload}"
     if options.slices > 1 and options.workload != "jobset":
-        yield f"slices: {options.slices} needs workload: jobset, and it is {options.workload}"
+        yield f"slices: {options.slices} needs workload: jobset, not {options.workload}"
     for key, tpu_name in (("gpu_resource", TPU_RESOURCE), ("gpu_label", TPU_LABEL)):
         if getattr(options, key) is not None:
-            yield f"{key}: of a slice it is {tpu_name}: leave it out"
+            yield f"{key}: slices always use {tpu_name}: leave it out"
     if TPU_TOPOLOGY in options.node_selector:
-        yield f"node_selector: {TPU_TOPOLOGY} is what tpu_topology says: leave it out"
+        yield f"node_selector: {TPU_TOPOLOGY} is set by tpu_topology: leave it out"
 
 
 def _queue_problems(options: KubernetesOptions) -> Iterator[str]:
     if options.queue_priority is not None and options.queue is None:
-        yield "queue_priority belongs to queue, which is not given"
+        yield "queue_priority needs queue"
     if options.queue is not None and options.volcano_queue is not None:
-        yield "queue (Kueue) and volcano_queue are both given: keep one"
+        yield "queue (Kueue) and volcano_queue are both set: remove one"
     if options.workload == "trainjob" and options.ttl_s is not None:
-        yield "ttl_s: a TrainJob has no time to live; choose another workload, or accel prune"
+        yield "ttl_s is not supported by TrainJobs: use another workload, or accel prune"
 
 
 def _security_problems(options: KubernetesOptions) -> Iterator[str]:
     if options.pod_security != "privileged":
-        advice = f"needs pod_security: privileged, and it is {options.pod_security}"
+        advice = f"needs pod_security: privileged, not {options.pod_security}"
         for key in ("host_network", "ipc_lock"):
             if getattr(options, key):
                 yield f"{key} {advice}"
@@ -354,7 +354,7 @@ def _security_problems(options: KubernetesOptions) -> Iterator[str]:
             if volume.host_path is not None or "hostPath" in (volume.source or {}):
                 yield f"volumes: {volume.mount}: a directory of the node {advice}"
     if options.read_only_root_filesystem and options.setup:
-        yield "setup installs, and read_only_root_filesystem lets nothing be installed: drop one"
+        yield "setup cannot install anything with read_only_root_filesystem: remove one"
     for key in ("run_as_user", "run_as_group", "fs_group"):
         value = getattr(options, key)
         if value is not None and not 0 <= value <= _MAX_ID:

@@ -58,15 +58,15 @@ def _kinds(api: Api, options: KubernetesOptions, report: _Report) -> None:
 
 def _namespace(api: Api, report: _Report) -> None:
     """Check the namespace by a dry-run create in it: few users may read namespaces."""
-    state = "there"
+    state = "exists"
     try:
         body = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": _NAME}}
         api.call("POST", api.path("v1", "configmaps"), body=body, query={"dryRun": "All"})
     except NotFound as error:
-        state = "not there"
+        state = "not found"
         report.failures.append(str(error))
     except Forbidden as error:
-        state = "not known" if "quota" not in str(error) else "there"
+        state = "unknown" if "quota" not in str(error) else "exists"
     except ApiError:
         pass  # such as an existing name or a webhook's refusal: the namespace exists
     report.rows.append([f"namespace {api.namespace}", state])
@@ -99,7 +99,7 @@ def required_permissions(options: KubernetesOptions) -> dict[tuple[str, str], tu
 def _optional(options: KubernetesOptions) -> dict[tuple[str, str], tuple[tuple[str, ...], str]]:
     """Return (API group, resource) -> the optional verbs, and the effect of lacking them."""
     builder = BUILDERS[options.workload]
-    reason = "Without it nobody knows why a job failed once its pods are gone"
+    reason = "Without it the reason of a failure is lost with the pods"
     permissions: dict[tuple[str, str], tuple[tuple[str, ...], str]]
     permissions = {(_group(builder.API_VERSION), builder.PLURAL): (("patch",), reason)}
     if ("", "pods/exec") not in required_permissions(options):
@@ -137,7 +137,7 @@ def _permissions(api: Api, options: KubernetesOptions, report: _Report) -> None:
         report.rows.append([f"may use {resource_name}", f"not {', '.join(missing)}" if missing else ", ".join(verbs)])
         optional_verbs, reason = optional.get((group, resource), ((), ""))
         subject = f"{resource_name} in namespace {api.namespace}"
-        message = f"{api.label}: {api.access.user_label} may not {{}} {subject}: no Role of it allows that"
+        message = f"{api.label}: {api.access.user_label} may not {{}} {subject}: no Role grants this"
         if missing_required := [verb for verb in missing if verb not in optional_verbs]:
             report.failures.append(message.format(", ".join(missing_required)))
         if missing_optional := [verb for verb in missing if verb in optional_verbs]:
@@ -150,8 +150,8 @@ def _claim(api: Api, options: KubernetesOptions, report: _Report) -> None:
     try:
         claim = api.call("GET", api.path("v1", "persistentvolumeclaims", options.code_claim))
     except NotFound:
-        report.failures.append(f"{api.label}: code_claim: there is no claim {options.code_claim} in {api.namespace}")
-        phase = "not there"
+        report.failures.append(f"{api.label}: code_claim: no claim {options.code_claim} in namespace {api.namespace}")
+        phase = "not found"
     except Forbidden:
         return  # `_permissions` reports it
     else:
@@ -159,8 +159,8 @@ def _claim(api: Api, options: KubernetesOptions, report: _Report) -> None:
         modes = (claim.get("spec") or {}).get("accessModes") or []
         if not {"ReadWriteMany", "ReadOnlyMany"} & set(modes):
             report.warnings.append(
-                f"{api.label}: code_claim: {options.code_claim} is {' and '.join(modes)}: pods on several nodes cannot "
-                "all have it"
+                f"{api.label}: code_claim: {options.code_claim} is {' and '.join(modes)}: pods on several nodes "
+                "cannot all mount it"
             )
     report.rows.append([f"claim {options.code_claim}", phase])
 
@@ -175,7 +175,7 @@ def _quotas(api: Api, options: KubernetesOptions, gpus: int, report: _Report) ->
         if remaining is not None and remaining < gpus:
             name = quota["metadata"]["name"]
             report.failures.append(
-                f"{api.label}: quota {name} leaves {remaining} {gpu_resource(options)}, and {gpus} are wanted"
+                f"{api.label}: quota {name} has {remaining} {gpu_resource(options)} left, and {gpus} are requested"
             )
 
 
@@ -188,7 +188,7 @@ def _nodes(api: Api, options: KubernetesOptions, gpus: int, report: _Report) -> 
     ]
     if not nodes:
         return
-    report.rows.append(["nodes", f"{len(nodes)}, of which {sum(count > 0 for count in counts)} have GPUs"])
+    report.rows.append(["nodes", f"{len(nodes)} ({sum(count > 0 for count in counts)} with GPUs)"])
     if max(counts) < gpus:
         report.failures.append(f"{api.label}: no node has {gpus} {gpu_resource(options)}: the most is {max(counts)}")
 

@@ -139,7 +139,7 @@ def _pod(api: Api, native: Native, node: int, container: str) -> str:
             (state_detail.get("reason") for state_detail in state.values() if state_detail.get("reason")), None
         )
         raise SubmitError(
-            f"{api.label}: node {node} of job {native.job_id} does not run: its pod {name} is "
+            f"{api.label}: node {node} of job {native.job_id} is not running: its pod {name} is "
             f"{status.get('phase') or 'Pending'}" + (f" ({reason})" if reason else "")
         )
     return name
@@ -234,12 +234,12 @@ def _raw_terminal(resized: Callable[[], None]) -> Iterator[None]:
 
 def _code(api: Api, pod: str, status: bytes) -> int:
     if not status:
-        raise Unreachable(f"{api.label}: the connection to pod {pod} was cut off; what ran there may have been ended")
+        raise Unreachable(f"{api.label}: the connection to pod {pod} was lost; the command may have been terminated")
     reply: Mapping[str, Any] = json.loads(status)
     if reply.get("status") == "Success":
         return 0
     causes = (reply.get("details") or {}).get("causes") or []
     code = next((cause.get("message") for cause in causes if cause.get("reason") == "ExitCode"), None)
     if code is None:
-        raise SubmitError(f"{api.label}: pod {pod}: it cannot be run there: {reply.get('message')}")
+        raise SubmitError(f"{api.label}: pod {pod}: the command cannot be run: {reply.get('message')}")
     return int(code)

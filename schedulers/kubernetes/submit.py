@@ -97,12 +97,12 @@ def _create_all(api: Api, manifests: build.Manifests, workload: Object) -> Mappi
         refusal = create_rejected(error) if isinstance(error, ApiError) else error
         existing = None if new else _existing_workload(api, workload)
         if existing is not None and _has_started(api, existing):
-            logger.warning("%s; the job runs since an earlier submit, and is left as it is", one_line(str(refusal)))
+            logger.warning("%s; the job runs from an earlier submit and was left unchanged", one_line(str(refusal)))
             return existing
         leftover = _remove(api, created if existing is None else [*created, workload])
         if leftover:
             # The job may run, so its outcome is unknown.
-            raise Unreachable(f"{refusal}; {leftover} is there and could not be removed again") from None
+            raise Unreachable(f"{refusal}; {leftover} was created and could not be deleted") from None
         raise refusal from None
     return owner
 
@@ -127,7 +127,7 @@ def _get_or_create(api: Api, manifest: Object) -> tuple[dict[str, Any], bool]:
                 return _check_ours(api, manifest, live), False
             if not already_exists:
                 raise
-    raise Unreachable(f"{api.label}: {object_label(manifest)} comes and goes: somebody else removes it again and again")
+    raise Unreachable(f"{api.label}: {object_label(manifest)} is deleted again and again by something else")
 
 
 def _post_with_retries(api: Api, manifest: Object) -> dict[str, Any]:
@@ -212,13 +212,13 @@ def _with_kind(live: Mapping[str, Any], manifest: Object) -> dict[str, Any]:
 def _check_ours(api: Api, manifest: Object, live: dict[str, Any]) -> dict[str, Any]:
     digest = (live["metadata"].get("annotations") or {}).get(names.DIGEST)
     if digest != manifest["metadata"]["annotations"][names.DIGEST]:
-        origin = "accel made it, for something else" if digest else "accel did not make it"
+        origin = "accel created it for another purpose" if digest else "accel did not create it"
         raise NameTaken(
-            f"{api.label}: {object_label(manifest)} is there already, and is not this job's ({origin}); "
-            "it stays as it is"
+            f"{api.label}: {object_label(manifest)} exists already and is not this job's ({origin}); "
+            "it was left unchanged"
         )
     if live["metadata"].get("deletionTimestamp"):
-        raise BeingDeleted(f"{api.label}: {object_label(manifest)} is being deleted, and not by this submit")
+        raise BeingDeleted(f"{api.label}: {object_label(manifest)} is being deleted by something else")
     owners = manifest["metadata"].get("ownerReferences")
     if owners and live["metadata"].get("ownerReferences") != owners:
         # Its owner is an earlier object of the same name, with which it would be removed.

@@ -18,7 +18,7 @@ def from_operator(env: Mapping[str, str]) -> Topology:
     if ":" in nodes or "PET_NODE_RANK" not in env:
         endpoint, _, port = env.get("PET_RDZV_ENDPOINT", "HOST:29500").rpartition(":")
         raise SpecError(
-            f"the pod is one of an elastic job (PET_NNODES={nodes}), whose pods have no fixed ranks: write "
+            f"the pod belongs to an elastic job (PET_NNODES={nodes}), whose pods have no fixed ranks: write "
             f"`accel launch --num_machines {nodes} --rdzv_backend c10d --main_process_ip {endpoint} "
             f"--main_process_port {port} …`"
         )

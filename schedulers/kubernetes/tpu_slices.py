@@ -54,18 +54,18 @@ def _problems(spec: JobSpec, options: KubernetesOptions, topology: str, kind: st
     elif kind in _MACHINES:
         dimensions, single_host_sizes = _MACHINES[kind]
         if topology.count("x") + 1 != dimensions:
-            yield f"tpu_topology {topology}: that of a {kind} has {dimensions} dimensions"
+            yield f"tpu_topology {topology}: a {kind} has {dimensions} dimensions"
         chip_counts = [*([_CHIPS] if total > _CHIPS else []), *(size for size in single_host_sizes if size == total)]
         if not chip_counts:
-            yield f"tpu_topology {topology}: there is no such {kind}"
+            yield f"tpu_topology {topology}: {kind} has no such topology"
         if chips not in chip_counts:
             choices = " or ".join(map(str, chip_counts))
-            yield f"--gpus {chips}: a host of a {kind} of {topology} has {choices} chips"
+            yield f"--gpus {chips}: each host of a {kind} of {topology} has {choices} chips"
     if total % chips:
-        yield f"--gpus {chips}: the {total} chips of tpu_topology {topology} are not hosts of {chips}"
+        yield f"--gpus {chips}: not a divisor of the {total} chips of tpu_topology {topology}"
     hosts = _hosts(spec, options)
     if options.slices > 1 and hosts == 1:
-        yield f"slices: {options.slices}: only slices of several hosts work together, and {topology} is one host"
+        yield f"slices: {options.slices}: several slices need several hosts each, and {topology} is one host"
     if spec.nodes != hosts * options.slices:
         subject = f"{options.slices} slices of {topology} have" if options.slices > 1 else f"a slice of {topology} has"
         yield f"--nodes {spec.nodes}: {subject} {hosts * options.slices} hosts of {chips} chips; leave it out"

@@ -193,7 +193,7 @@ def test_the_network_policy(helm: helms.Helm) -> None:
 def test_the_notes_show_a_target_that_accel_reads(file: Path) -> None:
     helms.check_helm4()
     notes = helms.Helm4().notes(CHART, charts.load(file))
-    block = notes[notes.index("  targets:") : notes.index("What the cluster allows")]
+    block = notes[notes.index("  targets:") : notes.index("To test the permissions")]
     shown = yaml.safe_load(block)["targets"]["cluster"]
     assert shown.pop("kind") == "kubernetes"  # of the target; the kind of object is the target's default
     check(KubernetesOptions(**shown), "cluster")

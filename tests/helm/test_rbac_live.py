@@ -207,7 +207,7 @@ def test_a_verb_that_is_lacking_is_named(
     called = f"{resource}.{group}".rstrip(".")
     found = checked.warnings if (resource in WORKLOADS and verb == "patch") else checked.failures
     assert len(checked.warnings) + len(checked.failures) == len(found) == 1, checked
-    assert f"may not {verb} {called} in namespace {namespace}: no Role of it allows that" in found[0]
+    assert f"may not {verb} {called} in namespace {namespace}: no Role grants this" in found[0]
 
 
 def _submitting(submit: Callable[..., Job]) -> None:
@@ -253,6 +253,6 @@ def test_what_cannot_be_done_for_want_of_a_verb_says_so(
 ) -> None:  # fmt: skip
     without(kubernetes, account, resource, verb)
     called = f"{resource}.kubeflow.org" if resource == "pytorchjobs" else resource
-    wanted = rf"may not {verb} {called} in namespace {account}: no Role of it allows that"
+    wanted = rf"may not {verb} {called} in namespace {account}: no Role grants this"
     with pytest.raises(SchedulerError, match=wanted):
         doing(submit)

@@ -36,7 +36,7 @@ import subprocess, sys
 try:
     sys.exit(subprocess.run(sys.argv[2:], timeout=float(sys.argv[1])).returncode)
 except subprocess.TimeoutExpired:
-    sys.exit(f"it has not ended within {sys.argv[1]} s")
+    sys.exit(f"it timed out after {sys.argv[1]} s")
 except OSError as error:
     sys.exit(error.strerror)
 except KeyboardInterrupt:
@@ -112,7 +112,7 @@ class Credentials:
             header: str | None = configuration.get_api_key_with_prefix("BearerToken")  # renewed if needed
         if header is None and "auth-provider" in user:
             name = user["auth-provider"]["name"]
-            raise ConfigError(f"{self._label}: auth-provider {name} gave no token: sign in again")
+            raise ConfigError(f"{self._label}: auth-provider {name} returned no token: sign in again")
         return header
 
     def _new_configuration(self, certificate: tuple[Any, ...]) -> Any:
@@ -142,12 +142,12 @@ class Credentials:
             self._as_file(user, key, configuration)
         for present, missing in (_PAIR, _PAIR[::-1]):
             if present in user and missing not in user:
-                raise ConfigError(f"{self._label}: the user has no {missing}, which belongs to what it has")
+                raise ConfigError(f"{self._label}: the user has {present} and no {missing}")
         if user.get("username") is not None:  # the client encodes Latin-1
             user |= {key: str(user.get(key) or "").encode().decode("latin-1") for key in ("username", "password")}
         provider = (user.get("auth-provider") or {}).get("name")
         if "auth-provider" in user and provider not in _PROVIDERS:
-            raise ConfigError(f"{self._label}: auth-provider {provider!r} is not known any more: use its exec plug-in")
+            raise ConfigError(f"{self._label}: auth-provider {provider!r} is no longer supported: use its exec plug-in")
         return user
 
     def _as_file(self, values: dict[str, Any], key: str, configuration: Any) -> None:
@@ -171,14 +171,12 @@ class Credentials:
             if configuration.ssl_ca_cert and configuration.verify_ssl:
                 context.load_verify_locations(configuration.ssl_ca_cert)
         except (ssl.SSLError, OSError, ValueError):
-            raise ConfigError(f"{subject}: certificate-authority is no certificate (PEM)") from None
+            raise ConfigError(f"{subject}: certificate-authority is not a certificate (PEM)") from None
         try:
             if configuration.cert_file:
                 context.load_cert_chain(configuration.cert_file, configuration.key_file, password=lambda: "")
         except (ssl.SSLError, OSError, ValueError):
-            raise ConfigError(
-                f"{subject}: client-certificate and client-key do not belong together, or are no PEM"
-            ) from None
+            raise ConfigError(f"{subject}: client-certificate and client-key do not match, or are not PEM") from None
 
     def _connect(self, configuration: Any) -> None:
         """Configure connections, through a proxy or none. Raises ConfigError for an invalid proxy."""
@@ -217,15 +215,15 @@ class Credentials:
         """Run the plug-in. Return its credentials and their expiry time."""
         credential = self._plugin_credential()
         if not credential.get("token") and not all(credential.get(key) for key in _CERTIFICATE):
-            raise ConfigError(f"{self._label}: {self._plugin} gave neither a token nor a certificate with its key")
+            raise ConfigError(f"{self._label}: {self._plugin} returned neither a token nor a certificate with its key")
         expiration = credential.get("expirationTimestamp")
         try:
             expires_at = None if expiration is None else _timestamp(str(expiration))
         except ValueError:
-            raise ConfigError(f"{self._label}: {self._plugin}: expirationTimestamp {expiration!r} is no time") from None
+            raise ConfigError(f"{self._label}: {self._plugin}: {expiration!r} is not a time") from None
         if expires_at is not None and expires_at <= now:
             raise ConfigError(
-                f"{self._label}: {self._plugin} gave credentials that expired at {expiration}: sign in again with it"
+                f"{self._label}: {self._plugin} returned credentials that expired at {expiration}: sign in again"
             )
         return credential, expires_at
 
@@ -237,7 +235,7 @@ class Credentials:
         library = package(self._label)
         exec_config = self._access.user["exec"]
         if not isinstance(exec_config, Mapping):
-            raise ConfigError(f"{self._label}: exec must say a command and an apiVersion")
+            raise ConfigError(f"{self._label}: exec needs a command and an apiVersion")
         node = library.ConfigNode
         try:
             cluster = node("cluster", dict(self._access.cluster))
@@ -245,7 +243,7 @@ class Credentials:
             command = os.path.join(self._access.directory, exec_config["command"])
             if not (shutil.which(command) or shutil.which(exec_config["command"], path=provider.env.get("PATH"))):
                 hint = " ".join(str(exec_config.get("installHint") or "").split())
-                raise ConfigError(f"{self._label}: {self._plugin}: there is no such command{hint and f': {hint}'}")
+                raise ConfigError(f"{self._label}: {self._plugin}: command not found{hint and f': {hint}'}")
             provider.args = [sys.executable, "-I", "-S", "-c", _LIMITED, f"{_PLUGIN_S:g}", *provider.args]
             credential = provider.run()
         except (library.ConfigException, OSError, KeyError, TypeError) as error:
@@ -260,7 +258,7 @@ class Credentials:
             yield
         except Exception as error:  # whatever the provider's libraries raise
             name = (self._access.user.get("auth-provider") or {}).get("name")
-            text = " ".join(str(error).split())[:_LONGEST] if name else "is not as the client expects it"
+            text = " ".join(str(error).split())[:_LONGEST] if name else "is not in the form that the client expects"
             subject = f"auth-provider {name}" if name else "the user"
             raise ConfigError(f"{self._label}: {subject}: {text or type(error).__name__}") from None
 

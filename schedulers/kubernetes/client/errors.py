@@ -70,7 +70,7 @@ _ACCOUNT = "system:serviceaccount:"
 # A phrase in the message of a refusal -> its meaning; webhooks choose the status.
 _REFUSALS: tuple[tuple[str, str], ...] = (
     ("exceeded quota", "the namespace's quota does not allow it"),
-    ("failed quota", "the namespace's quota wants to know --cpus and --memory"),
+    ("failed quota", "the namespace's quota requires --cpus and --memory"),
     ("violates PodSecurity", "the namespace's Pod Security Standard refuses it"),
     ("denied the request", "an admission webhook refuses it"),
     ("is being terminated", "the namespace is being deleted"),
@@ -82,7 +82,7 @@ _WARNING = re.compile(r'\d{3} \S+ "((?:[^"\\]|\\.)*)"')
 def error_of(status: int, body: bytes, *, subject: str, user: str) -> ApiError:
     """Return the error of a response. `subject`: the start of its message; `user`: the owner of the credentials."""
     reply = document(body)
-    message = " ".join(str(reply.get("message") or body.decode("utf-8", "replace") or "no word of why").split())
+    message = " ".join(str(reply.get("message") or body.decode("utf-8", "replace") or "no reason given").split())
     details = reply.get("details") or {}
     kind = _KINDS.get(status, ApiError)
     text = _message_of(status, message, details, user)
@@ -117,22 +117,22 @@ def _message_of(status: int, message: str, details: Mapping[str, Any], user: str
     if status == 422 and causes:
         problems = [f"{cause['field']}: {cause.get('message', '')}" for cause in causes]
         name = " ".join(str(details[key]) for key in ("kind", "name") if details.get(key))
-        return f"the API server does not take {name or 'the object'}: {'; '.join(problems)}"
+        return f"the API server rejects {name or 'the object'}: {'; '.join(problems)}"
     if status in (400, 422):
-        return f"the API server does not take it: {message}"
+        return f"the API server rejects it: {message}"
     if status == 404 and details.get("kind") == "namespaces":
-        return f"there is no namespace {details.get('name')} (namespace: in accel.yaml)"
+        return f"namespace {details.get('name')} not found (namespace: in accel.yaml)"
     return message
 
 
 def _forbidden(message: str, user: str) -> str:
     match = _CANNOT.search(message)
     if match is None:
-        return f"the API server refuses it to {user}: {message}"
+        return f"the API server denies this to {user}: {message}"
     group = f".{match['group']}" if match["group"] else ""
     resource = f"{match['resource']}{group}" if match["resource"] else str(match["path"])
     scope = f" in namespace {match['namespace']}" if match["namespace"] else ""
-    return f"{_user_label(match['who'])} may not {match['verb']} {resource}{scope}: no Role of it allows that"
+    return f"{_user_label(match['who'])} may not {match['verb']} {resource}{scope}: no Role grants this"
 
 
 def _user_label(user: str) -> str:
@@ -171,7 +171,7 @@ def _root_cause(error: BaseException) -> str:
         if isinstance(cause, ssl.SSLCertVerificationError):
             return _untrusted(cause)
         if isinstance(cause, socket.gaierror):
-            return f"its name is not known ({cause.strerror})"
+            return f"its name cannot be resolved ({cause.strerror})"
         timed_out = isinstance(cause, (kinds.TimeoutError, TimeoutError)) and not isinstance(
             cause, kinds.NewConnectionError
         )
@@ -186,9 +186,9 @@ def _root_cause(error: BaseException) -> str:
 
 def _untrusted(error: ssl.SSLCertVerificationError) -> str:
     reason = error.verify_message.rstrip(".")
-    advice = "certificate-authority in the kubeconfig is not the one that signed it, or is lacking"
+    advice = "certificate-authority in the kubeconfig did not sign it, or is missing"
     if "hostname" in reason.lower() or "ip address" in reason.lower():
-        advice = "tls-server-name in the kubeconfig says another name"
+        advice = "tls-server-name in the kubeconfig is another name"
     elif "expired" in reason.lower():
-        advice = "it must be renewed there"
+        advice = "renew it on the server"
     return f"its certificate is not trusted: {reason} ({advice})"

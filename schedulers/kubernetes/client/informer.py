@@ -195,7 +195,7 @@ class Informer:
     def _refuse(self, error: SchedulerError) -> None:
         self.live = False
         if self.error is None and isinstance(error, Forbidden):
-            logger.warning("%s; it is asked for again and again instead", one_line(str(error)))
+            logger.warning("%s; polling instead", one_line(str(error)))
         self.error = error
         self.synced.set()
         self._on_change()

@@ -65,7 +65,7 @@ def find(options: KubernetesOptions, target: str) -> Access:
         pod_access = None if options.context is not None else in_cluster()
         if pod_access is None:
             raise ConfigError(
-                f"{subject}there is no kubeconfig ({sources}), and this is no pod of a cluster: set KUBECONFIG, or say "
+                f"{subject}no kubeconfig ({sources}), and this is not a pod of a cluster: set KUBECONFIG, or "
                 "kubeconfig: in accel.yaml"
             )
         access = pod_access
@@ -122,7 +122,7 @@ def _files(options: KubernetesOptions, subject: str) -> tuple[str, list[str]]:
         paths = [os.path.abspath(os.path.expanduser(path)) for path in options.kubeconfig.split(os.pathsep) if path]
         missing = [path for path in paths if not os.path.exists(path)]
         if len(missing) == len(paths):
-            raise ConfigError(f"{subject}kubeconfig: {options.kubeconfig}: there is no such file")
+            raise ConfigError(f"{subject}kubeconfig: {options.kubeconfig}: no such file")
         return options.kubeconfig, [path for path in paths if path not in missing]
     path_list = os.environ.get("KUBECONFIG", "")
     paths = [os.path.abspath(os.path.expanduser(path)) for path in path_list.split(os.pathsep) if path]
@@ -140,7 +140,7 @@ def _select_context(files: list[str], requested: str | None, subject: str) -> Ac
     name = requested or next(currents, None)
     if not name:
         raise ConfigError(
-            f"{subject}{sources} has no current-context: say context: (there are {_format_names(contexts)})"
+            f"{subject}{sources} has no current-context: set context: (contexts: {_format_names(contexts)})"
         )
     if name not in contexts:
         key = "context: " if requested else "current-context: "
@@ -187,12 +187,12 @@ def _merged(files: list[str], subject: str) -> Any:
             mark = getattr(error, "problem_mark", None)
             line_suffix = "" if mark is None else f":{mark.line + 1}"
             raise ConfigError(
-                f"{subject}{path}{line_suffix}: {getattr(error, 'problem', None) or 'this is not YAML'}"
+                f"{subject}{path}{line_suffix}: {getattr(error, 'problem', None) or 'not valid YAML'}"
             ) from None
         except UnicodeDecodeError:
-            raise ConfigError(f"{subject}{path} is no kubeconfig: it is not text") from None
+            raise ConfigError(f"{subject}{path} is not a kubeconfig: it is not text") from None
         except (AttributeError, KeyError, TypeError):  # their messages may contain credentials
-            raise ConfigError(f"{subject}{path} is no kubeconfig: {_SHAPE}") from None
+            raise ConfigError(f"{subject}{path} is not a kubeconfig: {_SHAPE}") from None
         merger.paths.append(path)
     merger.config_saved = copy.deepcopy(merger.config_files)
     return merger
@@ -208,7 +208,7 @@ def _entries(merger: Any, section: str, subject: str) -> _Section:
         document = entry.value if isinstance(entry.value, dict) else {}
         value = document.get(section[:-1]) or {}
         if not document.get("name") or not isinstance(value, dict):
-            raise ConfigError(f"{subject}{entry.path} is no kubeconfig: {_SHAPE}")
+            raise ConfigError(f"{subject}{entry.path} is not a kubeconfig: {_SHAPE}")
         entries[str(document["name"])] = (entry.path, value)
     return entries
 
@@ -216,7 +216,7 @@ def _entries(merger: Any, section: str, subject: str) -> _Section:
 def _entry(section: _Section, name: object, subject: str) -> tuple[str, Mapping[str, Any]]:
     if not name or str(name) not in section:
         raise ConfigError(
-            f"{subject} {name!r} is in no file{nearest(str(name), section)} (there are {_format_names(section)})"
+            f"{subject} {name!r} is not defined{nearest(str(name), section)} (defined: {_format_names(section)})"
         )
     return section[str(name)]
 

@@ -93,7 +93,7 @@ def archive_job(api: Api, native: Native, directory: Path) -> str | None:
         available = [source for source in sources.list_sources(query.pods_of(api, native)) if not source.lost]
         (directory / _LOGS).mkdir(parents=True, exist_ok=True)
     except (SchedulerError, OSError) as error:
-        return f"what the job wrote is not kept: {error}"
+        return f"the job's logs were not archived: {error}"
     if not available:
         return None
     archivers = [_LogArchiver(api, native, source, directory / _LOGS) for source in available]
@@ -107,7 +107,7 @@ def archive_job(api: Api, native: Native, directory: Path) -> str | None:
         problems.append(f"{len(pending)} of {len(archivers)} logs did not come within {_LONGEST_S:g} s")
     for archiver in archivers:
         archiver.start()
-    return f"some of what the job wrote is not kept: {problems[0]}" if problems else None
+    return f"some of the job's logs were not archived: {problems[0]}" if problems else None
 
 
 class Archive:
@@ -273,7 +273,7 @@ class _LogArchiver:
     def _write(self, file: IO[bytes], chunks: Iterator[LogChunk] | Sequence[LogChunk]) -> None:
         for chunk in chunks:
             if self._size > _MAX_BYTES:
-                self._record_problem(f"no more than {_MAX_BYTES >> 20} MiB of it are kept")
+                self._record_problem(f"at most {_MAX_BYTES >> 20} MiB of it are archived")
                 return
             if chunk.gap:
                 self._note(_ROTATED)

@@ -156,7 +156,7 @@ class _ReadPass:
             yield from self._lines_until_gone(pods)
         if self._over and not available and not self._positions and not self._job.known_sources and not self._archived:
             detail = f": a later {self._native.kind} has its name" if query.replaced(self._api, self._native) else ""
-            text = f"it has no pods (any more), and nothing of what they wrote was kept{detail}"
+            text = f"it has no pods (any more), and their logs were not archived{detail}"
             yield self._notice(_POSITION_GONE, None, text, position="1")
         elif self._over or not self._job.followed:
             yield from self._missing_log_lines(pods, available)

@@ -105,7 +105,7 @@ def check(spec: JobSpec, options: KubernetesOptions, target: str) -> None:
     validate.check_options(options, f"target {target}")
     if spec.max_nodes is not None and options.workload != "pytorchjob":
         raise SpecError(
-            f"target {target}: --nodes {spec.nodes}:{spec.max_nodes}: only a PyTorchJob may grow, and workload is "
+            f"target {target}: --nodes {spec.nodes}:{spec.max_nodes}: only a PyTorchJob may grow, not workload "
             f"{options.workload}"
         )
 
@@ -115,7 +115,7 @@ def warnings(spec: JobSpec, options: KubernetesOptions) -> tuple[str, ...]:
     messages = BUILDERS[options.workload].warnings(spec, options)
     messages += tpu_slices.warnings(options, pods.node_selector(spec, options))
     if spec.resources.memory_gb is None or spec.resources.cpus is None:
-        messages.append("--cpus and --memory are not both given: the cluster may crowd the pods, or evict them first")
+        messages.append("--cpus or --memory is not set: the cluster may overcommit the pods, or evict them first")
     return tuple(messages)
 
 
@@ -216,7 +216,7 @@ def _check_container(template: Mapping[str, Any], options: KubernetesOptions, su
         container for container in (template.get("spec") or {}).get("containers") or [] if container.get("name") == name
     ]
     if not containers or not containers[0].get("image"):
-        raise SpecError(f"{subject}: the container {name!r}, which trains, must stay, with its image")
+        raise SpecError(f"{subject}: the training container {name!r} and its image cannot be removed")
 
 
 def _check_labels(template: Mapping[str, Any], built: Mapping[str, Any], subject: str) -> None:
@@ -224,7 +224,7 @@ def _check_labels(template: Mapping[str, Any], built: Mapping[str, Any], subject
     own_labels = {key: value for key, value in built["metadata"]["labels"].items() if key.startswith(names.PREFIX)}
     if not own_labels.items() <= labels.items():
         raise SpecError(
-            f"{subject}: metadata.labels: {', '.join(own_labels)} cannot be changed: the pods are found by them"
+            f"{subject}: metadata.labels: {', '.join(own_labels)} cannot be changed: accel selects the pods by them"
         )
 
 
@@ -299,7 +299,7 @@ def _container(pod_spec: Object, options: KubernetesOptions, target: str) -> Obj
     ]
     if not containers:
         raise SpecError(
-            f"target {target}: pod_patch: the container {delivery.CODE_VOLUME!r}, which brings the code, must stay"
+            f"target {target}: pod_patch: the container {delivery.CODE_VOLUME!r} loads the code and cannot be removed"
         )
     loader_container: Object = {
         **containers[0],
@@ -344,19 +344,17 @@ def check_kind(options: KubernetesOptions, api_versions: Iterable[str], target: 
         detail = (
             f"it has {', '.join(group_versions)}"
             if group_versions
-            else f"{_INSTALLED_BY[options.workload]} is not installed there"
+            else f"{_INSTALLED_BY[options.workload]} is not installed"
         )
         remedy = (
             f"use workload: {' or '.join(runnable_kinds)}"
             if runnable_kinds
-            else "and it knows no other kind that accel can make"
+            else "no workload that accel supports is installed"
         )
         raise SpecError(f"target {target}: the cluster has no {builder.API_VERSION} ({detail}); {remedy}")
     grouped = options.volcano_queue is not None and options.workload in ("job", "jobset")
     if grouped and not any(version.partition("/")[0] == _VOLCANO for version in available):
-        raise SpecError(
-            f"target {target}: volcano_queue: the cluster has no {_VOLCANO}: Volcano is not installed there"
-        )
+        raise SpecError(f"target {target}: volcano_queue: the cluster has no {_VOLCANO}: Volcano is not installed")
 
 
 def check_restarts(

@@ -92,8 +92,8 @@ def choose_delivery(options: KubernetesOptions, size: int, digest: str, name: st
         kind = "configmap" if size <= MAX_CONFIGMAP_BYTES else fallback
     if kind == "configmap" and size > MAX_CONFIGMAP_BYTES:
         raise SpecError(
-            f"target {name}: the code is {size / MAX_CONFIGMAP_BYTES:.1f} MiB, packed, and ConfigMaps take 1 MiB: "
-            "leave out what the job does not read (.accelignore), or say code_claim: or code_store:, "
+            f"target {name}: the code is {size / MAX_CONFIGMAP_BYTES:.1f} MiB, packed, and ConfigMaps hold 1 MiB: "
+            "exclude files that the job does not need (.accelignore), set code_claim: or code_store:, "
             "or put it into the image (code: image)"
         )
     return Code(kind=kind, digest=digest, parts=max(1, -(-size // _PART)) if kind == "configmap" else 1)
@@ -128,7 +128,7 @@ def workdir(code: Code, options: KubernetesOptions, subdirectory: str) -> str | 
     if top is None:
         if subdirectory != ".":
             raise SpecError(
-                f"the job runs in {subdirectory!r} of its code: say with code_dir where the code is in the image"
+                f"the job runs in {subdirectory!r} of its code: set code_dir to the code's directory in the image"
             )
         return None
     return top if subdirectory == "." else f"{top.rstrip('/')}/{subdirectory}"

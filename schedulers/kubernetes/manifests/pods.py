@@ -45,33 +45,31 @@ def check(spec: JobSpec, options: KubernetesOptions, name: str) -> None:
     """Raise SpecError for a job that no workload can run."""
     subject = f"target {name}"
     if options.read_only_root_filesystem and spec.setup:
-        raise SpecError(
-            f"{subject}: --setup installs, and read_only_root_filesystem lets nothing be installed: drop one"
-        )
+        raise SpecError(f"{subject}: --setup cannot install anything with read_only_root_filesystem: remove one")
     if (spec.image or options.image) is None:
-        raise SpecError(f"{subject}: no container image; give --image, or write image: in accel.yaml")
+        raise SpecError(f"{subject}: no container image: use --image, or set image: in accel.yaml")
     if spec.image is not None and not is_word(spec.image):
         raise SpecError(f"{subject}: --image must be one word, not {spec.image!r}")
     if spec.after:
         raise SpecError(
-            f"{subject}: the cluster keeps no order between jobs; submit it when those of --after have ended"
+            f"{subject}: --after is not supported on Kubernetes; submit the job when those of --after have ended"
         )
     if options.cpu and spec.resources.gpus:
         raise SpecError(f"{subject} trains on the CPU (cpu: true), and the job asks for GPUs: drop one")
     if spec.resources.accelerator is not None:
         if not spec.resources.gpus:
-            raise SpecError(f"{subject}: --accelerator says which GPUs, and --gpus how many: give both")
+            raise SpecError(f"{subject}: --accelerator needs --gpus")
         _accelerator(spec.resources.accelerator, options, subject)
     tpu_slices.check(spec, options, node_selector(spec, options), subject)
     reserved = _RESERVED_VARIABLES.union(tpu_slices.MEGASCALE) if options.slices > 1 else _RESERVED_VARIABLES
     for variable in (*spec.env, *spec.secrets):
         if variable in reserved:
-            raise SpecError(f"{subject}: accel tells the pods {variable} itself: leave it out of --env and --secret")
+            raise SpecError(f"{subject}: accel sets {variable} itself: leave it out of --env and --secret")
     for variable, reference in spec.secrets.items():
         _secret(variable, reference, subject)
     for text in (*spec.argv, *spec.env.values()):
         if any("\ud800" <= character <= "\udfff" for character in text):
-            raise SpecError(f"{subject}: the cluster takes UTF-8 only, and {text!r} is none")
+            raise SpecError(f"{subject}: {text!r} is not UTF-8, which the cluster requires")
 
 
 def processes(spec: JobSpec) -> int:

@@ -62,8 +62,8 @@ def warnings(spec: JobSpec, options: KubernetesOptions) -> list[str]:
     messages = []
     if spec.max_nodes is not None and not spec.retry.max_restarts:
         messages.append(
-            f"--nodes {spec.nodes}:{spec.max_nodes} without --max-restarts: pods may join, and the first that goes "
-            "(evicted, its node lost, a rank that failed) ends the job"
+            f"--nodes {spec.nodes}:{spec.max_nodes} without --max-restarts: pods may join, but the loss of one "
+            "(an eviction, a lost node, a failed rank) ends the job"
         )
     if spec.time_limit_s is not None and spec.retry.max_restarts:
         messages.append("a PyTorchJob's time limit counts from its first start, over all attempts together")

@@ -100,7 +100,7 @@ def _list(base: list[Any], patch: Sequence[Mapping[str, Any]], key: str, subject
     patched = copy.deepcopy(base)
     for element in patch:
         if key not in element:
-            raise SpecError(f"{subject}: an element has no {key}, which tells which one it is")
+            raise SpecError(f"{subject}: an element has no {key}, which identifies it")
         element_subject = f"{subject}[{element[key]}]"
         index = next(
             (i for i, entry in enumerate(patched) if isinstance(entry, dict) and entry.get(key) == element[key]), None
@@ -117,7 +117,7 @@ def _order(patch: Mapping[str, Any], subject: str) -> str:
     for key in patch:
         if key.startswith("$") and not any(key == directive or key.startswith(_FROM_LIST) for directive in _DIRECTIVES):
             raise SpecError(
-                f"{subject}: no directive {key!r}{nearest(key, _DIRECTIVES)} ({', '.join(_DIRECTIVES)}NAME)"
+                f"{subject}: unknown directive {key!r}{nearest(key, _DIRECTIVES)} ({', '.join(_DIRECTIVES)}NAME)"
             )
     order = patch.get("$patch", "merge")
     if order not in _ORDERS:
@@ -143,7 +143,7 @@ def _plain(value: Any, subject: str) -> Any:
 def _plain_map(value: Mapping[str, Any], subject: str) -> dict[str, Any]:
     for key in value:
         if key.startswith("$"):
-            raise SpecError(f"{subject}: {key} has nothing to act on here: what is around it is replaced as a whole")
+            raise SpecError(f"{subject}: {key} has no effect here: its parent is replaced as a whole")
     return {key: _plain(child, f"{subject}.{key}") for key, child in value.items() if child is not None}
 
 
@@ -235,11 +235,11 @@ def _check_identity(patched: Mapping[str, Any], built: Mapping[str, Any], subjec
     metadata = patched.get("metadata") or {}
     for key in ("name", "namespace"):
         if metadata.get(key) != built["metadata"].get(key):
-            raise SpecError(f"{subject}: metadata.{key} cannot be changed: the job is found by it")
+            raise SpecError(f"{subject}: metadata.{key} cannot be changed: accel finds the job by it")
     own_labels = {key: value for key, value in built["metadata"]["labels"].items() if key.startswith(names.PREFIX)}
     if not own_labels.items() <= (metadata.get("labels") or {}).items():
         raise SpecError(
-            f"{subject}: metadata.labels: {', '.join(own_labels)} cannot be changed: the job is found by them"
+            f"{subject}: metadata.labels: {', '.join(own_labels)} cannot be changed: accel selects the job by them"
         )
 
 
@@ -274,7 +274,7 @@ def _validate(value: Any, model: str, subject: str) -> None:
         raise ConfigError(f"{subject}: {error.name} is not installed: pip install 'accel-launch[kubernetes]'") from None
     model_class = getattr(client, model)
     if not issubclass(model_class, BaseModel):
-        raise ConfigError(f"{subject}: it is checked by kubernetes 37 or later: pip install -U kubernetes")
+        raise ConfigError(f"{subject}: its validation needs kubernetes 37 or later: pip install -U kubernetes")
     _refuse_misnamed(value, model_class, subject)
     try:
         model_class.model_validate(value, strict=True)

@@ -28,7 +28,7 @@ _SUCCEEDED: Mapping[str, str] = {
 _FAILED = "Failed"
 _FAILING = "FailureTarget"  # a failed Job's condition until its pods have ended
 _LONGEST = 400
-_UNKNOWN = "its pods are gone: whether its time limit ended it cannot be told"
+_UNKNOWN = "its pods are gone: its time limit may have ended it"
 
 
 def status_of(
@@ -94,7 +94,7 @@ def status_when_gone(kind: str, pods: Sequence[Object], now: float, *, ttl: bool
         return Status(state=state, message=message, native_state="Deleting")
     message = f"its {kind} is gone: it was cancelled from another machine, or somebody deleted it"
     if ttl:
-        message = f"its {kind} is gone: its ttl_s passed before anybody asked, or somebody deleted it"
+        message = f"its {kind} is gone: its ttl_s passed before its end was seen, or somebody deleted it"
     return Status(state=State.FAILED, reason=Reason.LOST, native_state="Deleted", message=message)
 
 
@@ -197,7 +197,7 @@ def _suspended_status(workload: Object, attempt: int) -> Status:
     if queue:
         reason, message = Reason.NO_CAPACITY, f"it waits for its turn in queue {queue}"
     else:
-        reason, message = Reason.USER, "it is suspended; it goes on when its spec no longer says so"
+        reason, message = Reason.USER, "it is suspended until `suspend` is removed from its spec"
     return Status(state=State.QUEUED, reason=reason, attempt=attempt, message=message, native_state="Suspended")
 
 
@@ -228,7 +228,7 @@ def waiting_reason(pod: Object, events: Sequence[Object]) -> Iterable[ReasonAndM
             detail = "" if gated else str(condition.get("message") or "")
             reason, summary = Reason.NO_CAPACITY, "a scheduling gate holds it" if gated else "no node fits"
             if reasons.NO_CLAIM.search(detail):
-                reason, summary = Reason.SETUP, "a volume claim is not there"
+                reason, summary = Reason.SETUP, "a volume claim does not exist"
             yield reason, join_message(summary, detail)
     for container in (*(status.get("initContainerStatuses") or []), *(status.get("containerStatuses") or [])):
         waiting = (container.get("state") or {}).get("waiting")
@@ -272,7 +272,7 @@ def _refusals(workload: Object, events: Sequence[Object]) -> Iterable[ReasonAndM
             if phrase in detail:
                 yield reason, join_message(summary, detail)
                 return
-        reason, summary = reasons.POD_EVENTS.get(str(event["reason"]), (Reason.SETUP, "its pods cannot be made"))
+        reason, summary = reasons.POD_EVENTS.get(str(event["reason"]), (Reason.SETUP, "its pods cannot be created"))
         yield reason, join_message(summary, detail)
         return
 

@@ -171,7 +171,7 @@ def last_end(container: Object, pod: Object) -> End | None:
         if container_name not in names.MAIN:
             reason = Reason.SETUP
             summary = (
-                "the code could not be brought"
+                "the code could not be delivered"
                 if container_name.startswith("accel-")
                 else f"container {container_name} failed"
             )

@@ -26,12 +26,12 @@ WAITING: Mapping[str, ReasonAndMessage] = {
     "ImageInspectError": (Reason.SETUP, "the image is damaged on the node"),
     "RegistryUnavailable": (Reason.SETUP, "the image's registry does not answer"),
     "SignatureValidationFailed": (Reason.SETUP, "the image's signature is not valid"),
-    "CreateContainerConfigError": (Reason.SETUP, "the container cannot be made"),
-    "CreateContainerError": (Reason.SETUP, "the container cannot be made"),
+    "CreateContainerConfigError": (Reason.SETUP, "the container cannot be created"),
+    "CreateContainerError": (Reason.SETUP, "the container cannot be created"),
     "RunContainerError": (Reason.SETUP, "the container cannot be started"),
     "PreStartHookError": (Reason.SETUP, "the container cannot be started"),
     "PostStartHookError": (Reason.SETUP, "the container cannot be started"),
-    "CrashLoopBackOff": (Reason.EXIT_CODE, "it failed and waits to be started again"),
+    "CrashLoopBackOff": (Reason.EXIT_CODE, "it failed and waits for a restart"),
 }
 
 # A phrase in the kubelet's message -> advice.
@@ -51,8 +51,8 @@ TERMINATED: Mapping[str, ReasonAndMessage] = {
 # A pod's own `status.reason`.
 POD: Mapping[str, ReasonAndMessage] = {
     "Evicted": (Reason.PREEMPTED, "its pod was evicted"),
-    "Preempting": (Reason.PREEMPTED, "its pod made place for a more important one"),
-    "Preempted": (Reason.PREEMPTED, "its pod made place for a more important one"),
+    "Preempting": (Reason.PREEMPTED, "its pod was preempted by one of higher priority"),
+    "Preempted": (Reason.PREEMPTED, "its pod was preempted by one of higher priority"),
     "NodeLost": (Reason.NODE_FAILURE, "its node was lost"),
     "NodeShutdown": (Reason.NODE_FAILURE, "its node was shut down"),
     "Shutdown": (Reason.NODE_FAILURE, "its node was shut down"),
@@ -77,10 +77,10 @@ STORAGE: ReasonAndMessage = (
 
 # The reason of a pod's condition DisruptionTarget.
 DISRUPTED: Mapping[str, ReasonAndMessage] = {
-    "PreemptionByScheduler": (Reason.PREEMPTED, "its pod made place for a more important one"),
-    "PreemptionByKubeScheduler": (Reason.PREEMPTED, "its pod made place for a more important one"),
+    "PreemptionByScheduler": (Reason.PREEMPTED, "its pod was preempted by one of higher priority"),
+    "PreemptionByKubeScheduler": (Reason.PREEMPTED, "its pod was preempted by one of higher priority"),
     "EvictionByEvictionAPI": (Reason.PREEMPTED, "its pod was evicted, as when a node is drained"),
-    "TerminationByKubelet": (Reason.PREEMPTED, "its node ran short of something, or was shut down"),
+    "TerminationByKubelet": (Reason.PREEMPTED, "its node ran short of a resource, or was shut down"),
     "DeletionByTaintManager": (Reason.NODE_FAILURE, "its node was lost, or tainted"),
     "DeletionByPodGC": (Reason.NODE_FAILURE, "its node is gone"),
 }
@@ -96,9 +96,9 @@ JOB: Mapping[str, ReasonAndMessage] = {
     "FailedJobs": (Reason.EXIT_CODE, ""),
     "FailJobSetFailurePolicyAction": (Reason.EXIT_CODE, ""),
     "PyTorchJobFailed": (Reason.EXIT_CODE, ""),
-    "TrainingRuntimeNotSupported": (Reason.SETUP, "its runtime is not there"),
-    "TrainJobJobsCreationFailed": (Reason.SETUP, "its pods could not be made"),
-    "JobsCreationFailed": (Reason.SETUP, "its pods could not be made"),
+    "TrainingRuntimeNotSupported": (Reason.SETUP, "its runtime does not exist"),
+    "TrainJobJobsCreationFailed": (Reason.SETUP, "its pods could not be created"),
+    "JobsCreationFailed": (Reason.SETUP, "its pods could not be created"),
 }
 # For a Job without restarts: the cluster deleted one of its pods, which is gone.
 DISRUPTION: ReasonAndMessage = (Reason.PREEMPTED, "its pod was evicted or preempted, or its node was lost")
@@ -119,11 +119,11 @@ NO_CLAIM = re.compile(r'persistentvolumeclaim "[^"]*" not found')
 # A phrase in the message of a Warning event -> its meaning. The first match counts.
 EVENTS: tuple[tuple[str, ReasonAndMessage], ...] = (
     ("exceeded quota", (Reason.NO_CAPACITY, "the namespace's quota does not allow its pods")),
-    ("failed quota", (Reason.SETUP, "the namespace's quota wants to know --cpus and --memory")),
+    ("failed quota", (Reason.SETUP, "the namespace's quota requires --cpus and --memory")),
     ("violates PodSecurity", (Reason.SETUP, "the namespace's Pod Security Standard refuses its pods")),
     ("denied the request", (Reason.SETUP, "an admission webhook refuses its pods")),
-    ("serviceaccount", (Reason.SETUP, "its service account is not there")),
-    ("no PriorityClass with name", (Reason.SETUP, "its priority class is not there")),
+    ("serviceaccount", (Reason.SETUP, "its service account does not exist")),
+    ("no PriorityClass with name", (Reason.SETUP, "its priority class does not exist")),
     ("is forbidden", (Reason.SETUP, "the cluster refuses its pods")),
 )
 # The reason of an event of a pod that does not start -> its meaning.
@@ -132,9 +132,9 @@ POD_EVENTS: Mapping[str, ReasonAndMessage] = {
     "FailedMount": (Reason.SETUP, "a volume cannot be mounted"),
     "FailedAttachVolume": (Reason.SETUP, "a volume cannot be attached"),
     "FailedMapVolume": (Reason.SETUP, "a volume cannot be mounted"),
-    "FailedCreatePodSandBox": (Reason.SETUP, "the pod's network or sandbox cannot be made"),
+    "FailedCreatePodSandBox": (Reason.SETUP, "the pod's network or sandbox cannot be created"),
     "NetworkNotReady": (Reason.SETUP, "the node's network is not ready"),
-    "FailedCreate": (Reason.SETUP, "its pods cannot be made"),
-    "FailedCreatePod": (Reason.SETUP, "its pods cannot be made"),
-    "FailedCreateService": (Reason.SETUP, "its Services cannot be made"),
+    "FailedCreate": (Reason.SETUP, "its pods cannot be created"),
+    "FailedCreatePod": (Reason.SETUP, "its pods cannot be created"),
+    "FailedCreateService": (Reason.SETUP, "its Services cannot be created"),
 }

@@ -60,14 +60,14 @@ def test_a_field_that_the_cluster_does_not_know_is_a_line(
     """Kubernetes has it, and its operator is older."""
     assert review(project, "pod_patch={spec: {hostnameOverride: a}}") == exit_status.ERROR
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("accel: target kubernetes: the API server does not take it: ")
+    assert line.startswith("accel: target kubernetes: the API server rejects it: ")
     assert "spec.pytorchReplicaSpecs.Master.template.spec.hostnameOverride" in line
 
 
 def test_each_refusal_is_a_line(project: Path, namespace: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert review(project, "patch={spec: {runPolicy: {backoffLimit: many}}}") == exit_status.ERROR
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("accel: target kubernetes: the API server does not take PyTorchJob")
+    assert line.startswith("accel: target kubernetes: the API server rejects PyTorchJob")
     assert "spec.runPolicy.backoffLimit" in line
 
     assert review(project, "namespace=nowhere") == exit_status.ERROR
@@ -145,7 +145,7 @@ def test_what_one_may_not_do_is_a_line(
     assert review(project) == exit_status.ERROR
     may_not = f"accel: target kubernetes: service account {namespace}/default may not create"
     assert capsys.readouterr().err.splitlines() == [
-        f"{may_not} {what} in namespace {namespace}: no Role of it allows that"
+        f"{may_not} {what} in namespace {namespace}: no Role grants this"
         for what in ("pytorchjobs.kubeflow.org", "configmaps")
     ]
 

@@ -135,7 +135,7 @@ _DISRUPTED = "Pod team/run1-0-x has condition DisruptionTarget matching FailJob 
             ],
             Reason.PREEMPTED,
             143,
-            "node 0: its pod made place for a more important one: preempted",
+            "node 0: its pod was preempted by one of higher priority: preempted",
         ),
         (
             "Job",
@@ -194,7 +194,7 @@ _DISRUPTED = "Pod team/run1-0-x has condition DisruptionTarget matching FailJob 
             ],
             Reason.SETUP,
             1,
-            "node 0: the code could not be brought: accel: the code is not",
+            "node 0: the code could not be delivered: accel: the code is not",
         ),
         (
             "Job",
@@ -218,7 +218,7 @@ _DISRUPTED = "Pod team/run1-0-x has condition DisruptionTarget matching FailJob 
             [],
             Reason.SETUP,
             None,
-            "its pods could not be made",
+            "its pods could not be created",
         ),
         ("JobSet", condition("Failed", "SomethingNew", "said so"), [], Reason.EXIT_CODE, None, "said so"),
     ],

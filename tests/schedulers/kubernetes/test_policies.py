@@ -43,7 +43,7 @@ def test_a_job_that_makes_room_for_a_more_important_one(submit: Submit, prioriti
     second = submit("true", options=high)
     status = first.wait(120)
     assert (status.state, status.reason) == (State.FAILED, Reason.PREEMPTED), status
-    assert "its pod made place for a more important one" in status.message
+    assert "its pod was preempted by one of higher priority" in status.message
     assert second.wait(120).state is State.SUCCEEDED
 
 

@@ -206,11 +206,11 @@ def test_something_else_of_that_name_stays(submit: Submit, kubernetes: Kubernete
     mark(kubernetes, path, "another")
     with pytest.raises(SubmitError) as refusal:
         submit_again(job)
-    assert "is there already, and is not this job's (accel made it, for something else)" in str(refusal.value)
+    assert "exists already and is not this job's (accel created it for another purpose)" in str(refusal.value)
     mark(kubernetes, path, None)
     with pytest.raises(SubmitError) as refusal:
         submit_again(job)
-    assert "(accel did not make it); it stays as it is" in str(refusal.value)
+    assert "(accel did not create it); it was left unchanged" in str(refusal.value)
     assert kubernetes.client.call("GET", path)["metadata"]["name"] == f"sh-{job.id}"
 
 
@@ -224,7 +224,7 @@ def test_the_workload_is_not_made_when_its_service_is_somebody_elses(
     monkeypatch.setattr(Store, "new_id", lambda self: job_id)
     service = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": f"sh-{job_id}"}}
     kubernetes.apply({**service, "spec": {"clusterIP": "None"}}, namespace)
-    with pytest.raises(SubmitError, match=f"Service sh-{job_id} is there already, and is not this job's"):
+    with pytest.raises(SubmitError, match=f"Service sh-{job_id} exists already and is not this job's"):
         submit("true", options={"workload": "job", "suspend": True})
     until(lambda: kubernetes.objects(namespace) == [f"services/sh-{job_id}"], "the rest is gone")
     status = the_job().status()
@@ -281,13 +281,13 @@ def test_a_namespace_that_is_not_there(submit: Submit) -> None:
 def test_what_the_api_server_does_not_take(submit: Submit, kubernetes: Kubernetes, namespace: str) -> None:
     with pytest.raises(SubmitError) as refusal:
         submit("true", options={"patch": {"spec": {"runPolicy": {"backoffLimit": "many"}}}})
-    assert "does not take PyTorchJob " in str(refusal.value)
+    assert "rejects PyTorchJob " in str(refusal.value)
     assert "spec.runPolicy.backoffLimit: " in str(refusal.value)
     assert kubernetes.objects(namespace) == []
 
 
 def test_a_kind_that_is_not_there_names_those_that_are(kubernetes: Kubernetes, submit: Submit) -> None:
-    with pytest.raises(SchedulerError, match=r"Volcano is not installed there"):
+    with pytest.raises(SchedulerError, match=r"Volcano is not installed"):
         submit("true", options={"workload": "job", "volcano_queue": "gpus"})
 
 

@@ -77,14 +77,14 @@ def test_the_nodes_follow(topology: str, accelerator: str, chips: int, nodes: in
     [
         ({"tpu_topology": "2x2x2x2"}, "tpu_topology must be like 4x4 or 2x2x2, not '2x2x2x2'"),
         ({"tpu_topology": "0x2"}, "tpu_topology must be like 4x4 or 2x2x2, not '0x2'"),
-        ({"gpu": "nvidia"}, "tpu_topology needs gpu: tpu, and it is nvidia"),
-        ({"workload": "pytorchjob"}, "tpu_topology needs workload: jobset or job, and it is pytorchjob"),
-        ({"workload": "job", "slices": 2}, "slices: 2 needs workload: jobset, and it is job"),
+        ({"gpu": "nvidia"}, "tpu_topology needs gpu: tpu, not nvidia"),
+        ({"workload": "pytorchjob"}, "tpu_topology needs workload: jobset or job, not pytorchjob"),
+        ({"workload": "job", "slices": 2}, "slices: 2 needs workload: jobset, not job"),
         ({"slices": 0}, "slices must be 1 or more, not 0"),
-        ({"slices": 2, "tpu_topology": None}, "slices: 2 needs tpu_topology, which says what each of them is"),
-        ({"gpu_resource": "a/b"}, "gpu_resource: of a slice it is google.com/tpu: leave it out"),
-        ({"gpu_label": "a/b"}, "gpu_label: of a slice it is cloud.google.com/gke-tpu-accelerator: leave it out"),
-        ({"node_selector": {TPU_TOPOLOGY: "4x4"}}, "gke-tpu-topology is what tpu_topology says: leave it out"),
+        ({"slices": 2, "tpu_topology": None}, "slices: 2 needs tpu_topology, the topology of each slice"),
+        ({"gpu_resource": "a/b"}, "gpu_resource: slices always use google.com/tpu: leave it out"),
+        ({"gpu_label": "a/b"}, "gpu_label: slices always use cloud.google.com/gke-tpu-accelerator: leave it out"),
+        ({"node_selector": {TPU_TOPOLOGY: "4x4"}}, "gke-tpu-topology is set by tpu_topology: leave it out"),
     ],
 )
 def test_options_that_cannot_be_meant(given: dict[str, Any], message: str) -> None:
@@ -99,19 +99,19 @@ def test_options_that_cannot_be_meant(given: dict[str, Any], message: str) -> No
     [
         ({}, {"resources": Resources()}, "tpu_topology 2x2x2 needs --gpus, the chips of one host (google.com/tpu)"),
         ({}, {"resources": Resources(gpus=4)}, "needs --accelerator, the nodes' label cloud.google.com/gke-tpu-acce"),
-        ({"tpu_topology": "4x4"}, {}, "tpu_topology 4x4: that of a tpu-v5p-slice has 3 dimensions"),
-        ({"tpu_topology": "1x1x1"}, {}, "tpu_topology 1x1x1: there is no such tpu-v5p-slice"),
-        ({}, {"resources": Resources(gpus=8, accelerator="tpu-v5p-slice")}, "--gpus 8: a host of a tpu-v5p-slice of "
+        ({"tpu_topology": "4x4"}, {}, "tpu_topology 4x4: a tpu-v5p-slice has 3 dimensions"),
+        ({"tpu_topology": "1x1x1"}, {}, "tpu_topology 1x1x1: tpu-v5p-slice has no such topology"),
+        ({}, {"resources": Resources(gpus=8, accelerator="tpu-v5p-slice")}, "--gpus 8: each host of a tpu-v5p-slice of "
          "2x2x2 has 4 chips"),
         ({"tpu_topology": "2x4"}, {"resources": Resources(gpus=1, accelerator="tpu-v6e-slice")},
-         "--gpus 1: a host of a tpu-v6e-slice of 2x4 has 4 or 8 chips"),
-        ({}, {"resources": Resources(gpus=3, accelerator="tpu8")}, "--gpus 3: the 8 chips of tpu_topology 2x2x2 are "
-         "not hosts of 3"),
-        ({"slices": 2, "tpu_topology": "2x2x1"}, {}, "only slices of several hosts work together, and 2x2x1 is one"),
+         "--gpus 1: each host of a tpu-v6e-slice of 2x4 has 4 or 8 chips"),
+        ({}, {"resources": Resources(gpus=3, accelerator="tpu8")}, "--gpus 3: not a divisor of the 8 chips of "
+         "tpu_topology 2x2x2"),
+        ({"slices": 2, "tpu_topology": "2x2x1"}, {}, "several slices need several hosts each, and 2x2x1 is one"),
         ({}, {"nodes": 3}, "--nodes 3: a slice of 2x2x2 has 2 hosts of 4 chips; leave it out"),
         ({"slices": 3}, {"nodes": 2}, "--nodes 2: 3 slices of 2x2x2 have 6 hosts of 4 chips; leave it out"),
-        ({"slices": 2}, {"env": {"MEGASCALE_SLICE_ID": "0"}}, "accel tells the pods MEGASCALE_SLICE_ID itself"),
-        ({}, {"nodes": 2, "max_nodes": 4}, "only a PyTorchJob may grow, and workload is jobset"),
+        ({"slices": 2}, {"env": {"MEGASCALE_SLICE_ID": "0"}}, "accel sets MEGASCALE_SLICE_ID itself"),
+        ({}, {"nodes": 2, "max_nodes": 4}, "only a PyTorchJob may grow, not workload jobset"),
     ],
 )  # fmt: skip
 def test_jobs_that_cannot_be(given: dict[str, Any], spec: dict[str, Any], message: str) -> None:

@@ -101,7 +101,7 @@ def test_a_verb_that_is_lacking_is_named_and_nothing_is_left(
     with pytest.raises(SubmitError) as refusal:
         submit("true", options={"workload": "job", "code": "auto"})
     said = str(refusal.value)
-    assert said == f"target kubernetes: service account {namespace}/bot {line}{namespace}: no Role of it allows that"
+    assert said == f"target kubernetes: service account {namespace}/bot {line}{namespace}: no Role grants this"
     until(lambda: not [each for each in kubernetes.objects(namespace) if "/sh-" in each], "nothing is left")
 
 
@@ -117,7 +117,7 @@ def test_what_cannot_be_removed_again_is_not_given_up(
     with pytest.raises(schedulers.Unreachable) as refusal:
         submit("true", options={"workload": "job", "code": "auto", "suspend": True})
     assert "may not create configmaps" in str(refusal.value)
-    assert "is there and could not be removed again" in str(refusal.value)
+    assert "was created and could not be deleted" in str(refusal.value)
     (record,) = schedulers.list_jobs(refresh=False)
     assert isinstance(record, Record)
     assert record.status.state is State.SUBMITTING
@@ -152,10 +152,10 @@ def test_check(kubernetes: Kubernetes, namespace: str, home: Path, monkeypatch: 
     assert rows["Kubernetes"].startswith("v1.")
     assert rows["API server"] == f"{kubernetes.server}, as context test"
     assert rows["workloads"] == "pytorchjob, jobset, job, trainjob"
-    assert rows[f"namespace {namespace}"] == "there"
+    assert rows[f"namespace {namespace}"] == "exists"
     assert rows["may use pytorchjobs.kubeflow.org"] == "create, get, list, watch, delete, patch"
     assert rows["may use pods/exec"] == "get, create"
-    assert rows["nodes"] == "2, of which 2 have GPUs"
+    assert rows["nodes"] == "2 (2 with GPUs)"
     assert check(9).failures == ("target kubernetes: no node has 9 nvidia.com/gpu: the most is 8",)
     assert check(namespace="nowhere").failures == (
         "target kubernetes: there is no namespace nowhere (namespace: in accel.yaml)",
@@ -166,11 +166,10 @@ def test_check(kubernetes: Kubernetes, namespace: str, home: Path, monkeypatch: 
     verbs["", "pods"] = ("get",)
     monkeypatch.setenv("KUBECONFIG", str(allow(kubernetes, namespace, verbs)))
     found = check()
-    may_not = "target kubernetes: context test may not {} in namespace " + f"{namespace}: no Role of it allows that"
+    may_not = "target kubernetes: context test may not {} in namespace " + f"{namespace}: no Role grants this"
     assert found.failures == (may_not.format("list, watch pods"),)
     assert found.warnings == (
-        may_not.format("patch pytorchjobs.kubeflow.org")
-        + ". Without it nobody knows why a job failed once its pods are gone",
+        may_not.format("patch pytorchjobs.kubeflow.org") + ". Without it the reason of a failure is lost with the pods",
         may_not.format("get, create pods/exec") + ". Only `accel shell` needs it",
     )
 
@@ -182,7 +181,9 @@ def test_a_quota_in_check(kubernetes: Kubernetes, namespace: str, home: Path) ->
     kubernetes.apply({**quota, "spec": {"hard": {"requests.nvidia.com/gpu": "4", "pods": "10"}}}, namespace)
     target: Any = load_target("kubernetes", home / "jobs")
     until(lambda: dict(target.check().table[1:]).get("quota small", "").startswith("pods 0 of 10"), "it counts")
-    assert target.check(8).failures == ("target kubernetes: quota small leaves 4 nvidia.com/gpu, and 8 are wanted",)
+    assert target.check(8).failures == (
+        "target kubernetes: quota small has 4 nvidia.com/gpu left, and 8 are requested",
+    )
 
 
 def test_a_token_that_has_expired(
@@ -275,8 +276,6 @@ def test_a_job_that_runs_is_not_cleared(submit: Submit, kubernetes: Kubernetes, 
     until(lambda: job.status().state is State.RUNNING, "it runs")
     target = restore(job.record)
     assert isinstance(target, Clears)
-    assert target.clear({job.id: job.native_id}) == [
-        f"target kubernetes keeps job {job.id}: it is not over there: running"
-    ]
+    assert target.clear({job.id: job.native_id}) == [f"target kubernetes keeps job {job.id}: it has not ended: running"]
     assert schedulers.find(job.id).cancel().state is State.CANCELLED
     assert target.clear({job.id: job.native_id, "other": None}) == []

@@ -111,13 +111,13 @@ def test_the_versions_are_asked_for_once(make: MakeApi) -> None:
                 '"pytorchjobs" in API group "kubeflow.org" in the namespace "team"',
             ),
             Forbidden,
-            "target k: service account team/bot may not create pytorchjobs.kubeflow.org in namespace team: no Role of "
-            "it allows that",
+            "target k: service account team/bot may not create pytorchjobs.kubeflow.org in namespace team: no Role "
+            "grants this",
         ),
         (
             refused(403, "Forbidden", 'User "ann" cannot list resource "nodes" in API group "" at the cluster scope'),
             Forbidden,
-            "target k: user ann may not list nodes: no Role of it allows that",
+            "target k: user ann may not list nodes: no Role grants this",
         ),
         (
             refused(403, "Forbidden", 'pods "p" is forbidden: exceeded quota: small, requested: pods=1'),
@@ -135,7 +135,7 @@ def test_the_versions_are_asked_for_once(make: MakeApi) -> None:
             Invalid,
             'target k: an admission webhook refuses it: admission webhook "gate" denied the request: no',
         ),
-        (refused(403, "", "no more of that"), Forbidden, "refuses it to context lab: no more of that"),
+        (refused(403, "", "no more of that"), Forbidden, "denies this to context lab: no more of that"),
         (
             refused(
                 422,
@@ -149,12 +149,12 @@ def test_the_versions_are_asked_for_once(make: MakeApi) -> None:
                 ],
             ),
             Invalid,
-            "target k: the API server does not take PyTorchJob j: spec.a: Required value; spec.b: Unsupported value",
+            "target k: the API server rejects PyTorchJob j: spec.a: Required value; spec.b: Unsupported value",
         ),
         (
             refused(400, "BadRequest", 'strict decoding error: unknown field "spec.typo"'),
             Invalid,
-            'target k: the API server does not take it: strict decoding error: unknown field "spec.typo"',
+            'target k: the API server rejects it: strict decoding error: unknown field "spec.typo"',
         ),
         (said(418, b"<html>\n a proxy's page"), ApiError, "target k: <html> a proxy's page"),
     ],
@@ -214,7 +214,7 @@ def test_a_server_that_is_not_there(make: MakeApi) -> None:
 
 def test_a_name_that_is_not_known(make: MakeApi) -> None:
     told = line(lambda: make("https://no-such-host.invalid:6443").call("GET", "/x"), Unreachable)
-    assert "cannot be reached: its name is not known" in told
+    assert "cannot be reached: its name cannot be resolved" in told
 
 
 def test_a_server_that_never_answers(make: MakeApi) -> None:
@@ -368,14 +368,14 @@ def test_tls(make: MakeApi, tmp_path: Path) -> None:
             lambda: make(server.url, {"certificate-authority": str(other.certificate)}).call("GET", "/"), Unreachable
         )
         assert "its certificate is not trusted: " in told
-        assert "(certificate-authority in the kubeconfig is not the one that signed it, or is lacking)" in told
+        assert "(certificate-authority in the kubeconfig did not sign it, or is missing)" in told
         assert "its certificate is not trusted" in line(lambda: make(server.url).call("GET", "/"), Unreachable)
         assert make(server.url, {"insecure-skip-tls-verify": True}).call("GET", "/x") == {"ok": 1}
         (tmp_path / "bad").write_text("no certificate")
         told = line(
             lambda: make(server.url, {"certificate-authority": str(tmp_path / "bad")}).call("GET", "/"), ConfigError
         )
-        assert told == "target k: certificate-authority is no certificate (PEM)"
+        assert told == "target k: certificate-authority is not a certificate (PEM)"
 
 
 def test_a_server_whose_certificate_has_expired(make: MakeApi, tmp_path: Path) -> None:
@@ -384,7 +384,7 @@ def test_a_server_whose_certificate_has_expired(make: MakeApi, tmp_path: Path) -
     with serving(said(200), tls=files) as server:
         api = make(server.url, {"certificate-authority": str(ours.certificate)})
         told = line(lambda: api.call("GET", "/x"), Unreachable)
-    assert told.endswith("its certificate is not trusted: certificate has expired (it must be renewed there)")
+    assert told.endswith("its certificate is not trusted: certificate has expired (renew it on the server)")
 
 
 def test_a_server_of_another_name(make: MakeApi, tmp_path: Path) -> None:
@@ -393,7 +393,7 @@ def test_a_server_of_another_name(make: MakeApi, tmp_path: Path) -> None:
     known = {"certificate-authority": str(ours.certificate)}
     with serving(said(200, {"ok": 1}), tls=files) as server:
         told = line(lambda: make(server.url, known).call("GET", "/x"), Unreachable)
-        assert "tls-server-name in the kubeconfig says another name" in told
+        assert "tls-server-name in the kubeconfig is another name" in told
         assert make(server.url, {**known, "tls-server-name": "10.9.8.7"}).call("GET", "/x") == {"ok": 1}
 
 
@@ -410,7 +410,7 @@ def test_a_client_with_a_certificate(make: MakeApi, tmp_path: Path) -> None:
         assert "authorization" not in server.questions[-1][2]
         wrong = {**user, "client-key": str(others_key)}
         told = line(lambda: make(server.url, known, wrong).call("GET", "/x"), ConfigError)
-        assert "client-certificate and client-key do not belong together" in told
+        assert "client-certificate and client-key do not match" in told
 
 
 @pytest.mark.parametrize("user", [None, "ann:pa ss"])

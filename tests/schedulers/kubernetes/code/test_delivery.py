@@ -91,7 +91,7 @@ def test_the_way_by_size(given: dict[str, object], size: int, kind: str, parts: 
 def test_code_that_is_too_large_says_what_to_do(given: dict[str, object]) -> None:
     with pytest.raises(SpecError) as caught:
         delivery.choose_delivery(options(**given), 3 << 20, "d", "k")
-    assert "the code is 3.0 MiB, packed, and ConfigMaps take 1 MiB" in str(caught.value)
+    assert "the code is 3.0 MiB, packed, and ConfigMaps hold 1 MiB" in str(caught.value)
     assert "code_claim" in str(caught.value)
 
 

@@ -69,7 +69,7 @@ def test_what_pod_patch_makes_of_pods_it_makes_of_this_one() -> None:
     assert made["spec"]["containers"][0]["securityContext"]["runAsUser"] == 7
     assert not {"schedulingGates", "initContainers"} & set(made["spec"])
     gone = {"spec": {"initContainers": [{"name": "accel-code", "$patch": "delete"}]}}
-    with pytest.raises(SpecError, match="pod_patch: the container 'accel-code', which brings the code, must stay"):
+    with pytest.raises(SpecError, match="pod_patch: the container 'accel-code' loads the code and cannot be removed"):
         of(JobSpec(argv=("a",)), least(pod_patch=gone, **CLAIM))
 
 

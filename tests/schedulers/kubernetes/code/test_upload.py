@@ -98,7 +98,7 @@ def test_small_code_needs_no_claim(claim: None, submit: Submit) -> None:
 
 
 def test_large_code_without_a_place_for_it(large: str, submit: Submit) -> None:
-    with pytest.raises(SpecError, match=r"the code is 3\.0 MiB, packed, and ConfigMaps take 1 MiB"):
+    with pytest.raises(SpecError, match=r"the code is 3\.0 MiB, packed, and ConfigMaps hold 1 MiB"):
         submit(SHOWN, options={"code": "auto"})
 
 
@@ -139,13 +139,13 @@ def test_a_pod_that_cannot_load_yet_says_why_and_goes_where_the_job_may(
 def test_an_image_without_which_no_pod_can_load(
     claim: None, large: str, submit: Submit, kubernetes: Kubernetes, namespace: str
 ) -> None:
-    with pytest.raises(SubmitError, match=r"which puts the code into the claim: the image cannot be pulled: "):
+    with pytest.raises(SubmitError, match=r"which uploads the code to the claim: the image cannot be pulled: "):
         submit(SHOWN, options={**_IN_CLAIM, "image": "example.org/no-such:1"})
     until(lambda: kubernetes.pods(namespace) == [], "the pod is gone")
 
 
 def test_an_image_without_the_interpreter(claim: None, large: str, submit: Submit) -> None:
-    with pytest.raises(SubmitError, match="which puts the code into the claim: ") as refusal:
+    with pytest.raises(SubmitError, match="which uploads the code to the claim: ") as refusal:
         submit(SHOWN, options={**_IN_CLAIM, "python": "/no/such/python"})
     assert "it ended: " in str(refusal.value)
 

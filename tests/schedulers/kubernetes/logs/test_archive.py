@@ -76,7 +76,7 @@ def test_a_cancel_goes_on_where_nothing_can_be_kept(
     Path(job.record.path, "logs").rmdir() if Path(job.record.path, "logs").exists() else None
     Path(job.record.path, "logs").write_text("in the way")
     assert job.cancel().state is State.CANCELLED
-    assert "what the job wrote is not kept" in caplog.text
+    assert "logs were not archived" in caplog.text
     until(lambda: not kubernetes.pods(namespace), "its pods are gone")
 
 
@@ -86,7 +86,7 @@ def test_without_an_api_server_it_is_a_line(kubernetes: Kubernetes, tmp_path: Pa
     kubernetes.stop_api()
     said = archive.archive_job(api, Native("pytorchjob", "default", "x-1", "1"), tmp_path)
     assert said is not None
-    assert said.startswith("what the job wrote is not kept: target k: the API server")
+    assert said.startswith("the job's logs were not archived: target k: the API server")
 
 
 def test_a_log_that_is_too_long_is_kept_in_part_and_says_so(
@@ -102,5 +102,5 @@ def test_a_log_that_is_too_long_is_kept_in_part_and_says_so(
     assert _text(lines).startswith("line 1\nline 2\n")
     assert "hello" not in _text(lines)
     (said,) = [line.text for line in lines if line.stream == "missing"]
-    assert said == "accel: some of what node 0 wrote is missing: no more than 0 MiB of it are kept\n"
-    assert "some of what the job wrote is not kept: no more than 0 MiB" in caplog.text
+    assert said == "accel: some of what node 0 wrote is missing: at most 0 MiB of it are archived\n"
+    assert "some of the job's logs were not archived: at most 0 MiB" in caplog.text

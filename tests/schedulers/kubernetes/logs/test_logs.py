@@ -519,9 +519,9 @@ def test_pods_that_are_gone_are_said_and_what_was_read_of_them_is_not(
     assert said.text == "accel: the end of what node 0 wrote is missing: its pod is gone\n"
     assert list(elsewhere.logs(since=_cursor([said]))) == []
     (told,) = schedulers.find(job.id, Store(tmp_path / "third"), target="kubernetes").logs()
-    assert told.text == "accel: it has no pods (any more), and nothing of what they wrote was kept\n"
+    assert told.text == "accel: it has no pods (any more), and their logs were not archived\n"
     (told,) = schedulers.find(job.id).logs()  # who waited has read nothing
-    assert told.text == "accel: it has no pods (any more), and nothing of what they wrote was kept\n"
+    assert told.text == "accel: it has no pods (any more), and their logs were not archived\n"
 
 
 def test_more_logs_than_streams_are_all_followed(submit: Submit, shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ from ..shapes import condition, pod, running, terminated, workload
 _PODS = 40
 _NATIVE = Native("job", "team", "run1", "abc")
 _DONE = condition("Complete")
-_NO_PODS = "it has no pods (any more), and nothing of what they wrote was kept"
+_NO_PODS = "it has no pods (any more), and their logs were not archived"
 
 
 def _answering(
@@ -106,7 +106,7 @@ def test_a_disk_that_is_full_is_said(make: MakeApi, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
     with serving(_answering(_DONE)) as server, pytest.raises(SchedulerError) as refusal:
         list(readers.Reader(make(server.url)).read(_NATIVE, None, None, finished=True))
-    words = "what node 0 wrote cannot be kept while it is read: /nowhere: no such file or directory"
+    words = "what node 0 wrote cannot be buffered: /nowhere: no such file or directory"
     assert str(refusal.value) == f"target k: {words}"
 
 

@@ -208,10 +208,10 @@ def test_gpus_of_other_makes(gpu: str, resource: str, label: str) -> None:
 @pytest.mark.parametrize(
     ("said", "spec", "message"),
     [
-        ({}, {"after": ("x",)}, "target k: the cluster keeps no order between jobs"),
-        ({"image": None}, {}, "target k: no container image; give --image"),
+        ({}, {"after": ("x",)}, "target k: --after is not supported on Kubernetes"),
+        ({"image": None}, {}, "target k: no container image: use --image"),
         ({"cpu": True}, {"resources": Resources(gpus=1)}, "trains on the CPU (cpu: true), and the job asks for GPUs"),
-        ({}, {"resources": Resources(accelerator="h100")}, "--accelerator says which GPUs, and --gpus how many"),
+        ({}, {"resources": Resources(accelerator="h100")}, "--accelerator needs --gpus"),
         (
             {"accelerators": {"h100": {"a": "b"}}},
             {"resources": Resources(gpus=1, accelerator="h10")},
@@ -219,9 +219,9 @@ def test_gpus_of_other_makes(gpu: str, resource: str, label: str) -> None:
         ),
         ({}, {"secrets": {"T": "env:T"}}, "target k reads the cluster's Secrets only, as secret:NAME/KEY"),
         ({}, {"secrets": {"T": "secret:a"}}, "--secret T: target k expects secret:NAME/KEY"),
-        ({}, {"env": {"ACCEL_NODES": "3"}}, "accel tells the pods ACCEL_NODES itself"),
-        ({}, {"argv": ("a.py", "\udcff")}, "the cluster takes UTF-8 only"),
-        ({"workload": "job"}, {"nodes": 2, "max_nodes": 4}, "only a PyTorchJob may grow, and workload is job"),
+        ({}, {"env": {"ACCEL_NODES": "3"}}, "accel sets ACCEL_NODES itself"),
+        ({}, {"argv": ("a.py", "\udcff")}, "is not UTF-8, which the cluster requires"),
+        ({"workload": "job"}, {"nodes": 2, "max_nodes": 4}, "only a PyTorchJob may grow, not workload job"),
         ({}, {"image": "a b:1"}, "target k: --image must be one word, not 'a b:1'"),
         (
             {"affinity": {"nodeAffinty": {}}},
@@ -235,7 +235,7 @@ def test_gpus_of_other_makes(gpu: str, resource: str, label: str) -> None:
             {},
             "target k: volumes: /x: source.cis: unknown key; did you mean 'csi'?",
         ),
-        ({"code": "image"}, {"workdir": "src"}, "the job runs in 'src' of its code: say with code_dir where"),
+        ({"code": "image"}, {"workdir": "src"}, "the job runs in 'src' of its code: set code_dir"),
     ],
 )  # fmt: skip
 def test_what_no_object_can_be(said: dict[str, Any], spec: dict[str, Any], message: str) -> None:
@@ -252,7 +252,7 @@ def test_warnings() -> None:
     found = builder.warnings(spec, least())
     assert [line.split(":")[0] for line in found] == [
         "a PyTorchJob's time limit counts from its first start, over all attempts together",
-        "--cpus and --memory are not both given",
+        "--cpus or --memory is not set",
     ]
     enough = JobSpec(argv=("a.py",), nodes=2, resources=Resources(cpus=1, memory_gb=1), time_limit_s=60)
     assert builder.warnings(enough, least(workload="jobset")) == ()
@@ -264,7 +264,7 @@ def test_warnings() -> None:
 def test_a_world_that_may_grow_and_is_not_restarted() -> None:
     spec = JobSpec(argv=("a.py",), nodes=2, max_nodes=8, resources=Resources(cpus=1, memory_gb=1))
     (line,) = builder.warnings(spec, least())
-    assert line.startswith("--nodes 2:8 without --max-restarts: pods may join, and the first that goes")
+    assert line.startswith("--nodes 2:8 without --max-restarts: pods may join, but the loss of one")
     assert builder.warnings(dataclasses.replace(spec, retry=Retry(max_restarts=1)), least()) == ()
 
 
@@ -316,7 +316,7 @@ def test_a_root_file_system_that_is_read_only(workload: str) -> None:
 
 def test_setup_needs_a_root_file_system_that_can_be_written() -> None:
     install = (("pip", "install", "x"),)
-    said = "installs, and read_only_root_filesystem lets nothing be installed"
+    said = "setup cannot install anything with read_only_root_filesystem"
     with pytest.raises(SpecError, match=said):
         build(JobSpec(argv=("a.py",), setup=install), least(read_only_root_filesystem=True))
     with pytest.raises(SpecError, match=said):

@@ -23,11 +23,11 @@ def test_what_a_cluster_can_run() -> None:
     ("given", "there", "message"),
     [
         ({}, _PLAIN, "target k: the cluster has no kubeflow.org/v1 (Kubeflow's training operator, 1.7 to 1.9 is not "
-         "installed there); use workload: job"),
+         "installed); use workload: job"),
         ({}, [*_PLAIN, "kubeflow.org/v1beta1", "jobset.x-k8s.io/v1alpha2"],
          "target k: the cluster has no kubeflow.org/v1 (it has kubeflow.org/v1beta1); use workload: jobset or job"),
         ({"workload": "job", "volcano_queue": "q"}, _PLAIN,
-         "target k: volcano_queue: the cluster has no scheduling.volcano.sh: Volcano is not installed there"),
+         "target k: volcano_queue: the cluster has no scheduling.volcano.sh: Volcano is not installed"),
     ],
 )  # fmt: skip
 def test_what_it_cannot(given: dict[str, Any], there: list[str], message: str) -> None:

@@ -111,11 +111,11 @@ def test_the_ports_of_a_service_go_by_port() -> None:
     ("patch", "message"),
     [
         ({"spec": {"containers": [{"image": "x"}]}}, "patch.spec.containers: an element has no name"),
-        ({"spec": {"$pach": "delete"}}, "patch.spec: no directive '$pach'; did you mean '$patch'?"),
+        ({"spec": {"$pach": "delete"}}, "patch.spec: unknown directive '$pach'; did you mean '$patch'?"),
         ({"spec": {"$patch": "remove"}}, "patch.spec: $patch must be replace, delete, merge, not 'remove'"),
         (
             {"spec": {"tolerations": [{"$patch": "delete", "key": "t"}]}},
-            "patch.spec.tolerations: $patch has nothing to act on",
+            "patch.spec.tolerations: $patch has no effect here",
         ),
         ({"metadata": {"$retainKeys": "x"}}, "patch.metadata.$retainKeys must be a list, not 'x'"),
         ({"$patch": "delete"}, "patch: $patch: delete leaves nothing"),
@@ -204,7 +204,7 @@ def test_an_object_can_be_patched() -> None:
         (
             "job",
             {"pod_patch": {"spec": {"containers": [{"name": "pytorch", "$patch": "delete"}]}}},
-            "the container 'pytorch'",
+            "the training container 'pytorch'",
         ),
         (
             "job",
@@ -215,7 +215,7 @@ def test_an_object_can_be_patched() -> None:
         (
             "job",
             {"patch": {"metadata": {"name": "x"}}},
-            "patch: metadata.name cannot be changed: the job is found by it",
+            "patch: metadata.name cannot be changed: accel finds the job by it",
         ),
         ("job", {"patch": {"kind": "Pod"}}, "patch: kind cannot be changed"),
         ("job", {"patch": {"metadata": {"labels": None}}}, "accel.dev/job-id, accel.dev/name cannot be changed"),

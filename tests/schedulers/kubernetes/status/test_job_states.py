@@ -112,13 +112,13 @@ _ROOT = "container has runAsNonRoot and image will run as root"
             [pod(0, waiting("CreateContainerConfigError", _ROOT), phase="Pending")],
             [],
             Reason.SETUP,
-            "node 0: the container cannot be made: the image's user is root or has no number: run_as_user: 1000",
+            "node 0: the container cannot be created: the image's user is root or has no number: run_as_user: 1000",
         ),
         (
             [pod(0, waiting("CreateContainerConfigError", 'secret "keys" not found'), phase="Pending")],
             [],
             Reason.SETUP,
-            'node 0: the container cannot be made: secret "keys" not found',
+            'node 0: the container cannot be created: secret "keys" not found',
         ),
         (
             [
@@ -130,7 +130,7 @@ _ROOT = "container has runAsNonRoot and image will run as root"
             ],
             [],
             Reason.SETUP,
-            "node 0: the container cannot be made: couldn't find key token in Secret a/keys",
+            "node 0: the container cannot be created: couldn't find key token in Secret a/keys",
         ),
         ([pod(0, waiting("SomethingNew", "said so"), phase="Pending")], [], Reason.SETUP, "node 0: SomethingNew"),
         (
@@ -161,7 +161,7 @@ _ROOT = "container has runAsNonRoot and image will run as root"
             [pod(0, waiting("ContainerCreating"), phase="Pending")],
             [event("FailedCreatePodSandBox", "network plugin is not ready")],
             Reason.SETUP,
-            "node 0: the pod's network or sandbox cannot be made: network plugin",
+            "node 0: the pod's network or sandbox cannot be created: network plugin",
         ),
         (
             [],
@@ -191,26 +191,26 @@ _ROOT = "container has runAsNonRoot and image will run as root"
                 )
             ],
             Reason.SETUP,
-            "its service account is not there",
+            "its service account does not exist",
         ),
         # JobSet and Trainer say of what they cannot make in events alone.
         (
             [],
             [event("JobCreationFailed", "job creation failed for: ttl: Invalid value", "JobSet/run1")],
             Reason.SETUP,
-            "its pods cannot be made: job creation failed for: ttl",
+            "its pods cannot be created: job creation failed for: ttl",
         ),
         (
             [],
             [event("TrainJobResourcesCreationFailed", "error converting YAML", "TrainJob/run1")],
             Reason.SETUP,
-            "its pods cannot be made: error converting YAML",
+            "its pods cannot be created: error converting YAML",
         ),
         (
             [pod(0, phase="Pending", conditions=(_NO_CLAIM,))],
             [],
             Reason.SETUP,
-            'node 0: a volume claim is not there: 0/2 nodes are available: persistentvolumeclaim "nope" not found',
+            'node 0: a volume claim does not exist: 0/2 nodes are available: persistentvolumeclaim "nope" not found',
         ),
         # So it goes in the first second of every pod, and the next try finds it.
         (
@@ -319,7 +319,7 @@ def test_a_pod_that_waits_to_be_started_again() -> None:
     back_off["restartCount"] = 1
     found = status_of(workload("PyTorchJob", condition("Restarting")), [pod(0, back_off, operator=True)])
     assert (found.state, found.reason, found.attempt) == (State.QUEUED, Reason.EXIT_CODE, 1)
-    assert found.message == "node 0: it failed and waits to be started again: ValueError"
+    assert found.message == "node 0: it failed and waits for a restart: ValueError"
 
 
 def test_a_gang_between_two_attempts() -> None:

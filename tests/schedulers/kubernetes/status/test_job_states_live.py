@@ -236,7 +236,7 @@ def test_a_node_that_is_lost(kubernetes: Kubernetes, namespace: str, submit: Sub
     assert not waiting.is_alive()
 
 
-_CANNOT_BE_TOLD = "its pods are gone: whether its time limit ended it cannot be told"
+_CANNOT_BE_TOLD = "its pods are gone: its time limit may have ended it"
 
 
 def test_a_time_limit_is_not_tried_again(kubernetes: Kubernetes, namespace: str, submit: Submit) -> None:
