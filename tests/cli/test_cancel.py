@@ -46,4 +46,4 @@ def test_a_job_that_had_ended_where_nothing_answers(
     assert str(config) in warning or str(port) in warning
     job = find(job_id)
     assert job.cancel().state is State.FAILED
-    assert job.record.warning.startswith("its target could not be asked")
+    assert job.record.warning.startswith("cannot check whether parts")
