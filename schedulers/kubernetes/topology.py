@@ -67,5 +67,5 @@ def from_index(env: Mapping[str, str]) -> Topology | None:
 
 
 def _attempt(env: Mapping[str, str]) -> int:
-    # Empty where no JobSet has made the pod.
+    # Empty if no JobSet created the pod.
     return number(env, "JOBSET_RESTART_ATTEMPT") if env.get("JOBSET_RESTART_ATTEMPT") else 0

@@ -72,7 +72,7 @@ def test_each_refusal_is_a_line(project: Path, namespace: str, capsys: pytest.Ca
 
     assert review(project, "namespace=nowhere") == exit_status.ERROR
     assert capsys.readouterr().err == (
-        "accel: target kubernetes: there is no namespace nowhere (namespace: in accel.yaml)\n"
+        "accel: target kubernetes: namespace nowhere not found (namespace: in accel.yaml)\n"
     )
 
 
@@ -100,7 +100,7 @@ def test_the_pod_that_brings_the_code_to_a_claim_is_shown_too(
 ) -> None:
     given = ("code=pvc", "code_claim=snapshots")
     assert review(project, *given) == exit_status.ERROR
-    none = f"accel: target kubernetes: code_claim: there is no claim snapshots in namespace {namespace}\n"
+    none = f"accel: target kubernetes: code_claim: no claim snapshots in namespace {namespace}\n"
     assert capsys.readouterr().err == none
     kubernetes.apply(CLAIM, namespace)
     with_quota(kubernetes, namespace, {"pods": "0"})

@@ -273,7 +273,7 @@ def refused_by_webhook(submit: Submit, kubernetes: Kubernetes, namespace: str) -
 
 
 def test_a_namespace_that_is_not_there(submit: Submit) -> None:
-    with pytest.raises(SubmitError, match=r"there is no namespace nowhere .namespace: in accel.yaml"):
+    with pytest.raises(SubmitError, match=r"namespace nowhere not found .namespace: in accel.yaml"):
         submit("true", options={"namespace": "nowhere"})
     assert the_job().status().state is State.FAILED
 

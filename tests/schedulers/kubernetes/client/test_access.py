@@ -158,10 +158,10 @@ def test_check(kubernetes: Kubernetes, namespace: str, home: Path, monkeypatch: 
     assert rows["nodes"] == "2 (2 with GPUs)"
     assert check(9).failures == ("target kubernetes: no node has 9 nvidia.com/gpu: the most is 8",)
     assert check(namespace="nowhere").failures == (
-        "target kubernetes: there is no namespace nowhere (namespace: in accel.yaml)",
+        "target kubernetes: namespace nowhere not found (namespace: in accel.yaml)",
     )
     (missing,) = check(code_claim="snapshots").failures
-    assert missing == f"target kubernetes: code_claim: there is no claim snapshots in {namespace}"
+    assert missing == f"target kubernetes: code_claim: no claim snapshots in namespace {namespace}"
     verbs = required_permissions(options("pytorchjob"))
     verbs["", "pods"] = ("get",)
     monkeypatch.setenv("KUBECONFIG", str(allow(kubernetes, namespace, verbs)))

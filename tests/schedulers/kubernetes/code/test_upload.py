@@ -103,7 +103,7 @@ def test_large_code_without_a_place_for_it(large: str, submit: Submit) -> None:
 
 
 def test_a_claim_that_is_not_there(large: str, submit: Submit, kubernetes: Kubernetes, namespace: str) -> None:
-    with pytest.raises(SubmitError, match=f"code_claim: there is no claim snapshots in namespace {namespace}"):
+    with pytest.raises(SubmitError, match=f"code_claim: no claim snapshots in namespace {namespace}"):
         submit(SHOWN, options=_IN_CLAIM)
     assert kubernetes.objects(namespace) == []
 
@@ -127,7 +127,7 @@ def test_a_pod_that_cannot_load_yet_says_why_and_goes_where_the_job_may(
         try:
             until(lambda: job.done() or "no node fits: 0/2 nodes are available" in caplog.text, "it is said")
             assert not job.done()
-            said = [text for text in caplog.messages if "into the claim: it has not started yet: " in text]
+            said = [text for text in caplog.messages if "to the claim: it has not started yet: " in text]
             assert len(said) == len(set(said))  # each reason once: a busy machine's nodes may be unready for a moment
         finally:
             marked("yes")  # else the pool would wait for a pod that cannot start, and hide what failed
