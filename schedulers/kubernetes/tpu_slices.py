@@ -83,7 +83,7 @@ def selector(options: KubernetesOptions) -> dict[str, str]:
     return {} if options.tpu_topology is None else {TPU_TOPOLOGY: options.tpu_topology}
 
 
-def annotations(spec: JobSpec, options: KubernetesOptions) -> dict[str, str]:
+def placement_annotations(spec: JobSpec, options: KubernetesOptions) -> dict[str, str]:
     """Return a JobSet's annotations that place each Job on a node pool of its own."""
     return dict(_EXCLUSIVE) if options.tpu_topology is not None and spec.nodes > 1 else {}
 

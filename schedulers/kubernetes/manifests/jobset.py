@@ -31,7 +31,7 @@ def build(
     master = f"{name}-{REPLICATED}-0-0.{name}"
     env = [*pods.world(spec, master), attempt(), *tpu_slices.variables(options, master)]
     pod_template = template(env=env, labels=tpu_slices.pod_labels(spec, options))
-    annotations = {**tpu_slices.annotations(spec, options), **metadata.get("annotations", {})}
+    annotations = {**tpu_slices.placement_annotations(spec, options), **metadata.get("annotations", {})}
     return {
         "apiVersion": API_VERSION,
         "kind": KIND,
