@@ -153,9 +153,11 @@ class Cursor:
         self._positions = dict(positions or {})
 
     def position(self, source: str) -> str | None:
+        """Return the position in a stream, or None at its beginning."""
         return self._positions.get(source)
 
     def advance(self, line: LogLine) -> None:
+        """Move past a line."""
         self._positions[line.source] = line.position
 
     def move(self, cursor: Cursor) -> None:

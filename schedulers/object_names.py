@@ -30,4 +30,5 @@ def slug(text: str) -> str:
 
 
 def short_hash(text: str) -> str:
+    """Return the first `HASH` hexadecimal digits of the text's SHA-256."""
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:HASH]

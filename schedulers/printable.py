@@ -24,7 +24,7 @@ _USER = r"(?<=://)(?:[^/?#\s]*@|([^/?#@:\s[]+:)\d*[/?#]\S*(?=@)|[^/?#@:\s[]+:\S*
 
 
 def printable(text: str) -> str:
-    """Return the text without terminal escapes; other control characters except line feed and tab become `\\xNN`."""
+    r"""Return the text without terminal escapes; other control characters except line feed and tab become `\xNN`."""
     if text.isascii() and text.isprintable():
         return text
     import re  # imported when needed: most text is plain

@@ -85,6 +85,7 @@ class Identity:
 
     @classmethod
     def parse(cls, text: str) -> Identity:
+        """Parse the text of an identity."""
         pid, _, started = text.partition(" ")
         return cls(int(pid), started)
 
@@ -112,6 +113,7 @@ class Identity:
             return handle is None or handle.wait(timeout_s)
 
     def opened(self) -> _Opened:
+        """Return a context manager that holds the process's pidfd."""
         return _Opened(self)
 
 
@@ -329,9 +331,7 @@ def _table_by_psutil() -> Iterator[_Row]:
 
 
 def _stat(pid: int) -> list[bytes] | None:
-    """Return the fields of /proc/PID/stat from the third, the state, on
-    (https://man7.org/linux/man-pages/man5/proc.5.html).
-    """
+    """Return the fields of /proc/PID/stat (man 5 proc) from the third one, the state."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].split()

@@ -25,6 +25,7 @@ class State(enum.Enum):
 
     @property
     def final(self) -> bool:
+        """True for states that never change."""
         return self in (State.SUCCEEDED, State.FAILED, State.CANCELLED)
 
     def may_become(self, new: State) -> bool:

@@ -49,6 +49,7 @@ class Plan:
     source: str = ""
 
     def to_json(self) -> dict[str, Any]:
+        """Return the plan as JSON values."""
         return dataclasses.asdict(self)
 
     @classmethod

@@ -31,7 +31,7 @@ _CHUNKS = re.compile(r"chunks/node_\d+/rank_(\d+)\.safetensors")
 
 
 def numbered_name(name: str, index: int) -> str:
-    """Return ``model.safetensors``, ``model_1.safetensors``, …"""
+    """Return the file name of part ``index``: ``model.safetensors``, ``model_1.safetensors``, and so on."""
     if index == 0:
         return name
     stem, suffix = name.split(".", 1)

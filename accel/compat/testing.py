@@ -173,13 +173,16 @@ class TempDirTestCase(unittest.TestCase):
 
     @classmethod
     def setUpClass(cls) -> None:
+        """Create the directory that the class's tests share."""
         cls.tmpdir = Path(tempfile.mkdtemp())
 
     @classmethod
     def tearDownClass(cls) -> None:
+        """Remove the directory."""
         shutil.rmtree(cls.tmpdir, ignore_errors=True)
 
     def setUp(self) -> None:
+        """Empty the directory, if `clear_on_setup`."""
         for path in self.tmpdir.iterdir() if self.clear_on_setup else ():
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
@@ -191,6 +194,7 @@ class AccelerateTestCase(unittest.TestCase):
     """A test case that resets the states after each test."""
 
     def tearDown(self) -> None:
+        """Reset accel's shared states."""
         super().tearDown()
         AcceleratorState._reset_state(True)
         GradientState._reset_state()

@@ -97,6 +97,7 @@ class LastRoundCollate:
         self.collate = collate
 
     def __call__(self, items: Any) -> Any:
+        """Collate the items; if any is marked, return a `LastRoundItem`."""
         if isinstance(items, LastRoundItem):
             return LastRoundItem(self.collate(items.item), items.real)
         real = (

@@ -157,6 +157,7 @@ def _or_none(query: Callable[[], Any]) -> Any:
 
 
 def main(name: str) -> int:
+    """Run a probe (torch or nvml) and print its result as JSON."""
     try:
         probe = {"torch": probe_torch, "nvml": probe_nvml}[name]()
     except ModuleNotFoundError as error:

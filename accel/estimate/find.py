@@ -277,6 +277,7 @@ def _without_network(name: str) -> str | None:
 
 
 def read_config(folder: str) -> Mapping[str, Any]:
+    """Read a folder's config.json. Raises NotFound if it is absent or invalid."""
     path = os.path.join(folder, "config.json")
     try:
         with open(path, "rb") as file:

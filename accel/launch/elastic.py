@@ -1,4 +1,7 @@
-"""torch's own rendezvous (c10d), for worlds that may grow: https://docs.pytorch.org/docs/stable/elastic/rendezvous.html"""
+"""The rendezvous of torch (c10d), for worlds that may grow.
+
+https://docs.pytorch.org/docs/stable/elastic/rendezvous.html
+"""
 
 from __future__ import annotations
 

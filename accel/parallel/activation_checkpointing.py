@@ -34,6 +34,7 @@ class CheckpointedForward:
         return CheckpointedForward(forward, self.offload)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward pass and recompute its activations in the backward pass."""
         from torch.autograd.graph import save_on_cpu
         from torch.utils.checkpoint import checkpoint
 

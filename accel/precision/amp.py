@@ -38,6 +38,7 @@ class AutocastForward:
         return AutocastForward(forward, self.device_type, self.dtype, self.options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward pass under autocast; return its outputs in fp32."""
         with torch.autocast(self.device_type, self.dtype, **self.options):
             outputs = self.forward(*args, **kwargs)
         return convert_to_fp32(outputs)

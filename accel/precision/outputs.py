@@ -30,6 +30,7 @@ class ConvertOutputsToFp32:
         update_wrapper(self, model_forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward pass; return its outputs in fp32."""
         return convert_to_fp32(self.model_forward(*args, **kwargs))
 
     def __getstate__(self) -> dict[str, Any]:

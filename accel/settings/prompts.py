@@ -97,10 +97,12 @@ def answer_is(name: str, *values: Any) -> Condition:
 
 
 def both(first: Condition, second: Condition) -> Condition:
+    """Return the condition that both conditions hold."""
     return lambda answers: first(answers) and second(answers)
 
 
 def at_least(name: str, minimum: int) -> Condition:
+    """Return the condition that the answer to `name` is a number of at least `minimum`."""
     return lambda answers: int(answers.get(name) or 0) >= minimum
 
 

@@ -108,6 +108,7 @@ class NoTracker(GeneralTracker):
         return self
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoTracker:
+        """Do nothing."""
         return self
 
     def __getitem__(self, key: Any) -> NoTracker:

@@ -56,12 +56,14 @@ class JobFiles:
         os.replace(partial, path)
 
     def read(self, name: str) -> str | None:
+        """Return a file's text, or None if it does not exist."""
         try:
             return (self.directory / name).read_text(errors="replace")
         except FileNotFoundError:
             return None
 
     def settings(self) -> dict[str, Any]:
+        """Return the settings that the job was submitted with."""
         settings: dict[str, Any] = json.loads((self.directory / "local/settings.json").read_text())
         return settings
 
@@ -128,6 +130,7 @@ class JobFiles:
         return newest_event(str(self.logs / "launch.jsonl"), *names)
 
     def attempt(self) -> int:
+        """Return the number of the latest attempt, from 0."""
         return newest_attempt(str(self.logs / "launch.jsonl")) or 0
 
     def failure(self) -> dict[str, Any] | None:

@@ -127,13 +127,16 @@ class LocalTarget:
         return statuses
 
     def logs(self, native_id: str, since: Cursor | None = None) -> Iterator[LogLine]:
+        """Yield the job's log lines, from a cursor."""
         files = JobFiles(self._jobs / native_id)
         yield from log_lines.read(files.logs, since, complete=_complete(files))
 
     def cursor_at(self, native_id: str, when: float) -> Cursor:
+        """Return the cursor of a time, in seconds since the epoch."""
         return log_lines.cursor_at(JobFiles(self._jobs / native_id).logs, when)
 
     def tail_at(self, native_id: str, since: Cursor, count: int) -> Cursor:
+        """Return the cursor of each rank's last `count` lines."""
         files = JobFiles(self._jobs / native_id)
         return log_lines.tail_at(files.logs, since, count, complete=_complete(files))
 

@@ -187,7 +187,7 @@ def _camel(value: Any) -> Any:
 
 
 def _merge_patch(value: Any, patch: Any) -> Any:
-    """Apply a JSON merge patch: https://www.rfc-editor.org/rfc/rfc7396"""
+    """Apply a JSON merge patch (https://www.rfc-editor.org/rfc/rfc7396)."""
     if not isinstance(patch, Mapping):
         return patch
     merged = dict(value) if isinstance(value, Mapping) else {}

@@ -34,6 +34,7 @@ def check(options: SshOptions, name: str) -> None:
 
 
 def hosts_text(options: SshOptions) -> str | None:
+    """Return the hosts as the comma-separated text of `--hosts`, or None."""
     hosts = options.hosts
     return hosts if hosts is None or isinstance(hosts, str) else ",".join(hosts)
 

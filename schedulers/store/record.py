@@ -47,6 +47,7 @@ class CorruptRecord:
 
     @property
     def directory(self) -> Path:
+        """The job's directory."""
         from pathlib import Path
 
         return Path(self.path)
@@ -89,6 +90,7 @@ class Record:
 
     @property
     def directory(self) -> Path:
+        """The job's directory."""
         from pathlib import Path
 
         return Path(self.path)

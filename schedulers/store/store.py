@@ -51,6 +51,7 @@ class Store:
 
     @property
     def home(self) -> Path:
+        """The directory of the store."""
         from pathlib import Path
 
         return Path(self._home)

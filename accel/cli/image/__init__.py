@@ -215,7 +215,7 @@ def _labels(args: Namespace, directory: Path) -> dict[str, str]:
 
 
 def _epoch() -> int | None:
-    """Return SOURCE_DATE_EPOCH or None: https://reproducible-builds.org/specs/source-date-epoch/"""
+    """Return SOURCE_DATE_EPOCH (https://reproducible-builds.org/specs/source-date-epoch/) or None."""
     import os
 
     from schedulers.errors import ConfigError

@@ -1,4 +1,6 @@
-"""Query or watch this user's Slurm jobs on a machine with Slurm's commands. Reads one line of JSON:
+"""Query or watch this user's Slurm jobs on a machine with Slurm's commands.
+
+Reads one line of JSON:
 
     {"root": "~/.accel", "do": [{"op": "status", "jobs": [{"job": "…", "slurm": "123"}]}]}
 

@@ -106,5 +106,6 @@ def test_a_stream_in_files_is_shared_out_by_file_or_dispatched(dispatch: bool | 
 
 @pytest.mark.parametrize("other", ["dispatch_batches", "split_batches"])
 def test_settings_that_contradict_each_other_are_named(other: str) -> None:
-    with pytest.raises(ArgumentError, match=rf"already_sharded=True, {other}=True\): each process already has its share"):
+    message = rf"already_sharded=True, {other}=True\): each process already has its share"
+    with pytest.raises(ArgumentError, match=message):
         DataLoaderConfiguration(already_sharded=True, **{other: True})
