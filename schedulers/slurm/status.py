@@ -57,9 +57,7 @@ class StatusPoller:
             }
             reply = self._cluster.query([step])[0][0]
             if len(reply["jobs"]) != len(native_ids):
-                raise SchedulerError(
-                    f"{len(reply['jobs'])} statuses returned for {len(native_ids)} jobs"
-                )
+                raise SchedulerError(f"{len(reply['jobs'])} statuses returned for {len(native_ids)} jobs")
             self._accounting = reply["accounting"]
             statuses: dict[str, Status] = {}
             unreachable: dict[str, str] = {}

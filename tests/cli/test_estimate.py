@@ -96,7 +96,7 @@ def test_files_of_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     alone = shown(capsys, str(tmp_path / "model-1.safetensors"), "--dtypes", "float32", "float16")
     assert [size["total"] for size in alone["sizes"]] == [400 + 24, 200 + 24]  # whole numbers stay as they are
-    assert "does not tell how the model computes" in alone["activations_unknown"]
+    assert "does not describe the model's forward" in alone["activations_unknown"]
     assert alone["needs"][0]["activations"] is None
     for both in (tmp_path, tmp_path / "model.safetensors.index.json"):
         found = shown(capsys, str(both), "--dtypes", "float32")

@@ -114,7 +114,7 @@ def test_refusals_with_gpus(flags: tuple[str, ...], env: dict[str, str], said: l
 def test_what_is_not_there_is_named() -> None:
     with pytest.raises(LaunchError, match=r"script 'trian.py' not found in .*; did you mean 'train.py'\?"):
         planned_of(Program(argv=["trian.py"], entry="script"))
-    with pytest.raises(LaunchError, match="no command 'no-such-command' on PATH"):
+    with pytest.raises(LaunchError, match="command 'no-such-command' not found on PATH"):
         planned_of(Program(argv=["no-such-command"], entry="command"))
 
 

@@ -74,8 +74,7 @@ def test_a_tracker_that_failed_is_tried_again_ever_more_rarely(
     guard.finish()
     assert [call[2] for call in tracker.calls if call[0] == "log"] == [1, 2]
     assert caplog.messages == [
-        "tracker 'listing' failed, training continues; records are lost until it works again: "
-        "ConnectionError: refused",
+        "tracker 'listing' failed, training continues; records are lost until it works again: ConnectionError: refused",
         "tracker 'listing' works again; records lost so far: 300",
         "tracker 'listing' lost 300 records",
     ]

@@ -209,9 +209,7 @@ def test_what_is_sent_runs_by_itself(tmp_path: Path) -> None:
     argv = [sys.executable, "-I", "-S", str(tmp_path / "batch.py"), str(tmp_path)]
     done = subprocess.run(argv, capture_output=True, text=True, env={"SLURM_JOB_ID": "1"})
     assert (done.returncode, done.stderr) == (1, "")
-    assert (
-        done.stdout == f"accel: {tmp_path}/slurm/settings.json cannot be read, or is from another accel version\n"
-    )
+    assert done.stdout == f"accel: {tmp_path}/slurm/settings.json cannot be read, or is from another accel version\n"
 
 
 KILLED = "kill -KILL $$"
