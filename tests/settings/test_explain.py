@@ -75,11 +75,11 @@ def columns(line: str) -> list[str]:
         (STEP, "--num_processes 3", "--num_processes 3 cannot be spread evenly over 2 machines"),
         ({}, "--multi_gpu", "--multi_gpu: this machine shows no GPU"),
         ({}, "--main_process_port 99999", "--main_process_port 99999: ports end at 65535"),
-        ({}, "--num_processes 1000000000", "--num_processes 1000000000: this machine can hold "),
+        ({}, "--num_processes 1000000000", "--num_processes 1000000000: this machine can run at most "),
         (
             STEP,
             "--num_processes 2000000000",
-            "--num_processes 2000000000, 1000000000 of them here: this machine can hold ",
+            "--num_processes 2000000000, 1000000000 of them here: this machine can run at most ",
         ),
         ({}, "--tee 7 --log_dir l", "--tee takes 0 to 3"),
         ({}, "--config_file c.yaml", "--num_processes 3 (c.yaml:1) cannot be spread evenly over 2 machines: it counts"),

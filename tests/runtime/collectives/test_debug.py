@@ -58,9 +58,9 @@ def test_debug_mode_names_calls_that_disagree() -> None:
     assert told == {
         "operation": "processes called different operations: process 0 called gather; process 1 called reduce",
         "reduction": "reduce: processes disagree: process 0 passed reduction='sum'; process 1 passed reduction='mean'",
-        "source": "broadcast: processes disagree: process 0 asks for from_process=0; process 1 asks for from_process=1",
-        "objects": "broadcast_object_list: processes disagree: process 0 asks for 1 object(s) from_process=0; "
-        "process 1 asks for 2 object(s) from_process=0",
+        "source": "broadcast: processes disagree: process 0 passed from_process=0; process 1 passed from_process=1",
+        "objects": "broadcast_object_list: processes disagree: process 0 passed 1 object(s) from_process=0; "
+        "process 1 passed 2 object(s) from_process=0",
         "keys": "gather: processes disagree: process 0 has float32[2] at ['a']; process 1 has float32[2] at ['b']",
         "dimensions": "pad_across_processes: processes disagree: process 0 has float32[-1]; "
         "process 1 has float32[-1, -1]",

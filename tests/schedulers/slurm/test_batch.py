@@ -78,7 +78,7 @@ def test_two_nodes_of_two_ranks_and_the_first_failure(make: Make) -> None:
     [
         ("echo go; exit 0", 0, ""),
         ("exit 7", 7, "rank 0 exited with code 7"),
-        ("kill -SEGV $$", 139, "rank 0 was killed by SIGSEGV (exit code 139) (native code crashed, or something"),
+        ("kill -SEGV $$", 139, "rank 0 was killed by SIGSEGV (exit code 139) (native code crashed, or another"),
         ("exec /no/such/program", 127, "rank 0 exited with code 127 (the command was not found)"),
     ],
 )
