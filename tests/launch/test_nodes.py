@@ -320,7 +320,7 @@ def test_a_launcher_that_is_told_to_end_tells_the_others(launcher: Launcher) -> 
     done = runs[0].wait()
     assert done.code == 143
     assert "the launcher on node 1 (" in done.err
-    assert "was told to end by SIGTERM" in done.err
+    assert "was terminated by SIGTERM" in done.err
     launcher.nothing_left()
 
 
