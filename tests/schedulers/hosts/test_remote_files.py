@@ -193,7 +193,7 @@ def test_a_snapshot_is_unpacked_as_it_was(files: Files, there: Path, snapshot: B
 def test_a_blob_that_a_disk_damaged_is_removed_and_sent_again(files: Files, there: Path, snapshot: Blob) -> None:
     files.unpack(snapshot, "earlier")
     (there / "blobs" / snapshot.digest).write_bytes(b"rotten")
-    with pytest.raises(RemoteError, match=r"was damaged on this disk, and is removed: send it again$"):
+    with pytest.raises(RemoteError, match=r"was damaged on this disk and is removed: send it again$"):
         files.unpack(snapshot, "code")
     assert not (there / "code").exists()
     assert files.unpack(snapshot, "code") is True

@@ -344,7 +344,7 @@ def test_what_hinders_a_supervisor_is_said_in_one_line(make: Make, pool: Pool) -
         host["control_port"] = job.settings["nodes"][0]["control_port"]
     with pytest.raises(RemoteError, match=r"cannot listen on port \d+ of node1: Address already in use"):
         other.start("node1")
-    with pytest.raises(RemoteError, match="directory is shared between hosts"):
+    with pytest.raises(RemoteError, match="hosts share the directory"):
         pool.remote("node1").run(start_command("python3", f"~/.accel/jobs/{job.id}", 1))
     (job.directory("node1") / "cancel").touch()
     job.exits("node1")

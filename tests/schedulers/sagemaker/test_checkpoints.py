@@ -117,7 +117,7 @@ def test_an_interruption_while_checkpoints_are_copied_resumes_to_the_bit(
     status = job.wait(240)
     lines = list(job.logs())
     assert (status.state, status.attempt) == (State.SUCCEEDED, 1), (status, lines, sagemaker.diagnose())
-    assert any("passed over: " in line.text for line in lines), lines
+    assert any("skipped: " in line.text for line in lines), lines
     again = [line.text for line in lines if line.rank == 0 and line.attempt == 1 and line.text.startswith("loss")]
     assert [line.split()[1] for line in again] == ["2", "3", "4", "5"]
     for rank in (0, 1):
