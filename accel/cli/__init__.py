@@ -18,34 +18,34 @@ from .argv import UsageError, hanging
 
 __all__ = ["COMMANDS", "main"]
 
-# name -> (module, what `accel --help` says). A literal, so that help and dispatch import no command.
+# name -> (module, summary in `accel --help`). A literal, so that help and dispatch import no command.
 COMMANDS: dict[str, tuple[str, str]] = {
-    "submit": ("accel.cli.submit", "Run a script, module or command as a job on a target"),
-    "launch": ("accel.cli.launch", "Run a script here and now, one process per accelerator"),
-    "test": ("accel.cli.test", "Check that training works: here on 1, 2 and 4 processes, or on a target"),
-    "list": ("accel.cli.list", "List jobs, the newest first"),
-    "status": ("accel.cli.status", "Say where a job is"),
-    "describe": ("accel.cli.describe", "Show all that is known about a job: spec, plan, events"),
-    "logs": ("accel.cli.logs", "Print or follow what a job's ranks wrote"),
-    "wait": ("accel.cli.wait", "Wait for jobs to end and exit with their code"),
-    "fetch": ("accel.cli.fetch", "Download what a job has left as its results"),
-    "shell": ("accel.cli.shell", "Open a shell where a rank runs, or run a command there"),
-    "cancel": ("accel.cli.cancel", "End jobs in order: SIGTERM, the grace, SIGKILL"),
-    "targets": ("accel.cli.targets", "List the places where jobs can run"),
-    "prune": ("accel.cli.prune", "Delete the records and logs of jobs that have ended"),
-    "config": ("accel.cli.config", "Write the file in which `accel launch` finds what no flag says"),
+    "submit": ("accel.cli.submit", "Submit a script, module or command as a job to a target"),
+    "launch": ("accel.cli.launch", "Launch a script on this machine, one process per accelerator"),
+    "test": ("accel.cli.test", "Test that training works on this machine or on a target"),
+    "list": ("accel.cli.list", "List jobs, newest first"),
+    "status": ("accel.cli.status", "Show the state of a job"),
+    "describe": ("accel.cli.describe", "Show the spec, plan and events of a job"),
+    "logs": ("accel.cli.logs", "Print or follow the logs of a job"),
+    "wait": ("accel.cli.wait", "Wait for jobs to end and exit with their exit code"),
+    "fetch": ("accel.cli.fetch", "Download the results of a job"),
+    "shell": ("accel.cli.shell", "Open a shell in a running job, or run a command there"),
+    "cancel": ("accel.cli.cancel", "Cancel jobs: SIGTERM, then SIGKILL after the grace period"),
+    "targets": ("accel.cli.targets", "List the targets that jobs can run on, or check one"),
+    "prune": ("accel.cli.prune", "Delete the records and logs of ended jobs"),
+    "config": ("accel.cli.config", "Create or edit the default configuration for `accel launch`"),
     "image": ("accel.cli.image", "Build a container image with accel, torch and a project"),
-    "env": ("accel.cli.env", "Show versions, devices, configuration and targets, for a report of an error"),
-    "estimate-memory": ("accel.cli.estimate", "Tell what memory a model takes, loaded and trained"),
-    "merge-weights": ("accel.cli.merge_weights", "Make one file of weights out of the shards that FSDP wrote"),
-    "to-fsdp2": ("accel.cli.to_fsdp2", "Rewrite a configuration file for FSDP2"),
+    "env": ("accel.cli.env", "Print versions, devices, configuration and targets for a bug report"),
+    "estimate-memory": ("accel.cli.estimate", "Estimate a model's memory for inference and training"),
+    "merge-weights": ("accel.cli.merge_weights", "Merge the weights of an FSDP checkpoint into one file"),
+    "to-fsdp2": ("accel.cli.to_fsdp2", "Convert a configuration file to FSDP2"),
     "tpu-config": ("accel.cli.tpu_config", "Run commands on every worker of a TPU VM"),
-    "completion": ("accel.cli.completion", "Print the script by which bash, zsh or fish completes accel"),
+    "completion": ("accel.cli.completion", "Print the shell completion script for bash, zsh or fish"),
 }
 
 _GROUPS = {
     "Run": ("submit", "launch", "test"),
-    "Look": ("list", "status", "describe", "logs", "wait", "fetch", "shell"),
+    "Inspect": ("list", "status", "describe", "logs", "wait", "fetch", "shell"),
     "Manage": ("cancel", "targets", "prune"),
     "Set up": ("config", "to-fsdp2", "image", "env", "tpu-config", "completion"),
     "Models": ("estimate-memory", "merge-weights"),
@@ -57,9 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     SystemExit propagates: `--help` raises it, and so does the user's program in a rank forked by `accel launch`.
     """
-    arguments = sys.argv[1:] if argv is None else argv  # `list` would be the command of that name, once it is imported
+    arguments = sys.argv[1:] if argv is None else argv  # not list(argv): importing accel.cli.list rebinds that name
     _make_output_safe()
-    # `launch` may go on as the user's program, and a caller with words of its own goes on as itself.
+    # `launch` may become the user's program, and a caller that passes argv goes on after this call.
     owns_process = argv is None and arguments[:1] != ["launch"]
     try:
         if owns_process:
@@ -76,12 +76,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _report(error, arguments[0] if arguments and arguments[0] in COMMANDS else "")
     finally:
         if owns_process:
-            gc.freeze()  # the interpreter would search all there is for cycles once more, 10 ms long, before it ends
+            gc.freeze()  # saves the interpreter's last collection, 10 ms at exit
 
 
 def _dispatch(arguments: Sequence[str]) -> int:
     if not arguments:
-        print(_map(), end="", file=sys.stderr)
+        print(_overview(), end="", file=sys.stderr)
         return exit_status.USAGE
     if arguments[0] in ("-h", "--help"):
         print(_help(), end="")
@@ -114,26 +114,26 @@ def _dispatch(arguments: Sequence[str]) -> int:
 
 
 _TASKS = (
-    ("say how to train", "accel config"),
-    ("see that it works here", "accel test"),
-    ("train here", "accel launch train.py"),
-    ("train elsewhere, as a job", "accel submit --target NAME train.py"),
-    ("see where it can run", "accel targets"),
+    ("configure training", "accel config"),
+    ("test this machine", "accel test"),
+    ("train on this machine", "accel launch train.py"),
+    ("submit a job to a target", "accel submit --target NAME train.py"),
+    ("list targets", "accel targets"),
     ("follow a job", "accel list; accel status, logs -f, wait, describe, fetch @last"),
-    ("look around where it runs", "accel shell @last"),
-    ("end and clear away jobs", "accel cancel JOB; accel prune --older-than 30d"),
-    ("know what memory it takes", "accel estimate-memory MODEL"),
-    ("convert", "accel merge-weights, to-fsdp2"),
+    ("open a shell in a job", "accel shell @last"),
+    ("cancel and delete jobs", "accel cancel JOB; accel prune --older-than 30d"),
+    ("estimate memory", "accel estimate-memory MODEL"),
+    ("convert checkpoints and files", "accel merge-weights, to-fsdp2"),
     ("build an image", "accel image build --tag IMAGE"),
-    ("report an error", "accel env"),
-    ("prepare a TPU's workers", "accel tpu-config"),
-    ("have the shell complete", "accel completion bash"),
+    ("report a bug", "accel env"),
+    ("run commands on a TPU VM", "accel tpu-config"),
+    ("set up shell completion", "accel completion bash"),
 )
 
 
-def _map() -> str:
-    lines = ["Usage: accel COMMAND [OPTIONS]", "", *(hanging(task, line, 30) for task, line in _TASKS)]
-    return "\n".join([*lines, "", "accel --help lists every command, accel COMMAND --help says more."]) + "\n"
+def _overview() -> str:
+    lines = ["Usage: accel COMMAND [OPTIONS]", "", *(hanging(task, line, 33) for task, line in _TASKS)]
+    return "\n".join([*lines, "", "`accel --help` lists all commands, `accel COMMAND --help` all options."]) + "\n"
 
 
 def _help() -> str:
@@ -146,8 +146,8 @@ def _help() -> str:
         "  accel submit --procs-per-node 2 --follow train.py --lr 1e-3",
         "  accel logs -f @last",
         "",
-        "accel COMMAND --help says more.",
-        "A JOB is an id, a unique prefix of one, or @last, the newest.",
+        "`accel COMMAND --help` lists all options of a command.",
+        "A JOB is an id, a unique prefix of an id, or @last (the newest job).",
     ]
     return "\n".join(lines) + "\n"
 

@@ -10,8 +10,7 @@ from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from . import argv as words
-from .argv import UsageError
+from .argv import UsageError, columns, split
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 class _Formatter(argparse.RawDescriptionHelpFormatter):
     def __init__(self, prog: str, **kwargs: Any) -> None:
         # Without a width argparse imports shutil, with three compression libraries, each time an option is added.
-        width = words.columns() - 2
+        width = columns() - 2
         super().__init__(prog, **{"width": width, "max_help_position": 30 if width >= 60 else 8} | kwargs)
 
 
@@ -43,8 +42,8 @@ class Parser(argparse.ArgumentParser):
         )
 
     def read(self, argv: Sequence[str]) -> argparse.Namespace:
-        """Parse options and words in any order. Raises UsageError."""
-        own_options, positional = words.split(
+        """Parse options and positional arguments in any order. Raises UsageError."""
+        own_options, positional = split(
             self.prog,
             self._takes_value(),
             argv,
@@ -55,8 +54,8 @@ class Parser(argparse.ArgumentParser):
         return self.parse_args([*own_options, "--", *positional] if positional else own_options)
 
     def read_before_script(self, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-        """Parse the options before the script; return them, and the script with all after it untouched."""
-        own_options, script = words.split(
+        """Parse the options before the script. Return them, and the script with its own arguments."""
+        own_options, script = split(
             self.prog, self._takes_value(), argv, first_word_ends=True, optional_value=self._with("?")
         )
         return self.parse_args(own_options), script
@@ -82,7 +81,7 @@ class Parser(argparse.ArgumentParser):
         return [spelling for spelling, action in self._option_string_actions.items() if action.nargs == nargs]
 
 
-# Types of option values: durations, memory, KEY=VALUE. Each raises ArgumentTypeError, in one line.
+# Types of option values: durations, memory, KEY=VALUE. Each raises ArgumentTypeError with one line.
 
 _SECONDS = {"w": 604_800, "d": 86_400, "h": 3600, "m": 60, "s": 1, "": 1}
 _DURATION = re.compile(r"(?:\d+(?:\.\d*)?|\.\d+)[wdhms]", re.ASCII)
@@ -130,7 +129,7 @@ def count(text: str) -> int:
 
 
 def nodes(text: str) -> tuple[int, int | None]:
-    """Parse `4`, or `2:8` for a world that may grow from 2 to 8 nodes."""
+    """Parse `4`, or `2:8` for an elastic job of 2 to 8 nodes."""
     low, colon, high = text.partition(":")
     return integer(low), integer(high) if colon else None
 
@@ -168,8 +167,6 @@ def axis(text: str) -> tuple[str, list[str]]:
 
 def environment(text: str) -> tuple[str, str]:
     """Parse `NAME=VALUE`, or `NAME` with its value in this environment."""
-    import os
-
     name, equals, value = text.partition("=")
     if equals:
         return name, value
@@ -200,20 +197,20 @@ def target_option(text: str) -> tuple[str, Any]:
         problem = getattr(error, "problem", None) or "not YAML"
         raise ArgumentTypeError(f"the value of {key} is not a YAML value: {value!r} ({problem})") from None
     except TypeError:
-        parsed = value  # YAML made a date of it, which no target's options hold
+        parsed = value  # YAML read it as a date, a type that no target option has
     return key, parsed
 
 
-# Jobs that a command line names: those known here, and those that a target is to be asked for.
+# Jobs on a command line: recorded on this machine, or searched on a target.
 
 
 def add_job_arguments(parser: Parser) -> None:
     """Add the options that locate a job submitted by another machine."""
-    group = parser.add_argument_group("a job that another machine submitted (its whole id is needed)")
-    group.add_argument("--target", metavar="NAME", help="look for it there, and know it here from then on")
-    group.add_argument("--hosts", metavar="LIST", help="of an ssh target: on these machines, one of its own is enough")
-    group.add_argument("--hostfile", metavar="FILE", help="of an ssh target: on the machines in this file")
-    option = "an option of the target, typed as in accel.yaml; repeatable"
+    group = parser.add_argument_group("jobs submitted from another machine (need the full id)")
+    group.add_argument("--target", metavar="NAME", help="target to search; the job is then recorded here")
+    group.add_argument("--hosts", metavar="LIST", help="hosts of an ssh target to search: one of the job's is enough")
+    group.add_argument("--hostfile", metavar="FILE", help="file with the hosts of an ssh target to search")
+    option = "option of the target, typed as in accel.yaml; repeatable"
     group.add_argument("--option", metavar="KEY=VALUE", type=target_option, action="append", default=[], help=option)
 
 
@@ -227,7 +224,7 @@ def find_jobs(command: str, references: Sequence[str], args: Namespace) -> list[
 
     options = target_options(command, args)
     if options and args.target is None:
-        raise UsageError(command, "--hosts, --hostfile and --option go with --target NAME, such as --target ssh")
+        raise UsageError(command, "--hosts, --hostfile and --option need --target NAME, such as --target ssh")
     return handle.find_all(references, target=args.target, options=options)
 
 
@@ -239,11 +236,11 @@ def target_options(command: str, args: Namespace) -> dict[str, Any]:
     options: dict[str, Any] = {}
     for key, value in args.option:
         if options.setdefault(key, value) != value:
-            raise UsageError(command, f"--option gives {key} twice, with two values: keep one")
+            raise UsageError(command, f"--option sets {key} twice, to different values: keep one")
     if "hosts" not in args:
         return options
     if args.hosts is not None and args.hostfile is not None:
-        raise UsageError(command, "--hosts and --hostfile both say where: keep one")
+        raise UsageError(command, "--hosts and --hostfile contradict each other: keep one")
     if args.hosts is not None:
         options |= {"hosts": args.hosts, "hostfile": None}
     if args.hostfile is not None:

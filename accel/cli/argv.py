@@ -1,6 +1,6 @@
 """Split a command line into a command's own options and the other words.
 
-argparse cannot do it: with `REMAINDER` it drops a `--` that belongs to the script, and without it it treats
+argparse cannot do it: with `REMAINDER` it drops a `--` that belongs to the script, and otherwise it treats
 the script's options as its own.
 """
 
@@ -30,10 +30,10 @@ def split(
     """Return a command's own options, each as one word (`--name=value` or `--flag`), and all other words.
 
     options:         every option -> True if it has a value; `-` and `_` in a name are the same.
-    first_word_ends: return the first word that is not an option, and all that follow it, untouched. A `--` before
+    first_word_ends: True to return the first word that is not an option, and all that follow, untouched. A `--` before
                      that word marks it as no option and is dropped; any later one is kept.
-    multi_value:            options with one or more values, up to the next option: `--name=a --name=b`.
-    optional_value:           options whose value is optional, and then follows a `=` only.
+    multi_value:     options with one or more values, up to the next option; returned as `--name=a --name=b`.
+    optional_value:  options whose value is optional, and then follows a `=` only.
 
     Raises UsageError for an unknown option, a missing value and an unexpected one.
     """
@@ -65,7 +65,7 @@ def split(
                 own_options.append(f"{name}={value if equals else _next_value(command, known, name, remaining)}")
                 open_option = name if name in multi_value and not equals else ""
             elif equals:
-                raise UsageError(command, f"{name} takes no value, so write it without {equals + value!r}")
+                raise UsageError(command, f"{name} takes no value: write it without {equals + value!r}")
             else:
                 own_options.append(name)
     return own_options, positionals

@@ -43,7 +43,7 @@ def _write(draft: str, text: str, target: str) -> None:
     with contextlib.suppress(FileExistsError):
         os.makedirs(os.path.dirname(target))
     mode = os.stat(target).st_mode & 0o7777 if os.path.exists(target) else None
-    # What only some may read is at no moment there for all.
+    # The draft of a file that few may read is never readable by more.
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666 if mode is None else 0o600)
     with open(descriptor, "w", encoding="utf-8") as file:
         if mode is not None:

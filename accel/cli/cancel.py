@@ -23,25 +23,24 @@ EXAMPLES = """\
   accel cancel @last
   accel cancel --no-wait 1k2m 1k2n
 
-SIGTERM, the job's grace, SIGKILL. A job that has ended already is no error; what still runs of it is
-cancelled."""
+Sends SIGTERM and, after the job's grace period, SIGKILL. A job that has already ended is no error: its remaining
+processes are cancelled."""
 
-KILL_ALLOWANCE_S = 60.0  # after the grace, for the kill and its news to get here
+KILL_ALLOWANCE_S = 60.0  # after the grace period: for SIGKILL, and until its effect is reported
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument("jobs", metavar="JOB", nargs="+", help="an id, a unique prefix of one, or @last")
-    parser.add_argument("--no-wait", action="store_true", help="ask for the end and return")
-    parser.add_argument("--json", action="store_true", help="answer in JSON")
+    parser.add_argument("jobs", metavar="JOB", nargs="+", help="job id, unique prefix of an id, or @last")
+    parser.add_argument("--no-wait", action="store_true", help="request the cancellation and return")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     arguments.add_job_arguments(parser)
 
 
 def run(args: Namespace) -> int:
     jobs = arguments.find_jobs("accel cancel", args.jobs, args)
     code = exit_status.OK
-    cancelled = [
-        job for job in jobs if _request_cancel(job)
-    ]  # all are asked before any is waited for: their graces run together
+    # All requests go out before the first wait, so that the grace periods overlap.
+    cancelled = [job for job in jobs if _request_cancel(job)]
     for job in cancelled:
         if not args.no_wait and not _wait_for_end(job):
             code = exit_status.ERROR
@@ -57,9 +56,9 @@ def _request_cancel(job: Job) -> bool:
     from schedulers.errors import SchedulerError
 
     try:
-        state = job.status(refresh=not job.record.incomplete).state  # of a job that was not sent, that would send it
+        state = job.status(refresh=not job.record.incomplete).state  # a refresh would submit an unsubmitted job
         if state.final:
-            suffix = "; what still ran of it is cancelled" if job.cancel_rest() else ""
+            suffix = "; its remaining processes are cancelled" if job.cancel_rest() else ""
             note(f"job {job.id} had already ended: {state.value}{suffix}")
         else:
             job.cancel(wait=False)
@@ -75,6 +74,6 @@ def _wait_for_end(job: Job) -> bool:
     try:
         job.wait(job.spec.grace_s + KILL_ALLOWANCE_S)
     except TimeoutError:
-        note(f"job {job.id} was told to end and has not; see it: accel status {job.id}")
+        note(f"job {job.id} has not ended yet; check it with: accel status {job.id}")
         return False
     return True

@@ -78,9 +78,9 @@ SHELLS = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
 
 _MAX_JOBS = 50
 _VERBS = {
-    "targets": [("check", "examine the machines of a target")],
+    "targets": [("check", "check the machines of a target")],
     "image": [("build", "build an image of a project")],
-    "config": [("default", "write the defaults"), ("update", "rewrite an older file")],
+    "config": [("default", "write the defaults"), ("update", "convert an older file")],
 }
 # Where a command's options are, if not in its own module.
 _OPTIONS = {"submit": "accel.cli.submit", "launch": "accel.launch.flags"}
@@ -115,9 +115,9 @@ def candidates(tokens: list[str]) -> list[tuple[str, str]]:
     *previous, current = tokens
     commands = [(name, summary) for name, (_, summary) in COMMANDS.items()]
     if not previous:
-        return _beginning(current, [*commands, ("help", "Show a command's help")])
+        return _matching(current, [*commands, ("help", "Show a command's help")])
     if previous == ["help"]:
-        return _beginning(current, commands)
+        return _matching(current, commands)
     command, *previous = previous
     if command not in COMMANDS or "--" in previous:
         return []
@@ -130,19 +130,19 @@ def candidates(tokens: list[str]) -> list[tuple[str, str]]:
         name, _, value = current.partition("=")
         return [
             (f"{name}={candidate}", description)
-            for candidate, description in _beginning(value, _values(options.get(_plain(name))))
+            for candidate, description in _matching(value, _values(options.get(_plain(name))))
         ]
-    option = _taking(previous, current, options)
+    option = _open_option(previous, current, options)
     if option is not None:
-        return _beginning(current, _values(option))
+        return _matching(current, _values(option))
     if command in _OPTIONS and _has_program(previous, options):
         return []
     if current.startswith("-"):
-        return _beginning(current, ((name, _description(action)) for name, action in options.items()))
-    return _beginning(current, _positional_candidates(command, previous))
+        return _matching(current, ((name, _description(action)) for name, action in options.items()))
+    return _matching(current, _positional_candidates(command, previous))
 
 
-def _beginning(text: str, pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+def _matching(text: str, pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
     plain = _plain(text)
     return [
         (value, description)
@@ -175,8 +175,8 @@ def _parser(command: str) -> Parser:
     return parser
 
 
-def _taking(previous: Sequence[str], current: str, options: dict[str, argparse.Action]) -> argparse.Action | None:
-    """Return the option that the last word is a value of, or None."""
+def _open_option(previous: Sequence[str], current: str, options: dict[str, argparse.Action]) -> argparse.Action | None:
+    """Return the option whose value is being typed, or None."""
     index = next((index for index in range(len(previous) - 1, -1, -1) if previous[index].startswith("-")), None)
     action = None if index is None else options.get(_plain(previous[index]))
     if action is None or not _needs_value(action):

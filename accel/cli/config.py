@@ -27,22 +27,23 @@ if TYPE_CHECKING:
     from .config_target import TargetFile
 
 EXAMPLES = """\
-  accel config                                         ask, and write the file
-  accel config --config_file fsdp.yaml                 write another one
-  accel config --answers answers.yaml                  ask nothing; --answers - is stdin
-  accel config default --mixed_precision bf16          what this machine has, and nothing asked
-  accel config update                                  an older file in today's form"""
+  accel config                                         ask questions, write the default file
+  accel config --config_file fsdp.yaml                 write another file
+  accel config --answers answers.yaml                  answers from a file (- for stdin)
+  accel config default --mixed_precision bf16          defaults for this machine, no questions
+  accel config update                                  convert an older file"""
 
 _COMMAND = "accel config"
 _ACTIONS = ("ask", "default", "update")
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument("action", nargs="?", default="ask", metavar="ACTION", help="default or update; without it: ask")
-    parser.add_argument("--config_file", metavar="FILE", help="the file, instead of the default one")
-    parser.add_argument("--answers", metavar="FILE", help="take the answers from here, in YAML, and ask nothing")
-    parser.add_argument("--mixed_precision", metavar="NAME", help="of `default`: no, fp16, bf16 or fp8")
-    parser.add_argument("--json", action="store_true", help="answer in JSON")
+    action = "default: write the defaults; update: convert an older file; omitted: ask questions"
+    parser.add_argument("action", nargs="?", default="ask", metavar="ACTION", help=action)
+    parser.add_argument("--config_file", metavar="FILE", help="file to write (default: Accelerate's default file)")
+    parser.add_argument("--answers", metavar="FILE", help="YAML file with the answers (- for stdin); asks nothing")
+    parser.add_argument("--mixed_precision", metavar="NAME", help="with default: no, fp16, bf16 or fp8 (default: no)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: Namespace) -> int:
@@ -88,9 +89,9 @@ def _check(args: Namespace) -> None:
         from schedulers.errors import nearest
 
         suggestion = nearest(args.action, _ACTIONS[1:])
-        raise UsageError(_COMMAND, f"{args.action!r} is neither default nor update{suggestion}")
+        raise UsageError(_COMMAND, f"unknown action {args.action!r}: use default or update{suggestion}")
     if args.mixed_precision is not None and args.action != "default":
-        raise UsageError(_COMMAND, "--mixed_precision goes with default: accel config default --mixed_precision bf16")
+        raise UsageError(_COMMAND, "--mixed_precision needs default: accel config default --mixed_precision bf16")
     if args.answers is not None and args.action != "ask":
         raise UsageError(_COMMAND, f"--answers and {args.action} contradict each other: keep one")
 
@@ -100,7 +101,7 @@ def _write_default(args: Namespace, path: str) -> int:
     from accel.settings.setting import BadValue, read
 
     if os.path.exists(path):
-        raise UsageError(_COMMAND, f"{path} is there already: `accel config` writes it anew, `update` keeps it")
+        raise UsageError(_COMMAND, f"{path} already exists: `accel config` replaces it, `config update` converts it")
     machine = _machine()
     try:
         precision = read(BY_NAME["mixed_precision"], args.mixed_precision or "no")
@@ -125,7 +126,7 @@ def _update(args: Namespace, path: str) -> int:
     file = read_file(_COMMAND, path)
     values = {name: entry.value for name, entry in file.entries.items()}
     if values.get("compute_environment") == "AMAZON_SAGEMAKER":
-        values.pop("num_processes", None)  # which SageMaker's machines have, and Accelerate refuses in such a file
+        values.pop("num_processes", None)  # SageMaker's machines determine it, and Accelerate rejects it in such a file
     document = to_document(values)
     atomic_write.write(_COMMAND, [(path, _text(path, document))])
     _print_result(args, path, document)
@@ -145,14 +146,14 @@ class _ConfigFiles(NamedTuple):
 
 
 def _build_files(path: str, answers: Mapping[str, Any], machine: Machine) -> _ConfigFiles:
-    """Make the files. Raises UsageError for answers that `accel launch` would reject."""
+    """Return the files. Raises UsageError for answers that `accel launch` would reject."""
     from accel.settings.config_file import to_document
     from accel.settings.wizard import values_of
 
     from . import config_target
 
     values = values_of(answers, machine)
-    problem = config_target.launch_refusal(values)
+    problem = config_target.launch_problem(values)
     if problem:
         raise UsageError(_COMMAND, problem)
     return _ConfigFiles(path, to_document(values), config_target.render_file(answers))
@@ -201,7 +202,7 @@ def _answers_from_file(path: str, machine: Machine) -> dict[str, Any]:
         raise UsageError(_COMMAND, f"--answers: {error}") from None
     file_answers = {} if file.value is None else file.value
     if not isinstance(file_answers, dict):
-        raise UsageError(_COMMAND, f"{file.location()}: must hold answers, one `name: answer` a line")
+        raise UsageError(_COMMAND, f"{file.location()}: must hold answers, one `name: answer` per line")
     names = [question.name for question in QUESTIONS]
     for name in file_answers:
         if name not in names:
@@ -213,7 +214,7 @@ def _answers_from_file(path: str, machine: Machine) -> dict[str, Any]:
         if question.name not in file_answers and offered is None and not question.may_be_empty:
             raise UsageError(_COMMAND, f"{file.shown}: no answer to {question.name}: {question.text}")
         try:
-            answer = question.understood(file_answers.get(question.name, offered))
+            answer = question.parse(file_answers.get(question.name, offered))
             config_target.check_answer(question, answer, answers, machine)
         except BadValue as error:
             location = file.key_location(question.name) if question.name in file_answers else file.shown
@@ -222,7 +223,7 @@ def _answers_from_file(path: str, machine: Machine) -> dict[str, Any]:
     extra = [name for name in file_answers if name not in answers]
     if extra:
         raise UsageError(
-            _COMMAND, f"{file.key_location(extra[0])}: {extra[0]} is not asked for after the other answers"
+            _COMMAND, f"{file.key_location(extra[0])}: {extra[0]} is not asked after the other answers: leave it out"
         )
     return answers
 

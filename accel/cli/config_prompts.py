@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
     from accel.settings.wizard import Machine, Question
 
-_HELP = "Enter, →  next     ←, Shift-Tab  back     ↑ ↓  choose     Ctrl-C  leave"
-_HELP_LINE = "Enter, Tab  next     Shift-Tab  back     Ctrl-C  leave"
-_HELP_NARROW = "Enter next, Shift-Tab back, Ctrl-C leave"
-_HELP_PLAIN = "Enter alone takes the answer in brackets; < goes back; Ctrl-C leaves.\n"
+_HELP = "Enter, →  next     ←, Shift-Tab  back     ↑ ↓  choose     Ctrl-C  quit"
+_HELP_LINE = "Enter, Tab  next     Shift-Tab  back     Ctrl-C  quit"
+_HELP_NARROW = "Enter next, Shift-Tab back, Ctrl-C quit"
+_HELP_PLAIN = "Enter alone takes the answer in brackets; < goes back; Ctrl-C quits.\n"
 OTHER_CHOICE = "?"
 
 
-# (value, what people see) of each choice.
+# (value, label) of each choice.
 Options = tuple[tuple[str, str], ...]
 
 
@@ -34,12 +34,12 @@ class Back(Exception):
 def need_terminal() -> None:
     """Raise UsageError without a terminal, or if prompt_toolkit is not installed."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        raise UsageError("accel config", "this is no terminal: give --answers FILE, or use accel config default")
+        raise UsageError("accel config", "not a terminal: use --answers FILE or `accel config default`")
     try:
         import prompt_toolkit.shortcuts.choice_input  # noqa: F401
     except ImportError:
         raise UsageError(
-            "accel config", "asking needs prompt_toolkit 3.0.52 or newer: pip install 'prompt_toolkit>=3.0.52'"
+            "accel config", "questions need prompt_toolkit 3.0.52 or newer: pip install 'prompt_toolkit>=3.0.52'"
         ) from None
 
 
@@ -51,12 +51,12 @@ def ask(
     offered: answers from earlier files, used instead of the defaults.
     files:   returns path and text of each file that answers produce.
     """
-    from accel.settings.wizard import open_question, still_asked
+    from accel.settings.wizard import open_question, valid_answers
 
     from . import config_target
 
     answers: dict[str, Any] = {}
-    previous = dict(offered)  # and what was answered before going back
+    previous = dict(offered)  # and answers given before going back
     order: list[str] = []
     _introduce(machine)
     try:
@@ -73,7 +73,7 @@ def ask(
             except Back:
                 if order:
                     del answers[order.pop()]
-                    answers = still_asked(answers)
+                    answers = valid_answers(answers)
                     order = [name for name in order if name in answers]
     except (KeyboardInterrupt, EOFError):
         return None
@@ -109,7 +109,7 @@ def choices(question: Question, offered: str, check: Callable[[Any], None]) -> t
     accepted: list[tuple[str, str]] = []
     for option in question.choices():
         with contextlib.suppress(BadValue):
-            check(question.understood(option[0]))
+            check(question.parse(option[0]))
             accepted.append(option)
     options = tuple(accepted) or question.choices()
     common = (*question.common, offered) if question.common else [value for value, _ in options]
@@ -123,7 +123,7 @@ def _ask_choice(question: Question, first: Options, rest: Options, offered: str,
     options = (*first, (OTHER_CHOICE, "another one")) if rest else first
     while True:
         choice = _menu(question.text, options, offered)
-        answer = question.understood(_menu(question.text, rest, "") if choice == OTHER_CHOICE else choice)
+        answer = question.parse(_menu(question.text, rest, "") if choice == OTHER_CHOICE else choice)
         try:
             check(answer)
         except BadValue as error:
@@ -165,10 +165,10 @@ def _line(question: Question, offered: str, check: Callable[[Any], None]) -> Any
 
     def check_text(text: str) -> None:
         if not text and not question.may_be_empty:
-            raise BadValue("an answer is needed")
-        check(question.understood(text))
+            raise BadValue("an answer is required")
+        check(question.parse(text))
 
-    return question.understood(_typed(f" {question.text} ", offered, check_text))
+    return question.parse(_typed(f" {question.text} ", offered, check_text))
 
 
 def _typed(text: str, offered: str, check_text: Callable[[str], None]) -> str:

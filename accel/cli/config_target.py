@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 _COMMAND = "accel config"
-# The options of each kind, and what judges them.
+# Kind -> (module, class) of its options.
 _SCHEMAS = {
     "ssh": ("schedulers.ssh.options", "SshOptions"),
     "slurm": ("schedulers.slurm.options", "SlurmOptions"),
@@ -23,7 +23,7 @@ _SCHEMAS = {
     "tpu": ("schedulers.tpu.options", "TpuOptions"),
 }
 
-# Options that must be given, while they are still to be asked for.
+# Stand-ins for required options whose questions come later.
 _PLACEHOLDERS = {"sagemaker": {"role": "it", "instance_type": "ml.m5.xlarge"}}
 
 
@@ -130,9 +130,9 @@ def _check_name(name: str, kind: str) -> None:
     if not name.isprintable() or name != name.strip() or "/" in name:
         raise BadValue(f"not a name for a target: {name!r}")
     if name in {*BUILT_IN, *_SCHEMAS} and name != kind:
-        raise BadValue(f"{name!r} is a kind of target, and this one is of another: {kind}")
+        raise BadValue(f"{name!r} is another kind of target: this one is of kind {kind}")
     if existing is not None and existing["kind"] != kind:
-        raise BadValue(f"there is a target {name!r} of the kind {existing['kind']} already")
+        raise BadValue(f"a target {name!r} of kind {existing['kind']} already exists")
 
 
 def _problem(name: str, entry: Mapping[str, Any]) -> str:
@@ -190,9 +190,9 @@ def _project_file() -> str | None:
     return next((path for path in reversed(config_files()) if path != _user_file()), None)
 
 
-# Check answers against all that `accel launch`, or a target, refuses.
+# Checks of answers against all that `accel launch` or a target would reject.
 
-# What is taken for granted of questions that are still to be asked, so that their answers are not missed.
+# Stand-ins for settings whose questions come later.
 _LAUNCH_PLACEHOLDERS = {"rdzv_backend": "c10d", "offload_optimizer_nvme_path": ".", "offload_param_nvme_path": "."}
 _MACHINE = {"machine_rank": 0, "main_process_ip": ""}
 
@@ -207,12 +207,12 @@ def check_answer(question: Question, answer: Any, earlier: Mapping[str, Any], ma
     values = values_of(answers, machine)
     if "num_processes" not in answers:
         values.pop("num_processes", None)
-    problem = launch_refusal({**_LAUNCH_PLACEHOLDERS, **(_MACHINE if "num_machines" in answers else {}), **values})
+    problem = launch_problem({**_LAUNCH_PLACEHOLDERS, **(_MACHINE if "num_machines" in answers else {}), **values})
     if problem:
         raise BadValue(problem.removeprefix(f"{_flag_of(question)} "))
 
 
-def launch_refusal(values: Mapping[str, Any]) -> str | None:
+def launch_problem(values: Mapping[str, Any]) -> str | None:
     """Return why `accel launch` would reject a file with `values` on any machine, or None."""
     from accel.launch.errors import LaunchConfigError
     from accel.launch.external import with_default_rank
@@ -227,7 +227,7 @@ def launch_refusal(values: Mapping[str, Any]) -> str | None:
     if problem:
         return problem
     if options["compute_environment"] == "AMAZON_SAGEMAKER" and options["num_machines"] is not None:
-        options |= _MACHINE  # which SageMaker says
+        options |= _MACHINE  # SageMaker determines them
     try:
         check_spread(options["num_processes"], 1)
         node_layout(with_default_rank(options), {})

@@ -32,8 +32,8 @@ EXAMPLES = """\
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument("job", metavar="JOB", help="an id, a unique prefix of one, or @last")
-    parser.add_argument("--json", action="store_true", help="answer in JSON")
+    parser.add_argument("job", metavar="JOB", help="job id, unique prefix of an id, or @last")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     arguments.add_job_arguments(parser)
 
 
@@ -73,7 +73,7 @@ def _print(record: Record) -> None:
 
 
 def _spec_fields(spec: JobSpec) -> list[tuple[str, str]]:
-    """Return the request in the command line's words, without what was left at its default."""
+    """Return the spec by the names of `accel submit`'s flags, without defaults."""
     flag = {"script": "", "module": "-m ", "command": "--no-python "}[spec.entry]
     resources = {name: value for name, value in vars(spec.resources).items() if value}
     return [

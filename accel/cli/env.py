@@ -1,8 +1,7 @@
 """`accel env`: print this installation, machine and targets, for a bug report.
 
 Secrets are hidden: values whose names mark them as secret, and those that look like one. Packages are read
-    from their metadata; torch and the driver are queried in separate processes, so that a broken one costs
-    one line.
+from their metadata; torch and the driver are queried in separate processes, so that a broken one costs a line.
 
 --json  {"accel", "machine", "packages", "torch", "nvidia", "config": {"path", "settings", "error"},
 "environment", "targets": [{"name", "kind", "source", "answers", "message", "seconds"}], "targets_error"}. A
@@ -61,9 +60,9 @@ def add_arguments(parser: Parser) -> None:
         metavar="TIME",
         type=arguments.duration,
         default=10.0,
-        help="for the targets to answer (default: 10s)",
+        help="time for the targets to answer (default: 10s)",
     )
-    parser.add_argument("--json", action="store_true", help="answer in JSON")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: Namespace) -> int:
@@ -76,7 +75,7 @@ def run(args: Namespace) -> int:
 
 
 def gather(config_file: str | None, limit_s: float) -> dict[str, Any]:
-    """Return everything as plain values. Raises UsageError if a named configuration file cannot be read."""
+    """Return the report as plain values. Raises UsageError if a named configuration file cannot be read."""
     from accel.diagnostics import machine
     from accel.diagnostics.redaction import secrets_of, without_secrets
     from accel.diagnostics.subprocess_probe import SubprocessProbe
@@ -131,7 +130,7 @@ def _targets(limit_s: float) -> tuple[list[dict[str, Any]], str | None, list[dic
 
     try:
         targets = known_targets()
-        answers = ask_targets(targets, limit_s)
+        answers = ping_targets(targets, limit_s)
     except SchedulerError as error:
         return [], " ".join(str(error).split()), []
     return [{**vars(answer)} for answer in answers], None, [dict(target.options) for target in targets]
@@ -144,7 +143,7 @@ def _print(report: dict[str, Any]) -> None:
     _section("torch", _torch_fields(report["torch"]))
     _section("NVIDIA driver", _driver_fields(report["nvidia"]))
     _section(f"configuration {report['config']['path']}", _config_fields(report["config"]))
-    _section("environment", report["environment"].items() or [("", "none of the variables that count is set")])
+    _section("environment", report["environment"].items() or [("", "no relevant variables are set")])
     _section(
         "targets",
         [*((t["name"], _target_line(t)) for t in report["targets"]), ("error", report["targets_error"] or "")],
@@ -204,7 +203,7 @@ def _target_line(target: dict[str, Any]) -> str:
     )
 
 
-# Ask all targets at the same time whether they answer, and wait for none longer than a limit.
+# Ping all targets in parallel, within a time limit.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,7 +218,7 @@ class PingResult:
     seconds: float
 
 
-def ask_targets(targets: Sequence[NamedTarget], limit_s: float) -> list[PingResult]:
+def ping_targets(targets: Sequence[NamedTarget], limit_s: float) -> list[PingResult]:
     """Return a response per target, in order, after ``limit_s`` seconds at most.
 
     Changes nothing there. A query that is still running is abandoned and dies with this process.
@@ -232,7 +231,7 @@ def ask_targets(targets: Sequence[NamedTarget], limit_s: float) -> list[PingResu
         replies[index] = _result(target, reachable, message, time.monotonic() - started_at)
 
     threads = [
-        threading.Thread(target=ping_one, args=pair, name=f"ask {pair[1].name}", daemon=True)
+        threading.Thread(target=ping_one, args=pair, name=f"ping {pair[1].name}", daemon=True)
         for pair in enumerate(targets)
     ]
     for thread in threads:
@@ -265,6 +264,6 @@ def _ping(entry: NamedTarget) -> tuple[bool | None, str]:
         target.poll([])
     except SchedulerError as error:
         return False if set_up else None, " ".join(str(error).split())
-    except Exception as error:  # a plug-in, or an SDK's own way to fail
+    except Exception as error:  # an error of a plug-in or an SDK
         return False if set_up else None, " ".join(f"{type(error).__name__}: {error}".split())
     return True, ""

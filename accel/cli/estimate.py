@@ -1,13 +1,12 @@
 """`accel estimate-memory MODEL`: estimate a model's memory for inference and training without its weights.
 
-Piped: a line per type (type, largest layer, total, training with Adam), an empty line, and a line per way to
-    distribute the training (type, way, weights, gradients, optimizer, gathered, activations, total),
-    tab-separated.
+Piped: a line per type (type, largest layer, total, training with Adam), an empty line, and a line per training
+strategy (type, strategy, weights, gradients, optimizer, gathered, activations, total), tab-separated.
 
 --json  {"model", "library", "parameters", "trained", "largest_layers", "sizes": [{"dtype", "largest_layer",
         "total", "training": {"model", "gradients", "optimizer", "step"} or null}], "processes", "batch_size",
         "sequence_length", "needs": [{"strategy", "dtype", "weights", "gradients", "optimizer", "gathered",
-        "activations", "step", "total"}], "activations_unknown"}, in bytes. A need is that of each device.
+        "activations", "step", "total"}], "activations_unknown"}, in bytes, per device.
 """
 
 from __future__ import annotations
@@ -34,33 +33,33 @@ EXAMPLES = """\
   accel estimate-memory model.safetensors
   accel estimate-memory my_code.models:make_model --batch_size 32
 
-Only a config.json is fetched for a name on the Hub, never a weight."""
+For a name on the Hub only config.json is downloaded, never weights."""
 
 DTYPES = ("float32", "float16", "bfloat16", "int8", "int4")
 _COLUMNS = ("DTYPE", "LARGEST LAYER", "TOTAL SIZE", "TRAINING WITH ADAM")
-_SHARED = ("DTYPE", "SHARED OUT BY", "WEIGHTS", "GRADIENTS", "OPTIMIZER", "GATHERED", "ACTIVATIONS", "EACH DEVICE")
+_SHARED = ("DTYPE", "STRATEGY", "WEIGHTS", "GRADIENTS", "OPTIMIZER", "GATHERED", "ACTIVATIONS", "PER DEVICE")
 
 
 def add_arguments(parser: Parser) -> None:
-    model_help = "a name on the Hub, a directory, a safetensors file, or module:factory"
+    model_help = "name on the Hub, directory, safetensors file, or module:factory"
     parser.add_argument("model_name", metavar="MODEL", help=model_help)
-    group = parser.add_argument_group("what the model is")
-    group.add_argument("--library_name", metavar="NAME", choices=("timm", "transformers"), help="timm or transformers")
-    code = "run the code of a model that brings its own: read it first"
+    group = parser.add_argument_group("model")
+    group.add_argument("--library_name", choices=("timm", "transformers"), help="library of the model")
+    code = "run custom code of the model: review it first"
     group.add_argument("--trust_remote_code", action="store_true", help=code)
-    types = f"of {', '.join(DTYPES)} (default: all)"
+    types = f"data types: {', '.join(DTYPES)} (default: all)"
     group.add_argument("--dtypes", metavar="TYPE", nargs="+", action="extend", choices=DTYPES, help=types)
-    group = parser.add_argument_group("how it is trained")
-    count = "processes that share the training, one a device (default: this machine's accelerators)"
+    group = parser.add_argument_group("training")
+    count = "number of processes, one per device (default: this machine's accelerators)"
     group.add_argument("--num_processes", metavar="N", type=arguments.count, help=count)
-    group.add_argument("--batch_size", metavar="N", type=arguments.count, default=1, help="on each device (default: 1)")
-    length = "tokens in each sample (default: 512, or what the model can take)"
+    group.add_argument("--batch_size", metavar="N", type=arguments.count, default=1, help="per device (default: 1)")
+    length = "tokens per sample (default: 512, or the model's maximum if lower)"
     group.add_argument("--sequence_length", metavar="N", type=arguments.count, help=length)
-    checkpoint = "activations are computed again in the backward"
+    checkpoint = "recompute activations in the backward pass"
     group.add_argument("--activation_checkpointing", action="store_true", help=checkpoint)
-    group = parser.add_argument_group("how to answer")
-    group.add_argument("--verbose", action="store_true", help="say what was counted, and how")
-    group.add_argument("--json", action="store_true", help="answer in JSON, in bytes")
+    group = parser.add_argument_group("output")
+    group.add_argument("--verbose", action="store_true", help="explain what is counted, and how")
+    group.add_argument("--json", action="store_true", help="print JSON, with sizes in bytes")
 
 
 def run(args: Namespace) -> int:
@@ -78,7 +77,7 @@ def run(args: Namespace) -> int:
         return exit_status.ERROR
     longest = report.subject.longest
     if longest is not None and report.sequence_length > longest and report.unmeasured is None:
-        note(f"estimate-memory: the model is made for sequences of {longest} at most, not {report.sequence_length}")
+        note(f"estimate-memory: the model supports sequences of at most {longest} tokens, not {report.sequence_length}")
     if args.json:
         from accel.estimate.report import as_json
 
@@ -144,10 +143,10 @@ def _shared(report: Report) -> Iterator[tuple[str, ...]]:
 
 def _explain(report: Report) -> None:
     layers = ", ".join(report.layers[:3]) + (f" and {len(report.layers) - 3} more" if len(report.layers) > 3 else "")
-    note(f"model: of {report.subject.library}, {report.parameters:,} parameters, {report.trained:,} of them trained")
+    note(f"model: {report.subject.library}, {report.parameters:,} parameters, {report.trained:,} of them trained")
     note(f"largest layer: {layers}")
     note(f"gathered: {report.unit} by {report.unit}, two at a time, with the gradients of one; DDP's are its buckets")
     note("weights and gradients: float32 under DDP and FSDP, whatever it computes in; ZeRO keeps the half type")
-    note("optimizer: Adam's two averages in float32; ZeRO has float32 weights beside them")
+    note("optimizer: Adam's two averages in float32; ZeRO adds float32 weights")
     note("activations: what autograd keeps from a forward, with fused attention; casts of weights count under DDP")
     note("each device: the most at any moment, without torch's own context and what its allocator keeps in reserve")

@@ -1,11 +1,11 @@
 """The exit codes of `accel`.
 
 0     done; for `wait` and `submit --follow`: the job succeeded
-1     `accel` could not do it (one line on stderr), or the job failed without an exit code of its own
+1     the command failed (one line on stderr), or the job failed without an exit code of its own
 2     the command line or a configuration file is wrong
 124   `wait --timeout` ran out before the job ended
-130   Ctrl-C; the job goes on
-141   the reader of the output went away
+130   Ctrl-C; the job continues
+141   the reader of the output closed the pipe
 143   the job was cancelled
 else  the exit code of the job's first failing rank (128 + N for signal N)
 """

@@ -21,9 +21,9 @@ EXAMPLES = """\
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument("job", metavar="JOB", help="an id, a unique prefix of one, or @last")
-    parser.add_argument("--output", metavar="DIR", help="where to (default: ./NAME-ID); it must not be there yet")
-    parser.add_argument("--json", action="store_true", help="answer in JSON")
+    parser.add_argument("job", metavar="JOB", help="job id, unique prefix of an id, or @last")
+    parser.add_argument("--output", metavar="DIR", help="directory to create (default: ./NAME-ID); must not exist yet")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     arguments.add_job_arguments(parser)
 
 

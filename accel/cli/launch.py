@@ -15,15 +15,13 @@ if TYPE_CHECKING:
     from accel.settings.precedence import Nodes, Value
 
 
-SUMMARY = "Run a script here and now, one process per accelerator"
-
 EXAMPLES = """\
   accel launch train.py --lr 1e-3                      one rank per GPU, or one
   accel launch --num_processes 4 --cpu train.py        four ranks on the CPU
   accel launch --num_machines 2 --machine_rank 1 --main_process_ip node0 --num_processes 16 train.py
-  accel launch --config_file fsdp.yaml --explain       what would hold, and who says so
+  accel launch --config_file fsdp.yaml --explain       print the settings and their sources
 
-Where several say something: flags, the environment, the scheduler, the file, the defaults, in this order."""
+Precedence: flags, the environment, the scheduler, the configuration file, the defaults."""
 
 _COMMAND = "accel launch"
 
@@ -32,10 +30,11 @@ def run_argv(argv: Sequence[str]) -> int:
     """Parse `accel launch`'s own flags, which end at the program, and run it. Return its exit code."""
     from accel.launch.flags import add_arguments
 
+    from . import COMMANDS
     from .arguments import Parser
     from .argv import UsageError
 
-    parser = Parser("launch", SUMMARY, EXAMPLES, usage="accel launch [OPTIONS] SCRIPT [ARGUMENTS]")
+    parser = Parser("launch", COMMANDS["launch"][1], EXAMPLES, usage="accel launch [OPTIONS] SCRIPT [ARGUMENTS]")
     add_arguments(parser, defaults_too=False)
     args, program_argv = parser.read_before_script(argv)
     explicit = vars(args)
@@ -99,9 +98,9 @@ def _on_pod(options: Mapping[str, Any], program: Program) -> int:
 
     name, zone = options["tpu_name"], options["tpu_zone"]
     if options["vm"]:
-        raise LaunchConfigError("--vm: hosts are found by tpu_name in the configuration file: leave it out")
+        raise LaunchConfigError("--vm: the hosts come from tpu_name in the configuration file: leave it out")
     if name is None:
-        raise LaunchConfigError("--tpu_cluster needs the pod's name: tpu_name in the configuration file")
+        raise LaunchConfigError("--tpu_cluster needs the pod's name: set tpu_name in the configuration file")
     try:
         if zone is None and tpu_config.is_target(_COMMAND, name):
             return tpu_config.run_by_target(name, lambda python: [
@@ -109,8 +108,8 @@ def _on_pod(options: Mapping[str, Any], program: Program) -> int:
             ])  # fmt: skip
         if zone is None:
             raise LaunchConfigError(
-                f"--tpu_cluster: tpu_name {name} is no tpu target of accel.yaml: for gcloud, "
-                "write tpu_zone in the configuration file too"
+                f"--tpu_cluster: tpu_name {name} is not a tpu target in accel.yaml: "
+                "to use gcloud, set tpu_zone in the configuration file"
             )
         return pod.run(tpu_config.GCLOUD, name, zone, [shlex.join(pod_command(options, program))])
     except pod.PodError as error:
@@ -169,7 +168,7 @@ def resolve_settings(
     entry = file.entries.get("num_processes")
     if entry is not None and entry.value == -1 and settings["num_processes"].value is None:
         raise UsageError(
-            command, f"{file.location(entry.keys)}: num_processes: -1 leaves it to --num_processes: give it"
+            command, f"{file.location(entry.keys)}: num_processes: -1 needs --num_processes on the command line"
         )
     sources = {name: value.source for name, value in settings.items() if value.layer not in ("default", "flag")}
     problem = contradictions({name: value.value for name, value in settings.items()}, sources)
@@ -180,11 +179,11 @@ def resolve_settings(
 
 def _file(explicit: Mapping[str, Any], command: str) -> Any:
     """Return the named file, else the default one, which --cpu disables, as in Accelerate."""
-    from .launch_file import default_path, nothing, read_file
+    from .launch_file import default_path, empty, read_file
 
     path = explicit.get("config_file")
     if path is None and (explicit.get("cpu") or not os.path.isfile(default_path())):
-        return nothing(command)
+        return empty(command)
     return read_file(command, path or default_path())
 
 
@@ -213,10 +212,9 @@ def _nodes(env: Mapping[str, str]) -> Nodes | None:
 
 
 def launch_options(settings: Mapping[str, Value]) -> dict[str, Any]:
-    """Return every setting's value for `engines.launch`.
+    """Return every setting's value for `accel.launch.external.launch`.
 
-    Values that `plan` reads from the scheduler itself are None. DeepSpeed gets the names of its settings in the
-    file.
+    Values that `plan` reads from the scheduler itself are None. DeepSpeed gets the names of the file's settings.
     """
     from accel.settings import BY_NAME
     from accel.settings.precedence import overridden
@@ -234,14 +232,14 @@ def _is_deepspeeds(setting: Setting) -> bool:
 
 # `--explain`: each setting with its value and where the value comes from.
 
-# Where these say nothing, their variable reaches the program as somebody has set it.
+# Settings whose variables the program inherits if nothing else sets them.
 _INHERITED = ("num_cpu_threads_per_process", "gpu_ids")
 _INHERITED_BY_SAGEMAKER = ("aws_access_key_id", "aws_secret_access_key", "profile")
 _SECRET = ("aws_access_key_id", "aws_secret_access_key")
 
 
 def explain(settings: Mapping[str, Value], options: Mapping[str, Any], env: Mapping[str, str] = os.environ) -> int:
-    """Print the settings, those not at their defaults first. Raises Refused as `accel launch` would here."""
+    """Print the settings, those that are not defaults first. Raises LaunchConfigError as a launch would."""
     from .output import print_rows
 
     effective = {
@@ -282,7 +280,7 @@ def _computed_values(
 
     if not starts_locally(options):
         return
-    run = plan_launch(options, Program(argv=[sys.executable], entry="command"), env)  # whatever the program is
+    run = plan_launch(options, Program(argv=[sys.executable], entry="command"), env)  # any program has these values
     if settings["num_processes"].value is None and run.nodes == run.max_nodes and not options["tpu"]:
         yield "num_processes", settings["num_processes"]._replace(value=run.processes * run.nodes)
     threads = "num_cpu_threads_per_process"

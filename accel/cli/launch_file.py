@@ -42,7 +42,7 @@ def default_path() -> str:
     return f"{base}.json" if in_json else f"{base}.yaml"
 
 
-def nothing(command: str) -> Configuration:
+def empty(command: str) -> Configuration:
     """Return an empty configuration, for no file."""
     return Configuration(command, {}, lambda keys: command, {})
 
@@ -65,7 +65,7 @@ def load(command: str, path: str) -> Loaded:
     if document is None:
         document = {}
     if not isinstance(document, dict) or not all(isinstance(key, str) for key in document):
-        raise UsageError(command, f"{locate(())}: must hold settings, one `name: value` a line")
+        raise UsageError(command, f"{locate(())}: must hold settings, one `name: value` per line")
     return Loaded(path, document, locate)
 
 
@@ -104,7 +104,7 @@ def _load_json(path: str) -> tuple[Any, Callable[[tuple[str, ...]], str]]:
     def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         duplicates = [key for key, value in pairs if dict(pairs)[key] != value]
         if duplicates:
-            raise ConfigError(f"{locate((duplicates[0],))}: key {duplicates[0]!r} is there twice")
+            raise ConfigError(f"{locate((duplicates[0],))}: duplicate key {duplicates[0]!r}")
         return dict(pairs)
 
     def locate(keys: tuple[str, ...]) -> str:

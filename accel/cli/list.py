@@ -44,17 +44,16 @@ COLUMNS = ("ID", "NAME", "STATE", "TARGET", "NODES", "SUBMITTED", "MESSAGE")
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument(
-        "--state", metavar="STATE", choices=STATES, action="append", help=f"{', '.join(STATES)}; repeatable"
-    )
-    parser.add_argument("--target", metavar="NAME", help="only jobs of this target, those of other machines too")
-    option = "with --target: an option of it, typed as in accel.yaml; repeatable"
+    state = f"only jobs in state {', '.join(STATES)}; repeatable"
+    parser.add_argument("--state", metavar="STATE", choices=STATES, action="append", help=state)
+    parser.add_argument("--target", metavar="NAME", help="only jobs of this target, also of other machines")
+    option = "with --target: option of the target, typed as in accel.yaml; repeatable"
     parser.add_argument(
         "--option", metavar="KEY=VALUE", type=arguments.target_option, action="append", default=[], help=option
     )
-    parser.add_argument("--limit", metavar="N", type=arguments.count, default=50, help="at most N jobs (default: 50)")
-    parser.add_argument("--all", action="store_true", help="every job there is")
-    parser.add_argument("--json", action="store_true", help="answer in JSON")
+    parser.add_argument("--limit", metavar="N", type=arguments.count, default=50, help="N jobs at most (default: 50)")
+    parser.add_argument("--all", action="store_true", help="list all jobs")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: Namespace) -> int:
@@ -69,8 +68,8 @@ def run(args: Namespace) -> int:
         note(f"warning: {warning}")
     unknown = [job.id for job in jobs if not isinstance(job, CorruptRecord) and not job.path]
     if unknown:
-        singular = f"1 job is not known here: accel status {unknown[0]}"
-        plural = f"{len(unknown)} jobs are not known here: accel status JOB"
+        singular = f"1 job is not recorded here; record it: accel status {unknown[0]}"
+        plural = f"{len(unknown)} jobs are not recorded here; record one: accel status JOB"
         note(f"{singular if len(unknown) == 1 else plural} --target {args.target}")
     if older:
         note(f"{older} older jobs are not shown (--all)")
@@ -85,7 +84,7 @@ def _select_jobs(args: Namespace) -> tuple[list[Record | CorruptRecord], int]:
     store = Store.default()
     limit = None if args.all else max(0, args.limit)
     if args.option and args.target is None:
-        raise UsageError("accel list", "--option goes with --target NAME")
+        raise UsageError("accel list", "--option needs --target NAME")
     if args.state or args.target is not None:
         by_id = {job.id: job for job in list_jobs(store=store)}
         by_id |= {job.id: job for job in _elsewhere(args, store, by_id)}
@@ -114,7 +113,7 @@ def _elsewhere(args: Namespace, store: Store, by_id: Mapping[str, Record | Corru
         targets = {job.target for job in by_id.values() if not isinstance(job, CorruptRecord)}
         if isinstance(error, SpecError | ConfigError) and (args.option or args.target not in targets):
             raise
-        note(f"warning: jobs of other machines are left out: {error}")
+        note(f"warning: jobs of other machines are not listed: {error}")
         return []
 
 

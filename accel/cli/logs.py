@@ -3,13 +3,11 @@
 stdout gets exactly the ranks' bytes, with `[rank N] ` before each line if there are several ranks. Messages
 of `accel launch` itself, such as its report of a failure, go to stderr.
 
-If the job has not started, a line on stderr reports that, and -f waits. A job that ended before it reached
-its
+If the job has not started, a line on stderr reports that, and -f waits. A job that ended before it reached its
 target has no logs: an error with the reason, and exit code 1.
 
 If lines are unavailable (a machine does not respond), the others are printed, a line on stderr names the
-machine, and the exit code is 1. With -f this applies once the job is over; until then the command waits for
-them.
+machine, and the exit code is 1. With -f the command waits for them until the job is over.
 
 --json  a line each: {"rank", "attempt", "stream", "text", "cursor"}; "rank" is null for the launcher. A line
 that is not UTF-8 also has "base64", its exact bytes. A line of more than 1 MiB comes in pieces; all but the
@@ -48,19 +46,19 @@ EXAMPLES = """\
   accel logs --since 10m @last
   accel logs --json 1k2m | jq -r .text
 
-Exits with 1 when lines are missing, because a machine that has some does not answer; the others are printed."""
+Exits with 1 if lines are missing because a machine does not respond; the others are printed."""
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument("job", metavar="JOB", help="an id, a unique prefix of one, or @last")
-    parser.add_argument("-f", "--follow", action="store_true", help="go on until the job has ended")
+    parser.add_argument("job", metavar="JOB", help="job id, unique prefix of an id, or @last")
+    parser.add_argument("-f", "--follow", action="store_true", help="follow the logs until the job ends")
     parser.add_argument("--rank", metavar="N", type=arguments.count, action="append", help="only this rank; repeatable")
     parser.add_argument(
-        "--since", metavar="WHEN", type=_since, help="only the last 10m, 2h, …; or what follows a cursor of --json"
+        "--since", metavar="WHEN", type=_since, help="start 10m, 2h, … ago, or after a cursor of --json"
     )
-    parser.add_argument("--tail", metavar="N", type=arguments.count, help="only the last N lines of each rank so far")
-    parser.add_argument("--no-prefix", action="store_true", help="never put [rank N] before a line")
-    parser.add_argument("--json", action="store_true", help="answer in JSON, a line each, with cursors")
+    parser.add_argument("--tail", metavar="N", type=arguments.count, help="start with the last N lines of each rank")
+    parser.add_argument("--no-prefix", action="store_true", help="omit the prefix [rank N]")
+    parser.add_argument("--json", action="store_true", help="print a JSON line with a cursor per log line")
     arguments.add_job_arguments(parser)
 
 
@@ -99,16 +97,16 @@ def run(args: Namespace) -> int:
 
 def _check_ranks(job: Job, ranks: Collection[int]) -> None:
     """Raise UsageError for a rank that the job cannot have."""
-    rank_count = most_ranks(job.spec)
+    rank_count = max_ranks(job.spec)
     excess = [rank for rank in ranks if rank_count is not None and rank >= rank_count]
     if excess:
         available = "one rank: 0" if rank_count == 1 else f"ranks 0 to {(rank_count or 0) - 1}"
         raise UsageError("accel logs", f"--rank {excess[0]}: job {job.id} has {available}")
 
 
-# Print log lines byte for byte, and tell people on stderr what a followed job waits for.
+# Log lines byte for byte on stdout; on stderr, why a followed job is queued.
 
-_LOOK_S = 0.75
+_POLL_S = 0.75
 
 
 class LogPrinter:
@@ -129,7 +127,7 @@ class LogPrinter:
         self._flush = flush
         self._cursor = Cursor.parse(str(since or ""))
         self._unended = False
-        self._going_on: tuple[str, int] | None = None  # source and rank of the line that the last piece is of
+        self._unfinished: tuple[str, int] | None = None  # source and rank of an unfinished line
         self.complete = True
         self.printed = False
 
@@ -156,18 +154,18 @@ class LogPrinter:
         if self._prefix is None and rank:
             self._prefix = True
         data = _bytes(line)
-        if self._prefix and self._going_on != (line.source, rank):
+        if self._prefix and self._unfinished != (line.source, rank):
             self._end_line()
             data = f"[rank {rank}] ".encode() + data
         sys.stdout.buffer.write(data)
         self._unended = not data.endswith((b"\n", b"\r"))
-        self._going_on = (line.source, rank) if line.partial else None
+        self._unfinished = (line.source, rank) if line.partial else None
 
     def _print_launcher(self, data: bytes) -> None:
         if self._prefix:
             self._end_line()
         sys.stdout.flush()
-        # Without prefixes stdout holds the job's bytes alone, so a half line there is ended where people look.
+        # Without prefixes stdout has the job's bytes only; on a terminal, an unended line is ended through stderr.
         sys.stderr.buffer.write(b"\n" * (self._unended and sys.stdout.isatty()) + data)
         sys.stderr.flush()
 
@@ -175,7 +173,7 @@ class LogPrinter:
         if self._unended:
             sys.stdout.buffer.write(b"\n")
             self._unended = False
-            self._going_on = None
+            self._unfinished = None
 
 
 def line_json(line: LogLine) -> dict[str, Any]:
@@ -192,11 +190,11 @@ def has_many_ranks(job: Job, ranks: Sequence[int] | None) -> bool | None:
     if ranks is not None:
         return len(set(ranks)) > 1
     spec = job.spec
-    rank_count = most_ranks(spec)
+    rank_count = max_ranks(spec)
     return rank_count > 1 if rank_count is not None else (spec.max_nodes or spec.nodes) > 1 or None
 
 
-def most_ranks(spec: JobSpec) -> int | None:
+def max_ranks(spec: JobSpec) -> int | None:
     """Return the job's largest world size; None if each node starts one rank per accelerator that it finds."""
     per_node = spec.procs_per_node or spec.resources.gpus
     return (spec.max_nodes or spec.nodes) * per_node if per_node else None
@@ -206,7 +204,7 @@ def most_ranks(spec: JobSpec) -> int | None:
 def report_queue_reason(job: Job) -> Iterator[None]:
     """Report on stderr during the block why the job is queued, if that lasts, and again after changes."""
     stopped = threading.Event()
-    threading.Thread(target=_print_reason, args=(job, stopped), name="why it waits", daemon=True).start()
+    threading.Thread(target=_print_reason, args=(job, stopped), name="queue reason", daemon=True).start()
     try:
         yield
     finally:
@@ -221,7 +219,7 @@ def print_if_queued(job: Job) -> None:
     waiting = (State.SUBMITTING, State.QUEUED)
     status = job.record.status
     if status.state in waiting and job.native_id is not None:
-        with contextlib.suppress(SchedulerError, OSError):  # the last known state is said then
+        with contextlib.suppress(SchedulerError, OSError):  # then report the last known state
             status = job.status()
     if status.state in waiting:
         note(f"job {job.id} is {status.state.value}" + (f": {status.message}" if status.message else ""))
@@ -231,8 +229,8 @@ def _print_reason(job: Job, stopped: threading.Event) -> None:
     from schedulers.job import State
 
     reported = previous = ""
-    while not stopped.wait(_LOOK_S):
-        status = job.record.status  # as whoever follows the job has asked for it
+    while not stopped.wait(_POLL_S):
+        status = job.record.status  # kept up to date by the follower of the job
         current = ""
         if status.state is State.SUBMITTING:
             current = "submitting"
@@ -245,8 +243,8 @@ def _print_reason(job: Job, stopped: threading.Event) -> None:
 
 
 def print_how_to_stop(job: Job) -> None:
-    """Print a note after Ctrl-C that the job goes on, with the commands to follow and cancel it."""
-    note(f"job {job.id} goes on; follow it again: accel logs -f {job.id}; cancel it: accel cancel {job.id}")
+    """Print a note after Ctrl-C that the job continues, with the commands to follow and cancel it."""
+    note(f"job {job.id} continues; follow it again: accel logs -f {job.id}; cancel it: accel cancel {job.id}")
 
 
 def _bytes(line: LogLine) -> bytes:

@@ -25,13 +25,13 @@ EXAMPLES = """\
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument("checkpoint_directory", metavar="CHECKPOINT", help="the directory that holds .metadata")
-    parser.add_argument("output_path", metavar="OUTPUT", help="the directory for the file; made if it is not there")
+    parser.add_argument("checkpoint_directory", metavar="CHECKPOINT", help="checkpoint directory, with .metadata")
+    parser.add_argument("output_path", metavar="OUTPUT", help="directory for the file, created if missing")
     unsafe = "write pytorch_model.bin, a pickle, instead of model.safetensors"
     parser.add_argument("--unsafe_serialization", action="store_true", help=unsafe)
-    remove = "remove CHECKPOINT when the file is there"
+    remove = "remove CHECKPOINT after the merge"
     parser.add_argument("--remove_checkpoint_dir", action="store_true", help=remove)
-    parser.add_argument("--json", action="store_true", help="answer in JSON")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: Namespace) -> int:

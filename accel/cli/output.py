@@ -1,4 +1,4 @@
-"""Print what commands answer: JSON, tables, tab-separated lines, notes on stderr; and jobs as JSON or in words.
+"""Output of commands: JSON, tables, tab-separated lines, notes on stderr; and jobs as JSON or text.
 
 Names and messages come from programs, hosts and servers, so all text except JSON (ASCII) goes through
 `printable`: no terminal escape reaches the terminal. Only the lines of `accel logs` keep their bytes.
@@ -111,7 +111,7 @@ def _print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     console.print(table)
 
 
-# Jobs as JSON, and in words. `list`, `status`, `wait`, `cancel` and `submit --follow --json` share the shape:
+# Jobs as JSON and as text. `list`, `status`, `wait`, `cancel` and `submit --follow --json` share the shape:
 #
 #     {"id", "name", "target", "kind", "nodes", "created_at", "native_id",
 #      "state", "reason", "exit_code", "attempt", "message", "native_state", "observed_at", "warning"}

@@ -31,25 +31,25 @@ A damaged record is deleted only when its JOB is named."""
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument("jobs", metavar="JOB", nargs="*", help="an id, a unique prefix of one, or @last")
-    parser.add_argument("--older-than", metavar="TIME", type=arguments.duration, help="jobs submitted before: 30d, 2w")
-    parser.add_argument("--keep", metavar="N", type=arguments.count, help="all but the newest N jobs")
-    parser.add_argument("--dry-run", action="store_true", help="print what would be deleted, and delete nothing")
-    parser.add_argument("--json", action="store_true", help="answer in JSON")
+    parser.add_argument("jobs", metavar="JOB", nargs="*", help="job id, unique prefix of an id, or @last")
+    parser.add_argument("--older-than", metavar="TIME", type=arguments.duration, help="delete older jobs: 30d, 2w")
+    parser.add_argument("--keep", metavar="N", type=arguments.count, help="delete all but the newest N jobs")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be deleted, delete nothing")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: Namespace) -> int:
     if not args.jobs and args.older_than is None and args.keep is None:
-        raise UsageError("accel prune", "say which jobs: --older-than TIME, --keep N, or JOB …")
+        raise UsageError("accel prune", "no jobs selected: give --older-than TIME, --keep N, or JOB …")
     if args.jobs and not (args.older_than is None and args.keep is None):
-        raise UsageError("accel prune", "name jobs, or give --older-than and --keep: not both")
+        raise UsageError("accel prune", "JOB contradicts --older-than and --keep: keep one")
     from schedulers.errors import StoreError
     from schedulers.jobs.handle import list_jobs
     from schedulers.jobs.prune import prune
     from schedulers.store.snapshot import prune_snapshots
     from schedulers.store.store import Store
 
-    list_jobs()  # a job that nobody has asked about since it ended still counts as running in its record
+    list_jobs()  # polls: the record of a job that has ended since the last poll still says running
     store = Store.default()
     summary = prune(store, older_than_s=args.older_than, keep=args.keep, ids=args.jobs or None, dry_run=args.dry_run)
     remaining = [job for job in store.records() if job.id not in summary.ids]

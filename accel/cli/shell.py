@@ -31,19 +31,19 @@ _COMMAND = "accel shell"
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument("job", metavar="JOB", help="an id, a unique prefix of one, or @last")
-    parser.add_argument("command", metavar="-- COMMAND", nargs="*", help="what to run there, instead of a shell")
+    parser.add_argument("job", metavar="JOB", help="job id, unique prefix of an id, or @last")
+    parser.add_argument("command", metavar="-- COMMAND", nargs="*", help="command to run instead of a shell")
     group = parser.add_mutually_exclusive_group()
-    group.add_argument("--rank", metavar="N", type=arguments.count, help="where this rank runs (default: rank 0)")
-    group.add_argument("--node", metavar="N", type=arguments.count, help="on this node of the job, counted from 0")
-    parser.add_argument("--json", action="store_true", help="answer in JSON, with what the command printed")
+    group.add_argument("--rank", metavar="N", type=arguments.count, help="on the node of this rank (default: 0)")
+    group.add_argument("--node", metavar="N", type=arguments.count, help="on this node of the job, from 0")
+    parser.add_argument("--json", action="store_true", help="print JSON with the command's output")
     arguments.add_job_arguments(parser)
 
 
 def run(args: Namespace) -> int:
     """Open the shell or run the command. Raises UsageError and the target's errors."""
     if args.json and not args.command:
-        raise UsageError(_COMMAND, "--json is for a command: accel shell JOB --json -- COMMAND")
+        raise UsageError(_COMMAND, "--json needs a command: accel shell JOB --json -- COMMAND")
     job = arguments.find_job(_COMMAND, args.job, args)
     node = _node(job.spec, args.rank, args.node)
     _check_runs(job)
@@ -64,9 +64,7 @@ def _node(spec: JobSpec, rank: int | None, node: int | None) -> int:
     if rank is None:
         return 0
     if spec.max_nodes is not None:
-        raise UsageError(
-            _COMMAND, "--rank: the ranks of a world that may grow stay on no node; say --node N, counted from 0"
-        )
+        raise UsageError(_COMMAND, "--rank: the ranks of an elastic job may change nodes: use --node N, from 0")
     per_node = spec.procs_per_node or spec.resources.gpus or 1
     if not 0 <= rank < per_node * spec.nodes:
         raise UsageError(_COMMAND, f"--rank {rank}: the job has {_range('rank', per_node * spec.nodes)}")

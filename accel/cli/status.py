@@ -22,13 +22,12 @@ EXAMPLES = """\
   accel status 2mxh4k0r7ab --target lab          # submitted by another machine
   accel status 2mxh4k0r7ab --target ssh --hosts gpu01
 
-A job that was found on a target once is known here: by list, logs, wait, cancel and describe too, which take --target
-as well."""
+--target records the job on this machine; list, logs, wait, cancel and describe then find it by its id alone."""
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument("job", metavar="JOB", help="an id, a unique prefix of one, or @last")
-    parser.add_argument("--json", action="store_true", help="answer in JSON")
+    parser.add_argument("job", metavar="JOB", help="job id, unique prefix of an id, or @last")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     arguments.add_job_arguments(parser)
 
 

@@ -2,10 +2,10 @@
 
 stdout holds only the job's id; with --follow, the job's output instead (and the id is on stderr).
 
---json            {"id", "name", "target", "kind", "native_id"}; for a sweep, a list of these --dry-run --json
-the plan: {"target", "kind", "job_id", "files", "actions", "settings", "warnings", "source"}; with =server
-also "refused": a line for each problem that the target reports --follow --json   a line each: the first of
-these, the lines of `accel logs --json`, then that of `accel status --json`
+--json            {"id", "name", "target", "kind", "native_id"}; for a sweep, a list of these
+--dry-run --json  the plan: {"target", "kind", "job_id", "files", "actions", "settings", "warnings", "source"};
+                  with =server also "refused": a line for each problem that the target reports
+--follow --json   a line each: the id as above, `accel logs --json`, `accel status --json`
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from schedulers.jobs.handle import Job
     from schedulers.target import Plan
 
-    from .carried import LaunchDefaults
+    from .launch_defaults import LaunchDefaults
 
 
 USAGE = """accel submit [OPTIONS] SCRIPT [ARGUMENTS]
@@ -43,7 +43,7 @@ EXAMPLES = """\
   accel submit --dry-run --json --no-python nvidia-smi -L
   accel submit --target cluster --nodes 2 --dry-run=server train.py
 
-All that follows the script belongs to the script. --follow exits with the job's exit code (143: cancelled)."""
+Arguments after the script belong to the script. --follow exits with the job's exit code (143: cancelled)."""
 
 DRY_RUN_ID = "dry-run"
 
@@ -60,7 +60,7 @@ def run_argv(argv: Sequence[str], defaults: LaunchDefaults | None = None) -> int
     add_arguments(parser)
     args, program = parser.read_before_script(argv)
     if args.dry_run and args.follow:
-        raise UsageError(parser.prog, "--dry-run runs nothing that --follow could follow: keep one")
+        raise UsageError(parser.prog, "--dry-run and --follow contradict each other: keep one")
     spec = build_spec(args, program, defaults)
     jobs = build_sweep(args, spec)
     if jobs:
@@ -71,7 +71,7 @@ def run_argv(argv: Sequence[str], defaults: LaunchDefaults | None = None) -> int
 
 
 def _show_plan(spec: JobSpec, args: Namespace) -> int:
-    # The two lines of `schedulers.dry_run`, without its module: that of handles on jobs, which a dry run has none of.
+    # The two lines of `schedulers.dry_run`, without importing the module of job handles.
     from schedulers.jobs.submit import prepare
     from schedulers.store.store import Store
 
@@ -88,7 +88,7 @@ def _show_plan(spec: JobSpec, args: Namespace) -> int:
     for line in refused:
         note(line)
     if not refused:
-        note(f"{args.target} would take it")
+        note(f"{args.target} would accept the job")
     return exit_status.ERROR if refused else exit_status.OK
 
 
@@ -98,8 +98,8 @@ def _review(resolved: ResolvedTarget, plan: Plan) -> list[str]:
     if not isinstance(resolved.target, Reviews):
         raise UsageError(
             "accel submit",
-            f"--dry-run=server: a {resolved.kind} target has nobody to ask (kinds that have: {kinds_with('review')}); "
-            "--dry-run asks nobody",
+            f"--dry-run=server is not supported by {resolved.kind} targets (supported by: {kinds_with('review')}): "
+            "use --dry-run",
         )
     with progress():
         return resolved.target.review(plan)
@@ -107,7 +107,7 @@ def _review(resolved: ResolvedTarget, plan: Plan) -> list[str]:
 
 def _show_plans(jobs: Sequence[JobSpec], args: Namespace) -> int:
     if args.dry_run == "server":
-        raise UsageError("accel submit", "--dry-run=server asks about one job; ask about one of the sweep's")
+        raise UsageError("accel submit", "--dry-run=server does not support sweeps: check one job")
     from schedulers import sweeps
 
     plans = sweeps.plans(jobs, args.target, [f"{DRY_RUN_ID}-{number}" for number in range(len(jobs))])
@@ -132,7 +132,7 @@ def _submit_sweep(specs: Sequence[JobSpec], args: Namespace) -> int:
     for job in failed:
         note(f"job {job.id}: {job.record.warning}")
     prefix = f"{len(jobs) - len(failed)} of " if failed else ""
-    note(f"{prefix}{counted(len(jobs), 'job')} submitted to {args.target}; see them: accel list")
+    note(f"{prefix}{counted(len(jobs), 'job')} submitted to {args.target}; list them: accel list")
     return exit_status.ERROR if failed else exit_status.OK
 
 
@@ -146,7 +146,7 @@ def _submit(spec: JobSpec, args: Namespace) -> int:
         print_json(_summary(job), one_line=args.follow)
     elif not args.follow:
         print(job.id)
-    note(f"job {job.id} submitted to {args.target}" + ("" if args.follow else f"; see it: accel logs -f {job.id}"))
+    note(f"job {job.id} submitted to {args.target}" + ("" if args.follow else f"; follow it: accel logs -f {job.id}"))
     sys.stdout.flush()
     return _follow(job, as_json=args.json) if args.follow else exit_status.OK
 
@@ -192,70 +192,70 @@ _TIME: dict[str, Any] = {"type": arguments.duration, "metavar": "TIME"}
 
 
 def add_arguments(parser: Parser) -> None:
-    _add_program(parser.add_argument_group("what to run"))
-    _add_placement(parser.add_argument_group("where, and with what"))
-    _add_sweep(parser.add_argument_group("many jobs at once"))
-    _add_scheduling(parser.add_argument_group("when, and for how long"))
-    _add_output(parser.add_argument_group("how to answer"))
+    _add_program(parser.add_argument_group("program"))
+    _add_placement(parser.add_argument_group("target and resources"))
+    _add_sweep(parser.add_argument_group("sweeps"))
+    _add_scheduling(parser.add_argument_group("time and restarts"))
+    _add_output(parser.add_argument_group("output"))
 
 
 def _add_program(group: Group) -> None:
     entry = group.add_mutually_exclusive_group()
-    entry.add_argument("-m", "--module", action="store_true", help="the word that follows the options is a module")
-    entry.add_argument("--no-python", action="store_true", help="it is a command that is not Python")
-    group.add_argument("--name", help="what people call the job (default: the script's name)")
-    group.add_argument("--code", metavar="DIR", help="the directory that holds the program (default: this one)")
-    setup = "a command that is run once on each node before the ranks, its words as in a shell; repeatable"
+    entry.add_argument("-m", "--module", action="store_true", help="run a Python module, as `python -m`")
+    entry.add_argument("--no-python", action="store_true", help="run a command that is not Python")
+    group.add_argument("--name", help="name of the job (default: the script's name)")
+    group.add_argument("--code", metavar="DIR", help="directory of the code (default: the current one)")
+    setup = "command to run once on each node before the ranks, quoted as in a shell; repeatable"
     group.add_argument("--setup", metavar="COMMAND", type=arguments.command, **_REPEATABLE, help=setup)
-    file = "settings of the launch, from a file that `accel config` writes; --env, --nodes and the like go before it"
+    file = "launch settings, a file that `accel config` writes; flags such as --env and --nodes override it"
     group.add_argument("--config_file", metavar="FILE", help=file)
-    variable = "a variable for the job; without a value, the one it has here; repeatable"
+    variable = "environment variable for the job; without a value, its value here; repeatable"
     group.add_argument("--env", metavar="NAME[=VALUE]", type=arguments.environment, **_REPEATABLE, help=variable)
-    secret = "a variable whose value is read here: env:NAME or file:PATH (kubernetes: secret:NAME/KEY); repeatable"
+    secret = "secret variable, read here from env:NAME or file:PATH (kubernetes: secret:NAME/KEY); repeatable"
     group.add_argument("--secret", metavar="NAME=REFERENCE", type=arguments.secret, **_REPEATABLE, help=secret)
 
 
 def _add_placement(group: Group) -> None:
-    group.add_argument("--target", help="a name in accel.yaml, or a kind of target (default: local)")
-    nodes = "machines (default: 1, or as --hosts, --hostfile or --config_file says); 2:8 for a world that may grow"
+    group.add_argument("--target", help="name in accel.yaml, or a kind of target (default: local)")
+    nodes = "number of nodes (default: from --hosts, --hostfile or --config_file, else 1); 2:8 for an elastic job"
     group.add_argument("--nodes", type=arguments.nodes, metavar="N", help=nodes)
-    group.add_argument("--procs-per-node", **_COUNT, help="processes on each (default: one per GPU, or one)")
-    group.add_argument("--gpus", **_COUNT, help="GPUs on each node (default: 0, or as a --config_file says)")
-    group.add_argument("--cpus", **_COUNT, help="CPU cores on each node")
-    group.add_argument("--memory", metavar="SIZE", type=arguments.memory, help="on each node: 512M, 16G (16 means 16G)")
-    option = "an option of the target, typed as in accel.yaml; repeatable"
-    group.add_argument("--accelerator", metavar="TYPE", help="the type of the GPUs, where the target can choose")
-    group.add_argument("--image", metavar="IMAGE", help="a container image, where the target runs one")
+    group.add_argument("--procs-per-node", **_COUNT, help="processes per node (default: one per GPU, or 1)")
+    group.add_argument("--gpus", **_COUNT, help="GPUs per node (default: from --config_file, else 0)")
+    group.add_argument("--cpus", **_COUNT, help="CPU cores per node")
+    group.add_argument("--memory", metavar="SIZE", type=arguments.memory, help="memory per node: 512M, 16G (16 is 16G)")
+    option = "option of the target, typed as in accel.yaml; repeatable"
+    group.add_argument("--accelerator", metavar="TYPE", help="type of the GPUs, if the target offers several")
+    group.add_argument("--image", metavar="IMAGE", help="container image, if the target runs one")
     group.add_argument("--option", metavar="KEY=VALUE", type=arguments.target_option, **_REPEATABLE, help=option)
-    hosts = "machines of an ssh target: a,b or user@host:port or gpu[01-16], or a pattern of ~/.ssh/config"
+    hosts = "hosts of an ssh target: a,b or user@host:port or gpu[01-16], or a pattern of ~/.ssh/config"
     group.add_argument("--hosts", metavar="LIST", help=hosts)
     group.add_argument(
-        "--hostfile", metavar="FILE", help="a file with a machine a line (Open MPI's, DeepSpeed's syntax)"
+        "--hostfile", metavar="FILE", help="hosts of an ssh target, one per line (Open MPI's or DeepSpeed's syntax)"
     )
-    group.add_argument("--spares", **_COUNT, help="further machines of the ssh target, to replace bad ones")
-    group.add_argument("--interface", metavar="NAME", help="the network interface that machines of it meet on")
-    group.add_argument("--concurrency", **_COUNT, help="jobs that run at once on a machine (local, ssh); others wait")
+    group.add_argument("--spares", **_COUNT, help="spare hosts of an ssh target, to replace bad ones")
+    group.add_argument("--interface", metavar="NAME", help="network interface between the hosts of an ssh target")
+    group.add_argument("--concurrency", **_COUNT, help="jobs that run at once on a machine (local, ssh); others queue")
     group.add_argument("--snapshot", action="store_true", help="run a copy of the code as it is now (local, slurm)")
 
 
 def _add_sweep(group: Group) -> None:
-    axis = "a job for each value: {NAME} in the arguments, or --NAME VALUE after them; repeatable, all combinations"
+    axis = "submit a job per value: {NAME} in the arguments, or --NAME VALUE after them; repeatable, all combinations"
     group.add_argument("--sweep", metavar="NAME=V1,V2", type=arguments.axis, **_REPEATABLE, help=axis)
-    group.add_argument("--array", metavar="FILE", help="the same from a table: CSV, or YAML with points or a grid")
+    group.add_argument("--array", metavar="FILE", help="submit a job per row of a CSV file, or point of a YAML file")
 
 
 def _add_scheduling(group: Group) -> None:
-    group.add_argument("--after", metavar="JOB", **_REPEATABLE, help="start when this job has succeeded; repeatable")
-    group.add_argument("--time-limit", **_TIME, help="for one attempt: 90 (s), 30m, 1h30m")
-    group.add_argument("--grace", **_TIME, default=30.0, help="between SIGTERM and SIGKILL (default: 30s)")
-    restarts = "how often all ranks are started again after a failure (default: 0)"
+    group.add_argument("--after", metavar="JOB", **_REPEATABLE, help="start after this job has succeeded; repeatable")
+    group.add_argument("--time-limit", **_TIME, help="limit of one attempt: 90 (s), 30m, 1h30m (default: none)")
+    group.add_argument("--grace", **_TIME, default=30.0, help="grace period between SIGTERM and SIGKILL (default: 30s)")
+    restarts = "restarts of all ranks after a failure (default: 0)"
     group.add_argument("--max-restarts", **_COUNT, default=0, help=restarts)
 
 
 def _add_output(group: Group) -> None:
     follow = group.add_mutually_exclusive_group()
-    follow.add_argument("--follow", action="store_true", help="print what the job writes and exit with its exit code")
-    follow.add_argument("--detach", action="store_true", help="print the job's id and return (the default)")
-    dry_help = "print what would be done, and do nothing; =server: and ask the target what it would refuse of it"
+    follow.add_argument("--follow", action="store_true", help="follow the logs and exit with the job's exit code")
+    follow.add_argument("--detach", action="store_true", help="print the job's id and return (default)")
+    dry_help = "print the plan without submitting; =server: the target validates it too"
     group.add_argument("--dry-run", nargs="?", const="client", choices=("client", "server"), help=dry_help)
-    group.add_argument("--json", action="store_true", help="answer in JSON")
+    group.add_argument("--json", action="store_true", help="print JSON")

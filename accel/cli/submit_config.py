@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from .argv import UsageError
-from .carried import LaunchDefaults, launch_variables, machines, processes
+from .launch_defaults import LaunchDefaults, launch_variables, machines, processes
 
 if TYPE_CHECKING:
     from accel.settings.precedence import Value
@@ -133,7 +133,7 @@ def _from_arguments(command: str, settings: Mapping[str, Value], values: dict[st
             from accel.errors import nearest
 
             known = sorted({**_SETTINGS, **_OPTIONS, **_CONVERTED})
-            problem = f"not taken over{nearest(str(name), known)} (taken over: {', '.join(known)})"
+            problem = f"not supported{nearest(str(name), known)} (supported: {', '.join(known)})"
             raise UsageError(command, f"{location}: {problem}")
     return options
 
@@ -163,7 +163,7 @@ def _image(settings: Mapping[str, Value], values: Mapping[str, Any]) -> tuple[st
     pins = f"pytorch_version {version}, py_version {values['py_version']}"
     image = f"pytorch:{images.NEWEST} ({images.VERSIONS[images.NEWEST]})"
     remedy = "name packages in requirements.txt, or give image_uri"
-    warning = f"warning: {settings['pytorch_version'].source}: {pins}: not an image that accel runs on; it is {image}"
+    warning = f"warning: {settings['pytorch_version'].source}: {pins}: accel does not run on this image; using {image}"
     return f"pytorch:{images.NEWEST}", [f"{warning}, without Transformers: {remedy}"]
 
 
@@ -175,7 +175,7 @@ def _channels(command: str, path: str | None, value: Value) -> list[dict[str, An
     channels = []
     for location, (name, uri) in _rows(command, path, value):
         if name == "code" or not uri.startswith("s3://"):
-            problem = "accel's own channel: take another name" if name == "code" else f"not an s3:// location: {uri!r}"
+            problem = "accel uses this name: choose another" if name == "code" else f"not an s3:// location: {uri!r}"
             raise UsageError(command, f"{location}: channel {name}: {problem}")
         source = {"s3_data_type": "S3Prefix", "s3_uri": uri, "s3_data_distribution_type": "FullyReplicated"}
         channels.append({"channel_name": name, "data_source": {"s3_data_source": source}})
@@ -206,11 +206,11 @@ def _rows(command: str, path: str | None, value: Value) -> list[tuple[str, tuple
 # A configuration file of `accel launch`: nodes, processes, GPUs, and the launch variables of the rest.
 
 _COMMAND = "accel submit"
-# What only starts on the machine where the command is typed, and the way to do that.
-_ELSEWHERE = {"mpirun_hostfile": "mpirun", "deepspeed_hostfile": "DeepSpeed's own launcher"}
-# What a job has from its target, whatever a file says.
+# Settings that work on this machine only -> the launcher that they are for.
+_LOCAL_LAUNCHERS = {"mpirun_hostfile": "mpirun", "deepspeed_hostfile": "DeepSpeed's own launcher"}
+# Settings that a job's target determines.
 _OF_TARGET = ("gpu_ids", "rdzv_backend", "deepspeed_inclusion_filter", "deepspeed_exclusion_filter")
-# What only `accel launch` does with a pod.
+# Settings of a pod that only `accel launch` uses.
 _OF_POD = ("tpu_use_sudo", "vm")
 
 
@@ -232,9 +232,9 @@ def from_config_file(path: str, script: str = "") -> LaunchDefaults:
         raise UsageError(_COMMAND, problem)
     if options["compute_environment"] != "LOCAL_MACHINE":
         return from_sagemaker_config(_COMMAND, settings, script)
-    for name, platform in _ELSEWHERE.items():
+    for name, platform in _LOCAL_LAUNCHERS.items():
         if options[name]:
-            raise UsageError(_COMMAND, f"{path} is for {platform}: accel launch --config_file {path} SCRIPT starts it")
+            raise UsageError(_COMMAND, f"{path} is for {platform}: use accel launch --config_file {path} SCRIPT")
     low, high = machines(path, options, _COMMAND)
     per_node = processes(path, options, low, _COMMAND)
     return LaunchDefaults(
@@ -267,9 +267,9 @@ def _dropped_settings(settings: Mapping[str, Value]) -> Iterator[str]:
     for name in _OF_TARGET:
         if is_given(name, options) and options[name] != BY_NAME[name].default:
             prefix = f"{settings[name].source}: {BY_NAME[name].file_key} {options[name]}"
-            yield f"{prefix} is left out: which machines and GPUs a job has is for its target to say"
+            yield f"{prefix} is ignored: the target determines a job's machines and GPUs"
     for name in _OF_POD:
         if is_given(name, options) and options[name] != BY_NAME[name].default:
-            yield f"{settings[name].source}: {BY_NAME[name].file_key} is left out: only accel launch has a use for it"
+            yield f"{settings[name].source}: {BY_NAME[name].file_key} is ignored: only accel launch uses it"
     if options["multi_gpu"] and not options["num_processes"]:
-        yield f"{settings['multi_gpu'].source}: num_processes is not said: the job asks for as many GPUs as --gpus says"
+        yield f"{settings['multi_gpu'].source}: num_processes is missing: the job requests the GPUs of --gpus"

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .argv import UsageError
-from .carried import LaunchDefaults
+from .launch_defaults import LaunchDefaults
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -29,11 +29,11 @@ def build_spec(args: Namespace, program: Sequence[str], defaults: LaunchDefaults
         raise UsageError("accel submit", "nothing to run: give a script, -m MODULE, or --no-python COMMAND")
     code, workdir = places(os.getcwd(), args.code, explicit=False)
     if not os.path.isdir(code):
-        raise UsageError("accel submit", f"--code: no directory {code}")
+        raise UsageError("accel submit", f"--code: directory {code} does not exist")
     if entry == "script":
         _check_script(program[0], os.path.join(code, workdir))
     if defaults is None:
-        defaults = _carried(args, program[0] if entry == "script" and args.code is None else "")
+        defaults = _launch_defaults(args, program[0] if entry == "script" and args.code is None else "")
     args.target = _target(args, defaults)
     nodes = _nodes(args, defaults)
     gpus = defaults.gpus if args.gpus is None else args.gpus
@@ -59,7 +59,7 @@ def build_spec(args: Namespace, program: Sequence[str], defaults: LaunchDefaults
     )
 
 
-def _carried(args: Namespace, script: str) -> LaunchDefaults:
+def _launch_defaults(args: Namespace, script: str) -> LaunchDefaults:
     from . import submit_config
     from .output import note
 
@@ -89,7 +89,7 @@ def build_sweep(args: Namespace, spec: JobSpec) -> list[JobSpec]:
     if not args.sweep and args.array is None:
         return []
     if args.sweep and args.array is not None:
-        raise UsageError("accel submit", "--sweep and --array both say which jobs: keep one")
+        raise UsageError("accel submit", "--sweep and --array contradict each other: keep one")
     if args.follow:
         raise UsageError("accel submit", "--follow follows one job; submit the sweep, then accel logs -f JOB")
     from schedulers import sweeps
@@ -103,7 +103,7 @@ def _check_script(script: str, directory: str) -> None:
 
     path = os.path.join(directory, script)
     if not script or "\0" in script or os.path.isfile(path) or os.path.isfile(os.path.join(path, "__main__.py")):
-        return  # JobSpec refuses the first two
+        return  # JobSpec rejects the first two
     problem = "it is a directory without __main__.py" if os.path.isdir(path) else "it does not exist"
     with contextlib.suppress(OSError):
         problem += nearest(os.path.basename(script), os.listdir(os.path.dirname(path)))
@@ -116,14 +116,14 @@ def merge_unique(option: str, pairs: Sequence[tuple[str, Any]]) -> dict[str, Any
     merged: dict[str, Any] = {}
     for key, value in pairs:
         if merged.setdefault(key, value) != value:
-            raise UsageError("accel submit", f"{option} gives {key} twice, with two values: keep one")
+            raise UsageError("accel submit", f"{option} sets {key} twice, to different values: keep one")
     return merged
 
 
 def _nodes(args: Namespace, defaults: LaunchDefaults) -> tuple[int, int | None]:
-    """Return the least and (in a world that may grow) the most nodes.
+    """Return the minimum number of nodes, and the maximum of an elastic job.
 
-    They are those requested, else all machines on the command line but the spares, else the file's.
+    From --nodes, else all machines on the command line except the spares, else from the file.
     """
     if args.nodes is not None:
         return int(args.nodes[0]), args.nodes[1]
@@ -143,7 +143,7 @@ def _machine_count(args: Namespace) -> int:
     from schedulers.hosts.host_list import parse_hosts, read_hostfile
 
     if args.hostfile is None and ("*" in args.hosts or "?" in args.hosts):
-        raise UsageError("accel submit", f"--hosts {args.hosts} is a pattern: say how many of them with --nodes")
+        raise UsageError("accel submit", f"--hosts {args.hosts} is a pattern: give the number of nodes with --nodes")
     try:
         return len(parse_hosts(args.hosts) if args.hostfile is None else read_hostfile(args.hostfile))
     except (ConfigError, SpecError) as error:
@@ -164,7 +164,7 @@ def _spares(args: Namespace) -> tuple[int, str]:
 
 def _host_options(args: Namespace) -> Iterator[tuple[str, Any]]:
     if args.hosts is not None and args.hostfile is not None:
-        raise UsageError("accel submit", "--hosts and --hostfile both say where: keep one")
+        raise UsageError("accel submit", "--hosts and --hostfile contradict each other: keep one")
     if args.hosts is not None:
         yield from (("hosts", args.hosts), ("hostfile", None))
     if args.hostfile is not None:

@@ -37,23 +37,23 @@ COLUMNS = ("NAME", "KIND", "DEFINED IN", "OPTIONS")
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument("check", nargs="*", metavar="check NAME", help="examine the machines of this target")
-    option = "with check: an option of the target, typed as in accel.yaml; repeatable"
+    parser.add_argument("check", nargs="*", metavar="check NAME", help="check the machines of this target")
+    option = "with check: option of the target, typed as in accel.yaml; repeatable"
     parser.add_argument(
         "--option", metavar="KEY=VALUE", type=arguments.target_option, action="append", default=[], help=option
     )
-    parser.add_argument("--hosts", metavar="LIST", help="with check: these machines, as for submit")
-    parser.add_argument("--hostfile", metavar="FILE", help="with check: the machines in this file")
-    gpus = "with check: GPUs that each machine must have"
+    parser.add_argument("--hosts", metavar="LIST", help="with check: hosts of an ssh target, as for submit")
+    parser.add_argument("--hostfile", metavar="FILE", help="with check: file with the hosts, one per line")
+    gpus = "with check: GPUs required on each machine"
     parser.add_argument("--gpus", metavar="N", type=arguments.count, help=gpus)
-    parser.add_argument("--json", action="store_true", help="answer in JSON")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: Namespace) -> int:
     if args.check:
         return _check(args)
     if args.option or args.hosts or args.hostfile or args.gpus is not None:
-        raise UsageError("accel targets", "--option, --hosts, --hostfile and --gpus go with check NAME")
+        raise UsageError("accel targets", "--option, --hosts, --hostfile and --gpus need check NAME")
     from schedulers.config.named_targets import known_targets, skipped_files
     from schedulers.target import refused_entry_points
 
@@ -82,9 +82,9 @@ def _check(args: Namespace) -> int:
 
     verb, *names = args.check
     if verb != "check":
-        raise UsageError("accel targets", f"unknown action {verb!r}{nearest(verb, ['check'])} (there is: check NAME)")
+        raise UsageError("accel targets", f"unknown action {verb!r}{nearest(verb, ['check'])} (supported: check NAME)")
     if not names:
-        raise UsageError(_CHECK, f"which target? {_CHECK} NAME")
+        raise UsageError(_CHECK, f"no target given: {_CHECK} NAME")
     if len(names) > 1:
         raise UsageError(_CHECK, f"one target at a time, not {' '.join(names)!r}")
     try:

@@ -3,7 +3,7 @@
 stdout has a line for every check: `ok` or `FAILED`, its name, the number of processes. The exit code is 0 if
 all passed, else 1 (for a target, that of the job). The last line on stderr reports success or names the check
 that failed. Tests the configuration file that `accel launch` would read; without one, 1, 2 and 4 processes,
-the last once more with sharded models (FSDP).
+the last also with sharded models (FSDP).
 
 --json  a line each: {"check", "processes", "ok", "seconds"}; a failed one has "process" and "message" too
 """
@@ -38,8 +38,8 @@ EXAMPLES = """\
   accel test --config_file accelerate.yaml
   accel test --target cluster --num_processes 4
 
-Without --num_processes it runs on as many as the configuration file says, where there is one; else on 1, 2 and 4,
-and on 4 once more with sharded models (FSDP): on GPUs if there are as many, else on the CPU."""
+Without --num_processes, the configuration file's number is tested. Without one there, 1, 2 and 4 processes are tested,
+and 4 again with sharded models (FSDP): on GPUs if there are enough, else on the CPU."""
 
 _COMMAND = "accel test"
 _COUNTS = (1, 2, 4)
@@ -47,19 +47,19 @@ _MODULE = "accel.sanity"
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument("--num_processes", metavar="N", type=arguments.count, help="only on N processes")
-    parser.add_argument("--cpu", action="store_true", help="on the CPU even where there is a GPU")
-    file = "with the settings of this file (default: the one that `accel config` writes, if it is there)"
+    parser.add_argument("--num_processes", metavar="N", type=arguments.count, help="test with N processes only")
+    parser.add_argument("--cpu", action="store_true", help="test on the CPU even if there are GPUs")
+    file = "settings to test (default: the file that `accel config` writes, if it exists)"
     parser.add_argument("--config_file", metavar="FILE", help=file)
-    parser.add_argument("--target", metavar="NAME", help="as a job there; N then counts the processes of its node")
-    parser.add_argument("--json", action="store_true", help="answer in JSON, a line for every check")
+    parser.add_argument("--target", metavar="NAME", help="test as a job on this target; N is then per node")
+    parser.add_argument("--json", action="store_true", help="print a JSON line per check")
 
 
 def run(args: Namespace) -> int:
     if args.num_processes == 0:
         raise UsageError(_COMMAND, "--num_processes 0: a whole number from 1 on")
     if args.target is not None:
-        return _run_there(args)
+        return _run_on_target(args)
     if not torch_is_installed(_COMMAND):
         return exit_status.ERROR
     path = _file(args)
@@ -67,7 +67,7 @@ def run(args: Namespace) -> int:
         code = _run_here(flags, as_json=args.json)
         if code != exit_status.OK:
             return code
-    note(f"test: all went well{f' with the settings of {path}' if path else ''}: training works here")
+    note(f"test: all checks passed{f' with the settings of {path}' if path else ''}: training works on this machine")
     return exit_status.OK
 
 
@@ -95,7 +95,7 @@ def launches(args: Namespace, path: str | None) -> list[list[str]]:
     if settings["num_processes"].layer == "file":
         return [flags]
     switches = [name for name in BACKEND_SWITCHES if settings[name].value]
-    gpus = None if switches else find().count  # said, else a CPU does for want of GPUs
+    gpus = None if switches else find().count  # None: the device is set. Else the CPU replaces missing GPUs
 
     def flags_for(count: int) -> list[str]:
         return [*flags, f"--num_processes={count}", *(["--cpu"] if gpus is not None and count > gpus else [])]
@@ -139,7 +139,7 @@ def _run_here(flags: Sequence[str], *, as_json: bool) -> int:
         note(f"test: {failed['check']!r} failed: {detail}")
         return exit_status.ERROR
     if code == exit_status.USAGE and last is None:
-        return code  # it was refused, and has said why
+        return code  # rejected: the launcher has reported the reason
     if code != exit_status.OK:
         note(f"test: `{shlex.join(['accel', 'launch', *flags])}` ended with code {code} after {last or 'the start'!r}")
         return exit_status.ERROR
@@ -163,7 +163,7 @@ def _show(result: dict[str, Any], *, as_json: bool) -> None:
     sys.stdout.flush()
 
 
-def _run_there(args: Namespace) -> int:
+def _run_on_target(args: Namespace) -> int:
     from . import submit
 
     if args.config_file is not None:
@@ -177,5 +177,5 @@ def _run_there(args: Namespace) -> int:
     if code not in (exit_status.OK, exit_status.INTERRUPTED):
         note(f"test: failed on {args.target}; the line that begins with FAILED names the check")
     if code == exit_status.OK:
-        note(f"test: all went well: training works on {args.target}")
+        note(f"test: all checks passed: training works on {args.target}")
     return code

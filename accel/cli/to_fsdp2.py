@@ -1,4 +1,4 @@
-"""`accel to-fsdp2`: rewrite a configuration file for FSDP2.
+"""`accel to-fsdp2`: convert a configuration file to FSDP2.
 
 stdout has the path of the written file; stderr has a line for each setting that FSDP2 does not have.
 
@@ -24,7 +24,7 @@ EXAMPLES = """\
   accel to-fsdp2 --config_file fsdp.yaml --output_file fsdp2.yaml
   accel to-fsdp2 --config_file fsdp.yaml --overwrite"""
 
-# Whether weights are let go of again after the forward, by the names that the first FSDP has for it.
+# FSDP 1's strategies -> True if parameters are resharded after the forward pass.
 _RESHARDS = {
     "FULL_SHARD": True,
     "SHARD_GRAD_OP": False,
@@ -36,10 +36,10 @@ _RESHARDS = {
     "false": False,
 }
 _REMOVED_KEYS = {
-    "fsdp_backward_prefetch": "weights are always fetched ahead in the backward",
+    "fsdp_backward_prefetch": "FSDP2 always prefetches in the backward pass",
     "fsdp_forward_prefetch": "FSDP2 has no such setting yet",
-    "fsdp_sync_module_states": "weights are always those of the first process",
-    "fsdp_use_orig_params": "parameters are always the model's own",
+    "fsdp_sync_module_states": "FSDP2 always uses the weights of rank 0",
+    "fsdp_use_orig_params": "FSDP2 always keeps the original parameters",
 }
 _COMMAND = "accel to-fsdp2"
 _SECTION = "fsdp_config"
@@ -47,19 +47,19 @@ _STRATEGY, _RESHARD = "fsdp_sharding_strategy", "fsdp_reshard_after_forward"
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument("--config_file", metavar="FILE", required=True, help="the file to rewrite, YAML or JSON")
-    parser.add_argument("--output_file", metavar="FILE", help="where to write (--overwrite alone: the same file)")
-    parser.add_argument("--overwrite", action="store_true", help="replace the output file if it is there")
-    parser.add_argument("--json", action="store_true", help="answer in JSON")
+    parser.add_argument("--config_file", metavar="FILE", required=True, help="file to convert, YAML or JSON")
+    parser.add_argument("--output_file", metavar="FILE", help="file to write (--overwrite alone: the same file)")
+    parser.add_argument("--overwrite", action="store_true", help="replace the output file if it exists")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: Namespace) -> int:
     output = args.output_file or (args.config_file if args.overwrite else None)
     if output is None:
-        raise UsageError(_COMMAND, "say where to write: --output_file FILE, or --overwrite for the same file")
+        raise UsageError(_COMMAND, "no output file: give --output_file FILE, or --overwrite to replace the input")
     file = read_file(_COMMAND, args.config_file)
     if not args.overwrite and os.path.exists(output):
-        raise UsageError(_COMMAND, f"--output_file: {output} is there already; --overwrite replaces it")
+        raise UsageError(_COMMAND, f"--output_file: {output} already exists: --overwrite replaces it")
     document, dropped = converted(file)
     atomic_write.write(_COMMAND, [(output, _text(output, document))])
     if args.json:
@@ -67,7 +67,7 @@ def run(args: Namespace) -> int:
         print_json({"file": output, "settings": document[_SECTION], "dropped": reasons})
     else:
         for name, reason in dropped.items():
-            note(f"to-fsdp2: {name} is left out: {reason}")
+            note(f"to-fsdp2: {name} is dropped: {reason}")
         print(output)
     return exit_status.OK
 
@@ -78,7 +78,7 @@ def converted(file: Configuration) -> tuple[dict[str, Any], dict[str, str]]:
 
     fsdp = file.document.get(_SECTION)
     if not fsdp:
-        raise UsageError(_COMMAND, f"{file.path} has no {_SECTION}: there is nothing to rewrite")
+        raise UsageError(_COMMAND, f"{file.path} has no {_SECTION}: nothing to convert")
     values = {name: entry.value for name, entry in file.entries.items()}
     if values.get("fsdp_version") == "2":
         raise UsageError(_COMMAND, f"{file.path} is for FSDP2 already (fsdp_version: 2)")
@@ -90,13 +90,13 @@ def converted(file: Configuration) -> tuple[dict[str, Any], dict[str, str]]:
         if name in _REMOVED_KEYS:
             dropped[name] = _REMOVED_KEYS[name]
         elif name in (_STRATEGY, _RESHARD):
-            # The strategy says it in the first FSDP; where it is not given, so may what is the second's already.
+            # FSDP 1 has a strategy here; without one, the key may already hold FSDP2's value.
             fsdp2[_RESHARD] = _RESHARDS.get(str(values.get(_STRATEGY) or values.get(_RESHARD)))
         else:
             fsdp2[name] = value
     strategy = values.get(_STRATEGY, "")
     if strategy.startswith(("HYBRID", "NO_SHARD")):
-        dropped[_STRATEGY] = f"{strategy} is a mesh of devices now: set parallelism_config too"
+        dropped[_STRATEGY] = f"{strategy} is a device mesh in FSDP2: set parallelism_config too"
     return {**file.document, _SECTION: {**fsdp2, "fsdp_version": 2}}, dropped
 
 

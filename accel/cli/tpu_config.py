@@ -28,27 +28,27 @@ EXAMPLES = """\
   accel tpu-config --command_file setup.sh --debug"""
 
 GCLOUD = ("gcloud", "compute", "tpus", "tpu-vm")
-_NAME = "accel tpu-config"
-_FIRST = "cd /usr/share"  # where all users of a worker may read, as Accelerate has it
+_COMMAND = "accel tpu-config"
+_FIRST = "cd /usr/share"  # readable by all users of a worker, as in Accelerate
 _DEV = "git+https://github.com/huggingface/accelerate.git"
 _VERSION = re.compile(r"\d+(\.\d+)*((a|b|rc|\.dev|\.post)\d+)*", re.ASCII)
 
 
 def add_arguments(parser: Parser) -> None:
-    group = parser.add_argument_group("which TPU")
-    group.add_argument("--config_file", metavar="FILE", help="where what is not given stands (default: the one in use)")
-    name_help = "its name, or that of a tpu target, whose transport is then used (default: of the configuration file)"
+    group = parser.add_argument_group("TPU")
+    group.add_argument("--config_file", metavar="FILE", help="file with missing values (default: the one in use)")
+    name_help = "name of a TPU VM, or of a tpu target to connect as (default: from the configuration file)"
     group.add_argument("--tpu_name", metavar="NAME", help=name_help)
-    group.add_argument("--tpu_zone", metavar="ZONE", help="its zone (default: of the configuration file)")
+    group.add_argument("--tpu_zone", metavar="ZONE", help="zone of the TPU VM (default: from the configuration file)")
     group.add_argument("--use_alpha", action="store_true", help="run `gcloud alpha` instead of `gcloud`")
-    group = parser.add_argument_group("what to run")
-    line = "commands, each one word in quotes; repeatable"
+    group = parser.add_argument_group("commands")
+    line = "commands to run, each in quotes; repeatable"
     group.add_argument("--command", metavar="COMMAND", nargs="+", action="extend", help=line)
-    group.add_argument("--command_file", metavar="FILE", help="a file with a command a line")
-    group.add_argument("--install_accelerate", action="store_true", help="first: pip install accelerate")
-    version = "of Accelerate: latest, dev or a number (default: latest)"
+    group.add_argument("--command_file", metavar="FILE", help="file with one command per line")
+    group.add_argument("--install_accelerate", action="store_true", help="run pip install accelerate first")
+    version = "version of Accelerate: latest, dev or a number (default: latest)"
     group.add_argument("--accelerate_version", metavar="VERSION", default="latest", help=version)
-    group.add_argument("--debug", action="store_true", help="show what would be run, and run nothing")
+    group.add_argument("--debug", action="store_true", help="print what would be run, run nothing")
 
 
 def run(args: Namespace) -> int:
@@ -113,21 +113,21 @@ def _settings(args: Namespace) -> tuple[str, str | None, list[str]]:
     from .launch_file import active_path, default_path, read_file
 
     if args.command and args.command_file:
-        raise UsageError(_NAME, "--command and --command_file both say what to run: keep one")
+        raise UsageError(_COMMAND, "--command and --command_file contradict each other: keep one")
     path = active_path(args.config_file)
-    entries = {} if path is None else read_file(_NAME, path).entries
+    entries = {} if path is None else read_file(_COMMAND, path).entries
     settings: dict[str, Any] = {key: entry.value for key, entry in entries.items()}
     name = args.tpu_name or settings.get("tpu_name", "")
     zone = args.tpu_zone or settings.get("tpu_zone", "")
-    if args.tpu_name and not args.tpu_zone and is_target(_NAME, name):
+    if args.tpu_name and not args.tpu_zone and is_target(_COMMAND, name):
         zone = None
     for flag, value in (("--tpu_name", name), ("--tpu_zone", zone)):
         if value is None:
             continue
         if not value:
-            raise UsageError(_NAME, f"which TPU? give {flag}, or write {flag[2:]}: in {path or default_path()}")
+            raise UsageError(_COMMAND, f"no TPU given: give {flag}, or set {flag[2:]}: in {path or default_path()}")
         if value.startswith("-"):
-            raise UsageError(_NAME, f"{flag} {value!r} is no name that Google Cloud gives")
+            raise UsageError(_COMMAND, f"{flag} {value!r} is not a valid name of Google Cloud")
     commands = args.command
     if not commands:
         file = args.command_file or settings.get("command_file")
@@ -135,7 +135,7 @@ def _settings(args: Namespace) -> tuple[str, str | None, list[str]]:
     commands = [command for command in commands or [] if command.strip()]
     if not commands:
         problem = "--command holds no command" if args.command else "give --command or --command_file"
-        raise UsageError(_NAME, f"nothing to run: {problem}")
+        raise UsageError(_COMMAND, f"nothing to run: {problem}")
     return name, zone, commands
 
 
@@ -145,10 +145,10 @@ def _lines(file: str) -> list[str]:
             lines = [line.strip() for line in stream]
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
-        raise UsageError(_NAME, f"--command_file: cannot read {file}: {reason}") from None
+        raise UsageError(_COMMAND, f"--command_file: cannot read {file}: {reason}") from None
     commands = [line for line in lines if line and not line.startswith("#")]
     if not commands:
-        raise UsageError(_NAME, f"--command_file: {file} holds no command")
+        raise UsageError(_COMMAND, f"--command_file: {file} holds no command")
     return commands
 
 
@@ -158,5 +158,5 @@ def _install(version: str) -> str:
     if version == "dev":
         return f"pip install {_DEV}"
     if not _VERSION.fullmatch(version):
-        raise UsageError(_NAME, f"--accelerate_version {version!r}: latest, dev or a number such as 1.15.0")
+        raise UsageError(_COMMAND, f"--accelerate_version {version!r}: latest, dev or a number such as 1.15.0")
     return f"pip install accelerate=={version}"

@@ -25,14 +25,14 @@ EXAMPLES = """\
   accel wait @last && echo trained
   accel wait --timeout 30m 1k2m 1k2n
 
-Exits with the first job's code that is not 0: that of its first failing rank, 143 when it was cancelled,
-124 when --timeout ran out before it ended."""
+Exits with the exit code of the first job that did not succeed: that of its first failing rank, 143 if it was
+cancelled, 124 if --timeout expired before it ended."""
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument("jobs", metavar="JOB", nargs="+", help="an id, a unique prefix of one, or @last")
+    parser.add_argument("jobs", metavar="JOB", nargs="+", help="job id, unique prefix of an id, or @last")
     parser.add_argument("--timeout", metavar="TIME", type=arguments.duration, help="stop waiting after 90 (s), 30m, 2h")
-    parser.add_argument("--json", action="store_true", help="answer in JSON")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     arguments.add_job_arguments(parser)
 
 

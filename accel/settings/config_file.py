@@ -30,7 +30,7 @@ _RENAMED = {
     ("deepspeed_config", "gradient_accumulation_steps"): ("", "gradient_accumulation_steps"),
     ("tp_config", "tp_size"): ("parallelism_config", "parallelism_config_tp_size"),
 }
-# What older versions wrote and nothing reads any more.
+# Keys of older versions that nothing reads any more.
 _REMOVED_KEYS = {("", "ipex_config"), ("", "use_xpu"), ("mpirun_config", "mpirun_ccl"), ("", "use_mps_device")}
 _OLD_VALUES: dict[str, dict[object, str]] = {
     "mixed_precision": {True: "fp16"},
@@ -40,7 +40,7 @@ _OLD_VALUES: dict[str, dict[object, str]] = {
     "deepspeed_config_file": {"none": ""},
 }
 _NOT_GIVEN: tuple[object, ...] = (None, "", [], {})
-# What Accelerate writes into every file, said or not.
+# Keys that Accelerate writes into every file.
 _ALWAYS: dict[str, Any] = {
     "compute_environment": "LOCAL_MACHINE", "debug": False, "distributed_type": "NO", "downcast_bf16": "no",
     "enable_cpu_affinity": False, "machine_rank": 0, "main_training_function": "main", "mixed_precision": "no",
@@ -54,7 +54,7 @@ _ALWAYS_ON_SAGEMAKER: dict[str, Any] = {
     "transformers_version": "4.17.0", "use_cpu": False,
 }  # fmt: skip
 
-UNSAID_PROCESSES = -1  # a file that leaves the number of processes to the command line
+UNSET_PROCESSES = -1  # a file that leaves the number of processes to the command line
 
 
 class BadEntry(ValueError):
@@ -88,7 +88,7 @@ def to_document(values: Mapping[str, Any]) -> dict[str, Any]:
     on_sagemaker = values.get("compute_environment") == "AMAZON_SAGEMAKER"
     document = dict(_ALWAYS_ON_SAGEMAKER if on_sagemaker else _ALWAYS)
     if values.get("deepspeed_config_file") is not None and values.get("mixed_precision") is None:
-        del document["mixed_precision"]  # DeepSpeed's own configuration says it
+        del document["mixed_precision"]  # DeepSpeed's own configuration sets it
     for section, settings in _SECTIONS.items():
         fields = {key: _plain(s, values[s.name]) for key, s in settings.items() if values.get(s.name) is not None}
         if section == "dynamo_config" and values.get("dynamo_backend") in (None, "no"):
@@ -126,8 +126,8 @@ def _read_key(section: str, key: Any, value: Any, keys: tuple[str, ...], entries
     if value in _NOT_GIVEN:
         return
     try:
-        unspecified = setting.name == "num_processes" and value == UNSAID_PROCESSES
-        parsed = UNSAID_PROCESSES if unspecified else read(setting, value)
+        unspecified = setting.name == "num_processes" and value == UNSET_PROCESSES
+        parsed = UNSET_PROCESSES if unspecified else read(setting, value)
     except BadValue as error:
         raise BadEntry(keys, f"{key}: {error}") from None
     entry = entries.setdefault(setting.name, Entry(parsed, keys))

@@ -14,7 +14,7 @@ from .setting import Group, Setting
 Options = Mapping[str, Any]
 
 BACKEND_SWITCHES = ("cpu", "multi_gpu", "tpu", "use_deepspeed", "use_fsdp", "use_megatron_lm")
-# Both given is a contradiction, whatever their values; if one is said in a file and the other by a flag, the flag wins.
+# Giving both is a contradiction, whatever the values. Between a file and a flag, the flag wins.
 PAIRS = (
     ("module", "no_python"),
     ("tpu", "gpu_ids"),
@@ -92,7 +92,7 @@ def _precision(options: Options, label: Callable[[str], str]) -> Iterator[str]:
 def _port(options: Options, label: Callable[[str], str]) -> Iterator[str]:
     port = options["main_process_port"] or 0
     if port > 65535:
-        yield f"{label('main_process_port')}: ports end at 65535"
+        yield f"{label('main_process_port')}: the highest port is 65535"
 
 
 _GPU = re.compile(r"\d+(\.\d+)?|(GPU|MIG)-[\w/-]+", re.ASCII)
@@ -100,7 +100,7 @@ _GPU = re.compile(r"\d+(\.\d+)?|(GPU|MIG)-[\w/-]+", re.ASCII)
 
 def _gpus(options: Options, label: Callable[[str], str]) -> Iterator[str]:
     if is_given("gpu_ids", options) and not all(_GPU.fullmatch(gpu.strip()) for gpu in options["gpu_ids"].split(",")):
-        yield f"{label('gpu_ids')}: they are numbers, or names such as GPU-8932f937, with commas between them"
+        yield f"{label('gpu_ids')}: expects numbers or UUIDs such as GPU-8932f937, separated by commas"
 
 
 _SIZES = tuple(f"parallelism_config_{name}_size" for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp"))
@@ -111,7 +111,7 @@ def _sizes(options: Options, label: Callable[[str], str]) -> Iterator[str]:
         return
     names = [name for name in _SIZES if options[name] > 1]
     product = math.prod(options[name] for name in names)
-    # What nobody has said the shards of a replica to be is what the other sizes leave.
+    # Without dp_shard_size, the shards of a replica are what the other sizes leave.
     rest = options["num_processes"] // product if "parallelism_config_dp_shard_size" not in names else 1
     if names and product * rest != options["num_processes"]:
         sizes = " times ".join(label(name) for name in names)
@@ -124,7 +124,7 @@ def _fsdp(options: Options, label: Callable[[str], str]) -> Iterator[str]:
     if options["fsdp_cpu_ram_efficient_loading"] and not options["fsdp_sync_module_states"]:
         yield (
             f"{label('fsdp_cpu_ram_efficient_loading')} and {label('fsdp_sync_module_states')} contradict each other: "
-            "ranks that have not read the weights must be sent them"
+            "ranks that have not read the weights must receive them"
         )
     if options["fsdp_activation_checkpointing_offload"]:
         if not options["fsdp_activation_checkpointing"]:
@@ -165,4 +165,4 @@ def _variables(options: Options, label: Callable[[str], str]) -> Iterator[str]:
     for pair in options["env"] or []:
         name, equals, _ = pair.partition("=")
         if not (name and equals):
-            yield f"--env {pair}: a variable for the hosts is NAME=VALUE"
+            yield f"--env {pair}: expects NAME=VALUE"

@@ -8,10 +8,10 @@ from typing import Any
 from . import GROUPS
 from .setting import Group, Setting, env_text
 
-# Settings whose variables the launcher works out itself: they depend on the machine, not on the setting alone.
-_ELSEWHERE = {"cpu", "gpu_ids", "main_process_ip", "main_process_port", "num_cpu_threads_per_process", "rdzv_id",
+# Settings whose variables the launcher computes: they depend on the machine too.
+_COMPUTED = {"cpu", "gpu_ids", "main_process_ip", "main_process_port", "num_cpu_threads_per_process", "rdzv_id",
               "role", "max_restarts", "compat"}  # fmt: skip
-_NOT_WORKERS = {"Amazon SageMaker"}
+_NOT_EXPORTED = {"Amazon SageMaker"}
 
 
 def variables(options: Mapping[str, Any]) -> dict[str, str]:
@@ -21,11 +21,11 @@ def variables(options: Mapping[str, Any]) -> dict[str, str]:
     """
     env: dict[str, str] = {}
     for group in GROUPS:
-        if group.title not in _NOT_WORKERS and is_on(group, options):
+        if group.title not in _NOT_EXPORTED and is_on(group, options):
             for setting in group.settings:
-                if setting.env and setting.name not in _ELSEWHERE and _is_exported(setting, options):
+                if setting.env and setting.name not in _COMPUTED and _is_exported(setting, options):
                     env |= _variable(setting, options[setting.name])
-    return env | _of_tpu(options) | _of_deepspeed(options)
+    return env | _tpu_variables(options) | _deepspeed_variables(options)
 
 
 def is_on(group: Group, options: Mapping[str, Any]) -> bool:
@@ -57,13 +57,13 @@ def _variable(setting: Setting, value: Any) -> dict[str, str]:
     return {setting.env: env_text(setting, value)}
 
 
-def _of_tpu(options: Mapping[str, Any]) -> dict[str, str]:
+def _tpu_variables(options: Mapping[str, Any]) -> dict[str, str]:
     if not options["tpu"] or options["mixed_precision"] != "bf16" or options["downcast_bf16"]:
         return {}
     return {"XLA_USE_BF16": "1"}
 
 
-def _of_deepspeed(options: Mapping[str, Any]) -> dict[str, str]:
+def _deepspeed_variables(options: Mapping[str, Any]) -> dict[str, str]:
     """Return the names of DeepSpeed settings given in a file, which must agree with DeepSpeed's own configuration."""
     if not options["use_deepspeed"]:
         return {}

@@ -6,16 +6,16 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from . import BY_NAME, GROUPS
-from .config_file import UNSAID_PROCESSES, Entry
+from .config_file import UNSET_PROCESSES, Entry
 from .contradictions import BACKEND_SWITCHES, PAIRS, is_given
 from .env_variables import is_on
 from .setting import BadValue, read
 
 _READ = ("ACCELERATE_", "FSDP_", "MEGATRON_LM_", "PARALLELISM_CONFIG_")
-_WAY_OF = {"MULTI_CPU": "cpu", "DEEPSPEED": "use_deepspeed", "FSDP": "use_fsdp", "XLA": "tpu",
+_SWITCH_OF_TYPE = {"MULTI_CPU": "cpu", "DEEPSPEED": "use_deepspeed", "FSDP": "use_fsdp", "XLA": "tpu",
            "MEGATRON_LM": "use_megatron_lm"}  # fmt: skip
 _ORDER = ("default", "file", "scheduler", "environment", "flag")
-# A scheduler that has placed this process knows these better than a file that was written before.
+# A scheduler that has placed this process overrides these settings of a file.
 _OF_SCHEDULER = ("num_machines", "machine_rank", "main_process_ip", "main_process_port")
 
 
@@ -50,7 +50,7 @@ def resolve(
 ) -> dict[str, Value]:
     """Return every setting with its value and source.
 
-    flags: only what the command line gives.
+    flags:  the values on the command line.
     locate: returns file and line of an `Entry` of `file`.
 
     Raises BadValue for an environment variable with an invalid value; the message names the variable.
@@ -67,7 +67,7 @@ def resolve(
                 settings[name] = Value(value, nodes.source, "scheduler")
     settings |= overrides
     _drop_overruled(settings)
-    _refuse_bad(errors, settings)
+    _reject_invalid(errors, settings)
     return settings
 
 
@@ -83,7 +83,7 @@ def _drop_overruled(settings: dict[str, Value]) -> None:
             settings[lower] = Value(BY_NAME[lower].default)
 
 
-def _refuse_bad(errors: Mapping[str, str], settings: Mapping[str, Value]) -> None:
+def _reject_invalid(errors: Mapping[str, str], settings: Mapping[str, Value]) -> None:
     """Raise BadValue for an invalid variable, unless its group is off: then it belongs to another program."""
     options = {name: value.value for name, value in settings.items()}
     for group in GROUPS:
@@ -93,7 +93,7 @@ def _refuse_bad(errors: Mapping[str, str], settings: Mapping[str, Value]) -> Non
 
 
 def overridden(settings: Mapping[str, Value], env: Mapping[str, str]) -> dict[str, str]:
-    """Return variables for ways of training that a flag has overruled, set to false: workers must not inherit them."""
+    """Return variables of training strategies that a flag overrules, set to false: workers must not inherit them."""
     names = {BY_NAME[name].env: settings[name].value for name in BACKEND_SWITCHES if BY_NAME[name].env}
     return {name: "false" for name, value in names.items() if name in env and value is False and _is_true(env[name])}
 
@@ -132,12 +132,12 @@ def _from_file(
     kind = values.get("distributed_type", Value("NO"))
     if has_switch or kind.value in ("DEEPSPEED", "MEGATRON_LM", "XLA"):
         values.pop("cpu", None)
-    switch = _WAY_OF.get(kind.value, "multi_gpu" if str(kind.value).startswith("MULTI_") else "")
+    switch = _SWITCH_OF_TYPE.get(kind.value, "multi_gpu" if str(kind.value).startswith("MULTI_") else "")
     if switch and not has_switch:
         values[switch] = Value(True, kind.source, "file")
     if not has_switch:
         _turn_on(values)
-    if values.get("num_processes", Value(None)).value == UNSAID_PROCESSES:
+    if values.get("num_processes", Value(None)).value == UNSET_PROCESSES:
         del values["num_processes"]
     return _on_nodes(values, nodes)
 

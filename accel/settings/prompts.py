@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from . import BY_NAME
 from .setting import Setting, read, switch
 
-# A question: what it asks for, when it is open, what it offers; and conditions on earlier answers.
+# A question: its setting, default and choices; and conditions on earlier answers.
 
 Answers = Mapping[str, Any]
 Condition = Callable[[Answers], bool]
@@ -74,8 +74,8 @@ class Question(NamedTuple):
             return self.default(answers, machine)
         return None if self.options else self.setting.default
 
-    def understood(self, raw: object) -> Any:
-        """Return the answer in `raw`. Raises BadValue."""
+    def parse(self, raw: object) -> Any:
+        """Return the answer that `raw` means. Raises BadValue."""
         if self.may_be_empty and raw in ("", None, []):
             return None
         if not self.options:
@@ -84,7 +84,7 @@ class Question(NamedTuple):
 
 
 def ask(name: str, text: str, when: Condition, **fields: Any) -> Question:
-    """Make a question; `offer` is a constant default."""
+    """Return a question; `offer` is a constant default."""
     if "offer" in fields:
         value = fields.pop("offer")
         fields["default"] = lambda answers, machine: value
@@ -106,12 +106,12 @@ def at_least(name: str, minimum: int) -> Condition:
     return lambda answers: int(answers.get(name) or 0) >= minimum
 
 
-# Questions about a place where jobs run. An answer is an option of the target in `accel.yaml`.
+# Questions about a target. An answer is an option of its entry in `accel.yaml`.
 
 KINDS = ("ssh", "slurm", "kubernetes", "sagemaker", "tpu")
 _FILES = (
-    ("project", "the project's accel.yaml, which others who check it out have too"),
-    ("user", "your own, for all projects"),
+    ("project", "the project's accel.yaml, shared with all who check it out"),
+    ("user", "your own accel.yaml, for all projects"),
 )
 _WORKLOADS = (
     ("pytorchjob", "a PyTorchJob (Kubeflow's training operator)"),
@@ -121,10 +121,10 @@ _WORKLOADS = (
 )
 _TRANSPORTS = (
     ("ssh", "SSH, with the keys of ~/.ssh"),
-    ("gcloud", "as gcloud does it, with its own keys and OS Login"),
+    ("gcloud", "gcloud's SSH, with its own keys and OS Login"),
 )
 _RUNTIMES = (
-    ("torch_tpu", "torch_tpu: a rank a chip"),
+    ("torch_tpu", "torch_tpu: one rank per chip"),
     ("torch_xla", "torch_xla, which calls a function of the script on every core"),
 )
 _CONTAINERS = (
@@ -188,12 +188,12 @@ _SLICE = both(answer_is("place", "tpu"), answer_is("tpu_submit", True))
 _CREATED = both(_SLICE, answer_is("slice_name", None))
 
 TARGET_QUESTIONS: tuple[Question, ...] = (
-    ask("tpu_submit", "Are jobs to be submitted to it (accel submit)?", answer_is("place", "tpu"),
+    ask("tpu_submit", "Submit jobs to it (accel submit)?", answer_is("place", "tpu"),
         own=switch("tpu_submit", "submit jobs to a slice")),
-    ask("target", "What is the target to be called (accel submit --target NAME)?", _target,
+    ask("target", "The target's name (accel submit --target NAME)?", _target,
         own=Setting("target", "a name"), default=lambda answers, machine: answers["place"]),
     _option("ssh", "hosts", "Which machines: a,b or user@host:port or gpu[01-16] (empty: those of a hostfile)?"),
-    _option("ssh", "hostfile", "The hostfile, a machine a line?", when=answer_is("ssh_hosts", None),
+    _option("ssh", "hostfile", "The hostfile, one machine per line?", when=answer_is("ssh_hosts", None),
             may_be_empty=False),
     _option("ssh", "user", "The user there (empty: as ~/.ssh/config says)?"),
     _option("ssh", "venv", "The virtual environment there that has accel and torch (empty: python3's packages)?"),
@@ -208,7 +208,7 @@ TARGET_QUESTIONS: tuple[Question, ...] = (
             offer="none", may_be_empty=False),
     _option("kubernetes", "context", "The kubeconfig's context (empty: the current one)?"),
     _option("kubernetes", "namespace", "The namespace (empty: the context's)?"),
-    _option("kubernetes", "workload", "What is a job to be there?", options=_WORKLOADS, offer="pytorchjob",
+    _option("kubernetes", "workload", "Which workload is a job there?", options=_WORKLOADS, offer="pytorchjob",
             may_be_empty=False),
     _option("kubernetes", "image", "The container image with accel and torch (empty: each job names its own)?"),
     _option("kubernetes", "code_claim", "A PersistentVolumeClaim for code of more than 1 MiB (empty: none)?"),
@@ -232,18 +232,18 @@ TARGET_QUESTIONS: tuple[Question, ...] = (
         for option, text, when, rest in (
             ("project", "The Google Cloud project (empty: that of the credentials)?", _SLICE, {"may_be_empty": True}),
             ("zone", "The zone, such as us-central2-b?", _SLICE, {}),
-            ("name", "A slice that is there, by its name (empty: one is created for each job)?", _SLICE,
+            ("name", "The name of an existing slice (empty: create one for each job)?", _SLICE,
              {"may_be_empty": True}),
-            ("accelerator_type", "What is created, such as v4-32?", _CREATED, {}),
+            ("accelerator_type", "The accelerator type to create, such as v4-32?", _CREATED, {}),
             ("version", "Its software (gcloud compute tpus tpu-vm versions list)?", _CREATED, {}),
-            ("spot", "Spot capacity, which may be taken away?", _CREATED, {"own": switch("slice_spot", "spot")}),
+            ("spot", "Use spot capacity, which may be preempted?", _CREATED, {"own": switch("slice_spot", "spot")}),
             ("venv", "The virtual environment there that has accel and torch (empty: python3's packages)?", _SLICE,
              {"may_be_empty": True}),
-            ("checkpoint_uri", "Where are checkpoints kept, gs://BUCKET/PREFIX/{id} (empty: nowhere)?", _SLICE,
+            ("checkpoint_uri", "Where are checkpoints stored, gs://BUCKET/PREFIX/{id} (empty: nowhere)?", _SLICE,
              {"may_be_empty": True}),
             ("transport", "How are its hosts reached?", _SLICE, {"options": _TRANSPORTS, "offer": "ssh"}),
-            ("runtime", "What drives the chips?", _SLICE, {"options": _RUNTIMES, "offer": "torch_tpu"}),
+            ("runtime", "Which runtime drives the chips?", _SLICE, {"options": _RUNTIMES, "offer": "torch_tpu"}),
         )
     ),
-    ask("target_file", "Where is it to be written?", _target, options=_FILES, default=_file),
+    ask("target_file", "Which file gets the target?", _target, options=_FILES, default=_file),
 )  # fmt: skip

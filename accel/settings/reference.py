@@ -1,4 +1,4 @@
-"""The pages of `docs/reference`, made from the schema.
+"""The pages of `docs/reference`, generated from the schema.
 
 `python -m accel.settings.reference docs/reference` writes them.
 """
@@ -12,21 +12,20 @@ from collections.abc import Iterator
 from . import GROUPS, Group, Setting
 from .setting import LAUNCHERS, expected, typed
 
-_MADE = "<!-- Made from accel/settings by `python -m accel.settings.reference docs/reference`: change it there. -->"
+_GENERATED = "<!-- Generated from accel/settings by `python -m accel.settings.reference docs/reference`: edit that. -->"
 _FLAGS = """\
 # Flags of accel launch
 
-{made}
+{generated}
 
-`accel launch [OPTIONS] SCRIPT [ARGUMENTS]`. A flag may be spelled with `_` or with `-`. Where several say something:
-the flag, the environment variable, the scheduler, the [configuration file](config-file.md), the default, in this order;
-`accel launch --explain` prints what holds and who says so. The variable is the one that the program finds in its
-environment.
+`accel launch [OPTIONS] SCRIPT [ARGUMENTS]`. A flag may be spelled with `_` or with `-`. Precedence: flag, environment
+variable, scheduler, [configuration file](config-file.md), default. `accel launch --explain` prints every setting with
+its source. The variable is the one in the program's environment.
 """
 _FILE = """\
 # The configuration file
 
-{made}
+{generated}
 
 `accel launch` reads the file that `--config_file` names, else `default_config.yaml` in the folder `accelerate` of
 `$HF_HOME`, else of `$XDG_CACHE_HOME/huggingface`, else of `~/.cache/huggingface`. It is Accelerate's file, in YAML or
@@ -47,7 +46,7 @@ def write(folder: str) -> None:
 
 
 def _flags() -> str:
-    parts = [_FLAGS.format(made=_MADE)]
+    parts = [_FLAGS.format(generated=_GENERATED)]
     for group in GROUPS:
         rows = [_flag_row(setting) for setting in group.settings if setting.flag]
         if rows:
@@ -63,7 +62,7 @@ def _flag_row(setting: Setting) -> tuple[str, ...]:
 
 
 def _file() -> str:
-    parts = [_FILE.format(made=_MADE)]
+    parts = [_FILE.format(generated=_GENERATED)]
     for group in sorted(GROUPS, key=lambda group: bool(group.section)):
         rows = [_key_row(setting) for setting in group.settings if setting.file_key]
         if rows:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-# Who reads a setting.
+# The readers of a setting.
 ALL = ("all",)
 LAUNCHERS = {
     "all": "every launch",
@@ -16,7 +16,7 @@ LAUNCHERS = {
     "deepspeed": "DeepSpeed",
     "fsdp": "FSDP",
     "megatron": "Megatron-LM",
-    "parallelism": "parallelism over several dimensions",
+    "parallelism": "combined parallelism",
     "fp8": "FP8",
     "dynamo": "torch.compile",
     "tpu": "a TPU",
@@ -25,16 +25,17 @@ LAUNCHERS = {
     "sagemaker": "Amazon SageMaker",
 }
 
+# The kinds of values, and the valid ones as messages and pages name them.
 KINDS = {
-    "switch": "yes, if given",
     "text": "text",
-    "whole": "a whole number",
+    "whole": "a whole number from 0 on",
     "positive": "a whole number from 1 on",
-    "number": "a number",
-    "seconds": "seconds",
+    "number": "a number from 0 on",
+    "seconds": "a number of seconds",
     "yesno": "true or false",
-    "yesnos": "three of true or false, with commas",
-    "words": "text; may be given several times",
+    "switch": "true or false",
+    "yesnos": "three of true or false with commas between them",
+    "words": "a list of words",
     "table": "names and values",
 }
 
@@ -47,9 +48,9 @@ class Setting(NamedTuple):
     default:  the value if not given; None is "not given".
     choices:  the allowed values, regardless of case; passed on in the spelling here.
     aliases:  other spellings of values, from older versions, with their values.
-    also:     words allowed besides the kind's values.
+    also:     words allowed besides the values of the kind.
     env:      its variable in the worker, or "".
-    style:    how the variable is written: `str`, `lower`, `upper`, or `one` (1 if true, unset if false).
+    style:    form of the variable: `str`, `lower`, `upper`, or `one` (1 if true, unset if false).
     key:      its name in the file if different; "-" for none.
     used_by:  some of `LAUNCHERS`.
     flag:     True if the command line has it.
@@ -118,17 +119,6 @@ def switch(name: str, help: str, **fields: Any) -> Setting:
 
 _TRUE = ("true", "yes", "y", "t", "on", "1")
 _FALSE = ("false", "no", "n", "f", "off", "0")
-_EXPECTED = {
-    "whole": "a whole number from 0 on",
-    "positive": "a whole number from 1 on",
-    "number": "a number from 0 on",
-    "seconds": "a number of seconds",
-    "yesno": "true or false",
-    "switch": "true or false",
-    "yesnos": "three of true or false with commas between them",
-    "words": "a list of words",
-    "table": "names and values",
-}
 
 
 class BadValue(ValueError):
@@ -180,7 +170,7 @@ def typed(setting: Setting, value: Any) -> str:
 
 def expected(setting: Setting) -> str:
     """Describe the valid values."""
-    description = ", ".join(setting.choices) if setting.choices else _EXPECTED.get(setting.kind, "text")
+    description = ", ".join(setting.choices) if setting.choices else KINDS[setting.kind]
     return ", or ".join((description, *setting.also))
 
 

@@ -1,6 +1,6 @@
-"""The questionnaire: its questions, their order, and those that earlier answers leave open.
+"""The questionnaire of `accel config`: its questions, in order, and the conditions on which each is asked.
 
-It does not use the terminal. A question's values and their check are those of its setting.
+It does not use the terminal. A question's setting defines and checks the values.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from . import BY_NAME
 from .prompts import KINDS, TARGET_QUESTIONS, Answers, Machine, Question, answer_is, ask, at_least, both
 
-__all__ = ["QUESTIONS", "Answers", "Machine", "Question", "answers_of", "open_question", "still_asked", "values_of"]
+__all__ = ["QUESTIONS", "Answers", "Machine", "Question", "answers_of", "open_question", "valid_answers", "values_of"]
 
 _PLACES = (
     ("this", "this machine"),
@@ -23,7 +23,7 @@ _PLACES = (
     ("tpu", "a TPU host or pod"),
     ("sagemaker", "Amazon SageMaker"),
 )
-# SageMaker's file says neither processes nor devices, and a TPU's is one for TPUs.
+# SageMaker's file has neither processes nor devices, and a TPU's has no other devices.
 _LAUNCHED = tuple(kind for kind in KINDS if kind not in ("sagemaker", "tpu"))
 _DEVICES = (("gpu", "GPUs"), ("cpu", "the CPU"))
 _PRECISIONS = (("no", "no (float32)"), ("bf16", "bf16"), ("fp16", "fp16"), ("fp8", "fp8"))
@@ -40,7 +40,7 @@ def open_question(answers: Answers) -> Question | None:
     return next((q for q in QUESTIONS if q.name not in answers and q.when(answers)), None)
 
 
-def still_asked(answers: Answers) -> dict[str, Any]:
+def valid_answers(answers: Answers) -> dict[str, Any]:
     """Return the answers without those that an earlier answer has made irrelevant."""
     valid = dict(answers)
     while extra := valid.keys() - {question.name for question in QUESTIONS if question.when(valid)}:
@@ -126,9 +126,9 @@ QUESTIONS: tuple[Question, ...] = (
     ask("num_machines", "How many machines?",
         lambda answers: _SEVERAL(answers) or _DATA_PARALLEL(answers),
         offer=2),
-    ask("machine_rank", "Which of them is this one, from 0?", _SEVERAL, offer=0),
+    ask("machine_rank", "The rank of this machine, from 0?", _SEVERAL, offer=0),
     ask("main_process_ip", "A name or address of machine 0 that all can reach?", _SEVERAL),
-    ask("main_process_port", "A port of machine 0 that is free?", _SEVERAL, offer=29500),
+    ask("main_process_port", "A free port of machine 0?", _SEVERAL, offer=29500),
     ask("rdzv_backend", "How do the machines find each other?", _SEVERAL),
     ask("mpirun_hostfile", "A hostfile for mpirun, if mpirun is to start the ranks (empty: no)?",
         both(_SEVERAL, answer_is("device", "cpu")), may_be_empty=True),
@@ -139,8 +139,8 @@ QUESTIONS: tuple[Question, ...] = (
     ask("fsdp_reshard_after_forward", "Shard the parameters again after the forward pass?", _FSDP_2,
         options=(("true", "yes"), ("false", "no")), offer="true"),
     ask("fsdp_offload_params", "Keep parameters and gradients on the CPU?", _FSDP),
-    ask("fsdp_auto_wrap_policy", "How are modules made into units?", _FSDP, offer="TRANSFORMER_BASED_WRAP"),
-    ask("fsdp_transformer_layer_cls_to_wrap", "Class names of the layers (empty: what the model says)?",
+    ask("fsdp_auto_wrap_policy", "How are modules grouped into units?", _FSDP, offer="TRANSFORMER_BASED_WRAP"),
+    ask("fsdp_transformer_layer_cls_to_wrap", "Class names of the layers (empty: those that the model names)?",
         both(_FSDP, answer_is("fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP")), may_be_empty=True),
     ask("fsdp_min_num_params", "How many parameters make a unit?",
         both(_FSDP, answer_is("fsdp_auto_wrap_policy", "SIZE_BASED_WRAP"))),
@@ -151,8 +151,8 @@ QUESTIONS: tuple[Question, ...] = (
     ask("fsdp_cpu_ram_efficient_loading", "Let only rank 0 read the checkpoint of a transformers model?", _FSDP),
     ask("fsdp_sync_module_states", "Send rank 0's parameters to all?",
         both(_FSDP_1, answer_is("fsdp_cpu_ram_efficient_loading", False))),
-    ask("fsdp_activation_checkpointing", "Compute activations again in the backward pass?", _FSDP),
-    ask("use_parallelism_config", "Spread over several dimensions (tensors, sequences) too?", _FSDP_2),
+    ask("fsdp_activation_checkpointing", "Recompute activations in the backward pass?", _FSDP),
+    ask("use_parallelism_config", "Combine it with other parallelism (tensors, sequences)?", _FSDP_2),
     *(
         ask(f"parallelism_config_{name}", text, answer_is("use_parallelism_config", True))
         for name, text in (
@@ -162,16 +162,16 @@ QUESTIONS: tuple[Question, ...] = (
             ("cp_size", "Among how many is a sequence split?"),
         )
     ),
-    ask("parallelism_config_cp_comm_strategy", "How do keys and values travel?",
+    ask("parallelism_config_cp_comm_strategy", "How are keys and values exchanged?",
         at_least("parallelism_config_cp_size", 2)),
     # DeepSpeed
     ask("deepspeed_config_file", "DeepSpeed's own configuration file (empty: answer the questions)?", _DEEPSPEED,
         may_be_empty=True),
     ask("zero_stage", "What is sharded: 0 nothing, 1 optimizer, 2 gradients, 3 parameters?", _ZERO, offer=2),
-    ask("offload_optimizer_device", "Where is the optimizer's state kept?", _SHARDED, offer="none"),
+    ask("offload_optimizer_device", "Which device holds the optimizer's state?", _SHARDED, offer="none"),
     ask("offload_optimizer_nvme_path", "In which directory of the drive?",
         answer_is("offload_optimizer_device", "nvme")),
-    ask("offload_param_device", "Where are the parameters kept?", _STAGE_3, offer="none"),
+    ask("offload_param_device", "Which device holds the parameters?", _STAGE_3, offer="none"),
     ask("offload_param_nvme_path", "In which directory of the drive?", answer_is("offload_param_device", "nvme")),
     ask("gradient_accumulation_steps", "How many batches make up one step?", _ZERO, offer=1),
     ask("gradient_clipping", "The largest norm of the gradients (empty: any)?", _ZERO, may_be_empty=True),
@@ -181,7 +181,7 @@ QUESTIONS: tuple[Question, ...] = (
         may_be_empty=True),
     ask("deepspeed_multinode_launcher", "What starts the ranks of the other machines?", both(_DEEPSPEED, _SEVERAL),
         offer="pdsh"),
-    ask("deepspeed_hostfile", "The file with the machines, `HOST slots=GPUS` a line?", _PDSH),
+    ask("deepspeed_hostfile", "The hostfile, with `HOST slots=GPUS` per line?", _PDSH),
     ask("deepspeed_exclusion_filter", "Machines or GPUs of it to leave out (empty: none)?", _PDSH, may_be_empty=True),
     ask("deepspeed_inclusion_filter", "Machines or GPUs of it to use (empty: all)?",
         both(_PDSH, answer_is("deepspeed_exclusion_filter", None)), may_be_empty=True),
@@ -192,7 +192,7 @@ QUESTIONS: tuple[Question, ...] = (
     ask("megatron_lm_pp_degree", "How many pipeline stages?", _MEGATRON),
     ask("megatron_lm_num_micro_batches", "How many micro-batches are in the pipeline?",
         at_least("megatron_lm_pp_degree", 2), offer=1),
-    ask("megatron_lm_recompute_activations", "Compute activations again in the backward pass?", _MEGATRON, offer=True),
+    ask("megatron_lm_recompute_activations", "Recompute activations in the backward pass?", _MEGATRON, offer=True),
     ask("megatron_lm_use_distributed_optimizer", "Shard the optimizer's state?", _MEGATRON, offer=True),
     ask("megatron_lm_gradient_clipping", "The largest norm of the gradients (0: any)?", _MEGATRON),
     # processes
@@ -214,7 +214,7 @@ QUESTIONS: tuple[Question, ...] = (
     ask("command_file", "A script that `accel tpu-config` runs on every host (empty: none)?", _POD, may_be_empty=True),
     ask("commands", "A command that it runs there (empty: none)?", both(_POD, answer_is("command_file", None)),
         may_be_empty=True),
-    ask("vm", "A host by its name, if they are no instance group (empty: they are)?", _POD, may_be_empty=True),
+    ask("vm", "The name of a host, if there is no instance group (empty: there is one)?", _POD, may_be_empty=True),
     ask("env", "A variable for the hosts, NAME=VALUE (empty: none)?", _POD, may_be_empty=True),
     # SageMaker
     ask("distributed_type", "How is the work spread?", _AWS,
@@ -224,29 +224,29 @@ QUESTIONS: tuple[Question, ...] = (
     # how to compute
     ask("dynamo_backend", "Compile the model with torch.compile, and with which backend?",
         lambda answers: not _TPU(answers), offer="no", common=("no", "inductor")),
-    ask("dynamo_mode", "Its mode?", _COMPILED),
-    ask("dynamo_use_fullgraph", "Only whole graphs?", _COMPILED),
-    ask("dynamo_use_dynamic", "Dynamic shapes?", _COMPILED),
+    ask("dynamo_mode", "The mode of torch.compile?", _COMPILED),
+    ask("dynamo_use_fullgraph", "Require whole graphs (fullgraph)?", _COMPILED),
+    ask("dynamo_use_dynamic", "Allow dynamic shapes?", _COMPILED),
     ask("dynamo_use_regional_compilation", "Compile repeated blocks once?", _COMPILED),
     ask("mixed_precision", "Mixed precision?",
         lambda answers: not (_DEEPSPEED(answers) and answers.get("deepspeed_config_file") is not None), offer="no",
         options=_PRECISIONS),
     ask("downcast_bf16", "Make doubles float32 and floats bfloat16?", both(_TPU, answer_is("mixed_precision", "bf16"))),
-    ask("fp8_backend", "Which library does FP8?", _FP8, offer="te"),
+    ask("fp8_backend", "Which library for FP8?", _FP8, offer="te"),
     *(
         ask(f"fp8_{name}", text, both(_FP8, _TE))
         for name, text in (
-            ("use_autocast_during_eval", "FP8 in evaluation too?"),
+            ("use_autocast_during_eval", "Use FP8 in evaluation too?"),
             ("margin", "The margin of the scaling of gradients?"),
             ("interval", "Steps between computations of the scale?"),
             ("format", "The numbers' format?"),
-            ("amax_history_len", "From how many steps is the scale computed?"),
-            ("amax_compute_algo", "How?"),
+            ("amax_history_len", "How many steps of history for the scale?"),
+            ("amax_compute_algo", "The algorithm for it?"),
             ("override_linear_precision", "Higher precision for fprop, dgrad, wgrad?"),
         )
     ),
-    ask("fp8_opt_level", "What is sent in 8 bits?", answer_is("fp8_backend", "msamp")),
+    ask("fp8_opt_level", "Which optimization level of MS-AMP?", answer_is("fp8_backend", "msamp")),
     ask("fp8_enable_fsdp_float8_all_gather", "Gather FSDP's parameters in 8 bits?", answer_is("fp8_backend", "ao")),
-    ask("fp8_pad_inner_dim", "Pad inner dimensions to what the GPU asks for?", answer_is("fp8_backend", "ao")),
-    ask("debug", "Check every exchange between processes (slower)?", lambda answers: not _TPU(answers)),
+    ask("fp8_pad_inner_dim", "Pad inner dimensions as the GPU requires?", answer_is("fp8_backend", "ao")),
+    ask("debug", "Check every collective between processes (slower)?", lambda answers: not _TPU(answers)),
 )  # fmt: skip

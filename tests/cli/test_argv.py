@@ -86,7 +86,7 @@ def test_words_and_options_in_any_order(argv: Sequence[str], own: list[str], wor
         (["--name"], "--name needs a value"),
         (["--name", "--json"], "--name needs a value (if '--json' is the value: --name=--json)"),
         (["--name", "--", "x"], "--name needs a value (if '--' is the value: --name=--)"),
-        (["--json=yes"], "--json takes no value, so write it without '=yes'"),
+        (["--json=yes"], "--json takes no value: write it without '=yes'"),
     ],
 )
 def test_a_wrong_option_is_refused_with_what_to_type(argv: Sequence[str], message: str) -> None:

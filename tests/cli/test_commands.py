@@ -41,7 +41,7 @@ def test_describe_names_only_the_parts_that_every_job_has(capsys: pytest.Capture
     """Not the failure: only targets that leave a result file have it."""
     with pytest.raises(SystemExit):
         main(["describe", "--help"])
-    assert "spec, plan, events.\n" in capsys.readouterr().out
+    assert "spec, plan and events of a job.\n" in capsys.readouterr().out
 
 
 def test_help_lists_every_command_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,7 +91,7 @@ def test_help_fits_a_narrow_terminal(
         (["help", "logs", "wait"], "accel help: one command at a time, not 'logs wait'"),
         (["hepl"], "accel: unknown command 'hepl'; did you mean 'help'?"),
         (["targets", "chek", "x"], "accel targets: unknown action 'chek'; did you mean 'check'?"),
-        (["targets", "check"], "accel targets check: which target? accel targets check NAME"),
+        (["targets", "check"], "accel targets check: no target given: accel targets check NAME"),
         (["targets", "check", "a", "b"], "accel targets check: one target at a time, not 'a b'"),
         (["targets", "check", "nope"], "accel targets check: no target or kind 'nope' (targets: "),
         (["logs", "--tail", "-1", "x"], "accel logs: --tail: a whole number from 0 on, not '-1'"),
@@ -106,14 +106,14 @@ def test_help_fits_a_narrow_terminal(
         (["submit", "--nodes", "2:", "x"], "accel submit: --nodes: not a whole number: ''"),
         (["submit", "--json"], "accel submit: nothing to run: give a script, -m MODULE, or --no-python COMMAND"),
         (["submit", "--follow", "--detach", "x"], "accel submit: --detach: not allowed with --follow"),
-        (["submit", "--dry-run", "--follow", "x"], "accel submit: --dry-run runs nothing that --follow could follow"),
-        (["submit", "--env", "A=1", "--env", "A=2", "--no-python", "x"], "accel submit: --env gives A twice"),
-        (["submit", "--code", "/nowhere", "x.py"], "accel submit: --code: no directory /nowhere"),
+        (["submit", "--dry-run", "--follow", "x"], "accel submit: --dry-run and --follow contradict each other"),
+        (["submit", "--env", "A=1", "--env", "A=2", "--no-python", "x"], "accel submit: --env sets A twice"),
+        (["submit", "--code", "/nowhere", "x.py"], "accel submit: --code: directory /nowhere does not exist"),
         (["list", "--state", "runing"], "accel list: --state: invalid choice: 'runing'"),
         (["status"], "accel status: the following arguments are required: JOB"),
         (["wait", "--timeout", "soon", "x"], "accel wait: --timeout: not a duration: 'soon'"),
-        (["prune"], "accel prune: say which jobs: --older-than TIME, --keep N, or JOB"),
-        (["prune", "--keep", "3", "x"], "accel prune: name jobs, or give --older-than and --keep: not both"),
+        (["prune"], "accel prune: no jobs selected: give --older-than TIME, --keep N, or JOB"),
+        (["prune", "--keep", "3", "x"], "accel prune: JOB contradicts --older-than and --keep: keep one"),
     ],
 )
 def test_a_wrong_line_is_one_line_and_exit_2(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,7 +28,7 @@ def said(accel: Accel, *words: str) -> list[str]:
 def test_commands(accel: Accel) -> None:
     assert said(accel, "") == [*COMMANDS, "help"]
     assert said(accel, "st") == ["status"]
-    assert "status\tSay where a job is\n" in accel("__complete", "st")
+    assert "status\tShow the state of a job\n" in accel("__complete", "st")
     assert said(accel, "nothing") == []
     assert said(accel) == [*COMMANDS, "help"]
     assert said(accel, "help", "st") == ["status"]

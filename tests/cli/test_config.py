@@ -11,7 +11,7 @@ import yaml
 
 from accel.cli import exit_status, main
 from accel.settings.config_file import read_document, to_document
-from accel.settings.wizard import QUESTIONS, Machine, answers_of, open_question, still_asked, values_of
+from accel.settings.wizard import QUESTIONS, Machine, answers_of, open_question, valid_answers, values_of
 
 GPUS = Machine("cuda", 4)
 
@@ -96,7 +96,7 @@ SEVERAL = "place: several\ndevice: cpu\nnum_machines: 2"
     [
         ("device: tpu", "answers.yaml:1: device: 'tpu' is not one of gpu, cpu"),
         ("device: cpu\nnum_proceses: 2", "answers.yaml:2: no question 'num_proceses'; did you mean 'num_processes'?"),
-        ("device: cpu\n\nfsdp_version: 2", "answers.yaml:3: fsdp_version is not asked for after the other answers"),
+        ("device: cpu\n\nfsdp_version: 2", "answers.yaml:3: fsdp_version is not asked after the other answers"),
         ("place: several\ndevice: cpu", "answers.yaml: no answer to main_process_ip"),
         ("[1]", "answers.yaml:1: must hold answers"),
         ("device: [", "--answers: answers.yaml:1"),
@@ -120,7 +120,7 @@ SEVERAL = "place: several\ndevice: cpu\nnum_machines: 2"
         (f"{SEVERAL}\nmachine_rank: 5", "answers.yaml:4: machine_rank: 5 is not one of 0 … 1"),
         (
             f"{SEVERAL}\nmain_process_ip: h\nmain_process_port: 99999999",
-            "answers.yaml:5: main_process_port: 99999999: ports end at 65535",
+            "answers.yaml:5: main_process_port: 99999999: the highest port is 65535",
         ),
         (
             "place: sagemaker\niam_role_name: r\ndistributed_type: DATA_PARALLEL\nnum_machines: 0",
@@ -128,7 +128,7 @@ SEVERAL = "place: several\ndevice: cpu\nnum_machines: 2"
         ),
         (
             "device: gpu\nway: none\ngpu_ids: a;b",
-            "answers.yaml:3: gpu_ids: a;b: they are numbers, or names such as GPU-",
+            "answers.yaml:3: gpu_ids: a;b: expects numbers or UUIDs such as GPU-",
         ),
         (
             "device: gpu\nway: deepspeed\ngradient_accumulation_steps: 0",
@@ -140,7 +140,7 @@ SEVERAL = "place: several\ndevice: cpu\nnum_machines: 2"
         ),
         (
             "place: tpu\nnum_processes: 8\ntpu_use_cluster: true\ntpu_name: n\ntpu_zone: z\nenv: [x]",
-            "answers.yaml:6: env: x: a variable for the hosts is NAME=VALUE",
+            "answers.yaml:6: env: x: expects NAME=VALUE",
         ),
         (
             "device: gpu\nway: fsdp\nuse_parallelism_config: true\nparallelism_config_tp_size: 2\nnum_processes: 3",
@@ -159,9 +159,9 @@ def test_answers_that_cannot_be(answers: str, said: str, capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("", "this is no terminal: give --answers FILE"),
-        ("defualt", "'defualt' is neither default nor update; did you mean 'default'?"),
-        ("--mixed_precision bf16", "--mixed_precision goes with default"),
+        ("", "not a terminal: use --answers FILE"),
+        ("defualt", "unknown action 'defualt': use default or update; did you mean 'default'?"),
+        ("--mixed_precision bf16", "--mixed_precision needs default"),
         ("default --mixed_precision bf61", "--mixed_precision: 'bf61' is not one of no, fp16, bf16, fp8"),
         ("update --answers x", "--answers and update contradict each other"),
         ("update", "cannot read"),
@@ -193,7 +193,7 @@ def test_the_default_file_is_at_its_place(somewhere: Path, capsys: pytest.Captur
     assert capsys.readouterr().out == f"{path}\n"
     assert yaml.safe_load(path.read_text())["mixed_precision"] == "bf16"
     assert main(["config", "default"]) == exit_status.USAGE
-    assert "is there already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
 
 
 def test_an_older_file_is_rewritten(capsys: pytest.CaptureFixture[str]) -> None:
@@ -242,7 +242,7 @@ def test_a_file_that_leaves_the_processes_open_goes_on_to() -> None:
 def test_the_answers_of_a_file_are_found_again(given: dict[str, object]) -> None:
     answers: dict[str, object] = {}
     while (question := open_question(answers)) is not None:
-        answers[question.name] = question.understood(given.get(question.name, question.offered(answers, GPUS)))
+        answers[question.name] = question.parse(given.get(question.name, question.offered(answers, GPUS)))
     document = to_document(values_of(answers, GPUS))
     again = answers_of({name: entry.value for name, entry in read_document(document).items()})
     assert {name: again.get(name) for name in given} == given
@@ -250,7 +250,7 @@ def test_the_answers_of_a_file_are_found_again(given: dict[str, object]) -> None
 
 def test_going_back_forgets_what_is_moot() -> None:
     answers = {"place": "this", "device": "gpu", "way": "fsdp", "fsdp_version": "2", "num_processes": 4}
-    assert still_asked({**answers, "way": "none"}) == {
+    assert valid_answers({**answers, "way": "none"}) == {
         "place": "this",
         "device": "gpu",
         "way": "none",
@@ -270,5 +270,5 @@ def test_every_way_through_ends(place: str, way: str) -> None:
             break
         offered = said.get(question.name, question.offered(answers, GPUS))
         needed = offered is None and not question.may_be_empty
-        answers[question.name] = "x" if needed else question.understood(offered)
+        answers[question.name] = "x" if needed else question.parse(offered)
     assert open_question(answers) is None

@@ -216,7 +216,7 @@ def test_every_branch(branch: str, terminal: Terminal, tmp_path: Path) -> None:
     while (question := open_question(answers)) is not None:
         offered = question.offered(answers, HERE)
         before = dict(answers)
-        answers[question.name] = said.pop(question.name, question.understood(offered) if offered is not None else None)
+        answers[question.name] = said.pop(question.name, question.parse(offered) if offered is not None else None)
         first, *more = keys(question, answers[question.name], offered, before)
         terminal.asks(question.text, first)
         for word in more:
@@ -238,7 +238,7 @@ def test_an_answer_that_no_target_could_have(terminal: Terminal, tmp_path: Path)
     for question in ("What will it train on?", "How many processes on each"):
         terminal.asks(question, ENTER)
     terminal.asks("What is the target to be called", ERASE, "slurm", ENTER)
-    terminal.asks("'slurm' is a kind of target, and this one is of another: ssh", ERASE, "lab", ENTER)
+    terminal.asks("'slurm' is another kind of target: this one is of kind ssh", ERASE, "lab", ENTER)
     terminal.asks("Which machines", "gpu[04-01]", ENTER)
     terminal.until("gpu[04-01]")
     terminal.asks("hosts", ERASE, "a,b", ENTER)

@@ -160,7 +160,7 @@ def test_a_target_that_is_slow_or_broken_holds_nothing_up(accel: Accel, no_torch
 
 
 def test_no_targets_no_answers() -> None:
-    assert env.ask_targets([], 1.0) == []
+    assert env.ping_targets([], 1.0) == []
 
 
 @pytest.mark.parametrize(

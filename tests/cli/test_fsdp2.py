@@ -113,7 +113,7 @@ def test_strategies(here: Path, given: dict[str, Any], expected: bool, capsys: p
     written = yaml.safe_load((here / "a.yaml").read_text())
     assert written == {"fsdp_config": {"fsdp_reshard_after_forward": expected, "fsdp_version": 2}}
     shards_otherwise = any(word in str(given) for word in ("HYBRID", "NO_SHARD"))
-    assert ("is a mesh of devices now" in capsys.readouterr().err) == shards_otherwise
+    assert ("is a device mesh in FSDP2" in capsys.readouterr().err) == shards_otherwise
 
 
 @pytest.mark.parametrize(
@@ -130,11 +130,11 @@ def test_strategies(here: Path, given: dict[str, Any], expected: bool, capsys: p
         ("fsdp_config: {fsdp_version: 2}", ["--overwrite"], "a.yaml is for FSDP2 already"),
         ("fsdp_config: {fsdp_version: 3}", ["--overwrite"], "fsdp_version: 3 is not one of 1, 2"),
         ("fsdp_config: {fsdp_sharding_strategy: FULL}", ["--overwrite"], "'FULL' is not one of FULL_SHARD"),
-        ("fsdp_config: {version: 1}", [], "say where to write: --output_file FILE, or --overwrite"),
+        ("fsdp_config: {version: 1}", [], "no output file: give --output_file FILE, or --overwrite"),
         (
             "fsdp_config: {version: 1}",
             ["--output_file", "one.yaml"],
-            "one.yaml is there already; --overwrite replaces it",
+            "one.yaml already exists: --overwrite replaces it",
         ),
         ("fsdp_config: {version: 1}", ["--output_file", "one.yaml/two.yaml"], "two.yaml: Not a directory"),
     ],

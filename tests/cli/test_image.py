@@ -147,7 +147,7 @@ def test_a_build_that_fails_on_docker_is_one_line(project: Accel, on_docker: Doc
     done = project.finish(*words, SOURCE_DATE_EPOCH=EPOCH, PYTHONPATH=sources, **on_docker.env)
     assert (done.returncode, done.stdout) == (exit_status.ERROR, b"")
     last = done.stderr.decode().splitlines()[-1]
-    assert last == "accel image: docker could not build team/none:1 (exit 1): what it said is above"
+    assert last == "accel image: docker could not build team/none:1 (exit 1): its output is above"
     assert on_docker.run("image", "ls", "--quiet", "team/none:1") == ""
 
 
@@ -160,7 +160,7 @@ def test_a_base_without_torch_fails_the_build(project: Accel, shop: Workshop, ba
     said = done.stderr.decode()
     assert "the base has no torch for its python3: name another with --base" in said
     last = said.splitlines()[-1]
-    assert re.match(r"accel image: buildah could not build \S+ \(exit \d+\): what it said is above", last)
+    assert re.match(r"accel image: buildah could not build \S+ \(exit \d+\): its output is above", last)
     assert (project.here / "accel.yaml").read_text() == before
 
 
@@ -236,7 +236,7 @@ def test_a_docker_without_its_daemon_is_passed_over(project: Accel, tmp_path: Pa
         (tmp_path / name).symlink_to(shutil.which(name) or "")
     done = project.finish("image", "build", "--tag", "t", PATH=str(tmp_path))
     assert (done.returncode, done.stdout) == (exit_status.ERROR, b"")
-    assert b"docker is there, and its daemon does not answer: install one of docker, podman and buildah" in done.stderr
+    assert b"docker is installed, but its daemon does not answer: install one of docker, podman" in done.stderr
     recording(tmp_path, "podman", {})
     assert project("image", "build", "--tag", "t", PATH=str(tmp_path)) == "t\n"
 
@@ -245,22 +245,22 @@ def test_a_docker_without_its_daemon_is_passed_over(project: Accel, tmp_path: Pa
     ("words", "message"),
     [
         (["push"], "accel image: expects build, or build DIRECTORY, not 'push'"),
-        (["build"], "accel image: build: say with --tag what the image is called"),
-        (["build", "nowhere", "--tag", "t"], "accel image: build: no directory "),
-        (["build", "--tag", "Team/T"], "accel image: --tag 'Team/T' is not the name of an image"),
-        (["build", "--tag", f"t@{DIGEST}"], f"accel image: --tag t@{DIGEST}: a digest is what the build gives"),
-        (["build", "--tag", "t", "--base", "b", "--variant", "cpu"], "accel image: --base and --variant both say"),
-        (["build", "--tag", "t", "--write", "x"], "accel image: --write writes the digest that a registry gives: add"),
+        (["build"], "accel image: build needs --tag: the name of the image"),
+        (["build", "nowhere", "--tag", "t"], "accel image: build: directory "),
+        (["build", "--tag", "Team/T"], "accel image: --tag 'Team/T' is not a valid image name"),
+        (["build", "--tag", f"t@{DIGEST}"], f"accel image: --tag t@{DIGEST}: the build determines the digest"),
+        (["build", "--tag", "t", "--base", "b", "--variant", "cpu"], "accel image: --base and --variant contradict"),
+        (["build", "--tag", "t", "--write", "x"], "accel image: --write needs --push: it writes the digest"),
         (
             ["build", "--tag", "t", "--push", "--write", "clustr"],
-            "accel image: --write clustr: no accel.yaml has a target of that name; did you mean 'cluster'?",
+            "accel image: --write clustr: no target of that name in accel.yaml; did you mean 'cluster'?",
         ),
         (
             ["build", "--tag", "t", "--build-arg", "TORCH_IDEX=x"],
-            "accel image: --build-arg: no argument 'TORCH_IDEX'; did you mean 'TORCH_INDEX'? (there are ",
+            "accel image: --build-arg: unknown argument 'TORCH_IDEX'; did you mean 'TORCH_INDEX'? (known: ",
         ),
-        (["build", "--tag", "t", "--namespace", "n"], "accel image: --namespace goes with --builder kaniko"),
-        (["build", "--tag", "t", "--builder", "kaniko"], "accel image: --builder kaniko: name with --kaniko-image one"),
+        (["build", "--tag", "t", "--namespace", "n"], "accel image: --namespace needs --builder kaniko"),
+        (["build", "--tag", "t", "--builder", "kaniko"], "accel image: --builder kaniko needs --kaniko-image"),
         (["build", "--tag", "t", "--requirements", "none.txt"], "accel image: none.txt: cannot be read: No such file"),
     ],
 )  # fmt: skip
@@ -281,9 +281,7 @@ def test_requirements_come_from_pyproject_too(project: Accel, tmp_path: Path) ->
     assert (tmp_path / "got").read_text() == "einops>=0.8\nrich\n"
     (project.here / "requirements.txt").write_text("numpy\n-r more.txt\n")
     done = project.finish("image", "build", "--tag", "t", PATH=str(tmp_path))
-    assert done.stderr.decode().endswith(
-        "requirements.txt:2: '-r more.txt' needs another file, and only this one goes along\n"
-    )
+    assert done.stderr.decode().endswith("requirements.txt:2: '-r more.txt' refers to a file that is not copied\n")
 
 
 def test_kanikos_objects_are_valid_and_hold_the_context(project: Accel, tmp_path: Path) -> None:

@@ -149,7 +149,7 @@ def test_a_target_is_asked_for_jobs_that_are_not_known_here(
     assert ([job["id"] for job in limited["jobs"]], limited["older"]) == (["0aaaaaaaaaa"], 2)
 
     assert main(["list", "--target", "shared"]) == exit_status.OK
-    assert "2 jobs are not known here: accel status JOB --target shared" in capsys.readouterr().err
+    assert "2 jobs are not recorded here; record one: accel status JOB --target shared" in capsys.readouterr().err
     Shared.jobs = [there("2mxaaaaaaaa", at, queue="other")]
     assert len(listed("--target", "shared", "--option", "queue=other")["jobs"]) == 2
 
@@ -179,14 +179,14 @@ def test_a_target_that_cannot_be_asked_hides_no_job_that_is_known_here(
     store.create(plan.job_id, JobSpec(argv=("a.py",)), plan, target="gone", kind="shared", options={})
     for name, why in (("shared", "target shared: no answer"), ("gone", "no target or kind 'gone'")):
         assert main(["list", "--target", name]) == exit_status.OK
-        assert f"accel: warning: jobs of other machines are left out: {why}" in capsys.readouterr().err
+        assert f"accel: warning: jobs of other machines are not listed: {why}" in capsys.readouterr().err
         assert main(["list", "--target", name, "--state", "failed"]) == exit_status.OK  # of which there is none
         capsys.readouterr()
     assert main(["list", "--target", "local"]) == exit_status.OK
     shown = capsys.readouterr()
     assert (shown.out.split()[0], "left out" in shown.err) == (known, False)
     assert main(["list", "--option", "queue=other"]) == exit_status.USAGE
-    assert capsys.readouterr().err == "accel list: --option goes with --target NAME\n"
+    assert capsys.readouterr().err == "accel list: --option needs --target NAME\n"
 
 
 @pytest.mark.usefixtures("shared")

@@ -127,7 +127,7 @@ def test_ctrl_c_of_a_wait_says_that_the_job_goes_on(accel: Accel, gate: Gate) ->
     _, err = process.communicate(timeout=60)
     assert process.returncode == exit_status.INTERRUPTED
     assert err.decode() == (
-        f"accel: job {job_id} goes on; follow it again: accel logs -f {job_id}; cancel it: accel cancel {job_id}\n"
+        f"accel: job {job_id} continues; follow it again: accel logs -f {job_id}; cancel it: accel cancel {job_id}\n"
     )
     gate.open()
     accel("wait", job_id)

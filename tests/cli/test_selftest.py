@@ -91,7 +91,7 @@ def test_the_settings_of_a_file_are_used_and_a_line_of_json_a_check(accel: Accel
     assert [line["check"] for line in lines] == WHOLE, said
     assert all(line["ok"] and line["processes"] == 2 and line["seconds"] >= 0 for line in lines)
     assert said.splitlines()[-1] == (
-        "accel: test: all went well with the settings of accelerate.yaml: training works here"
+        "accel: test: all checks passed with the settings of accelerate.yaml: training works on this machine"
     )
 
 
@@ -112,7 +112,7 @@ def test_the_default_file_is_used(
     assert main(["test"]) == exit_status.OK
     assert launched == [[f"--config_file={default}"]]
     said = capsys.readouterr().err
-    assert said == f"accel: test: all went well with the settings of {default}: training works here\n"
+    assert said == f"accel: test: all checks passed with the settings of {default}: training works on this machine\n"
 
 
 def test_it_runs_as_a_job_on_a_target(accel: Accel) -> None:
@@ -121,7 +121,7 @@ def test_it_runs_as_a_job_on_a_target(accel: Accel) -> None:
     lines = [line.removeprefix("[rank 0] ") for line in done.stdout.decode().splitlines()]
     assert lines == [f"ok      {name}" for name in WHOLE]
     assert b"succeeded" in done.stderr
-    assert done.stderr.endswith(b"accel: test: all went well: training works on local\n")
+    assert done.stderr.endswith(b"accel: test: all checks passed: training works on local\n")
 
 
 # The file that `accel launch` reads where none is named: nothing of it must count where another one is.
@@ -188,9 +188,9 @@ def test_told_to_end_it_ends_its_launch_and_its_ranks(accel: Accel) -> None:
     ("text", "said"),
     [
         ("num_proceses: 2", "accelerate.yaml:1: unknown setting 'num_proceses'; did you mean 'num_processes'?"),
-        ("- a\n- b", "accelerate.yaml:1: must hold settings, one `name: value` a line"),
+        ("- a\n- b", "accelerate.yaml:1: must hold settings, one `name: value` per line"),
         ("use_cpu: true\ndistributed_type: MULTI_GPU", "--cpu (accelerate.yaml:1) and --multi_gpu (accelerate.yaml:2)"),
-        ("num_processes: -1", "accelerate.yaml:1: num_processes: -1 leaves it to --num_processes: give it"),
+        ("num_processes: -1", "accelerate.yaml:1: num_processes: -1 needs --num_processes on the command line"),
         ("{compute_environment: AMAZON_SAGEMAKER, ec2_instance_type: t, iam_role_name: r}",
          "accelerate.yaml is for SageMaker: the checks run on this machine, or on a --target"),
         (None, "--config_file: cannot read accelerate.yaml: it does not exist"),

@@ -39,7 +39,7 @@ def test_a_rank_that_there_is_not_names_those_that_there_are(rank: int | None, n
 def test_the_ranks_of_a_world_that_may_grow_have_no_node() -> None:
     grown = dataclasses.replace(SPEC, max_nodes=5)
     assert _node(grown, None, 4) == 4
-    with pytest.raises(UsageError, match="ranks of a world that may grow stay on no node; say --node N"):
+    with pytest.raises(UsageError, match="ranks of an elastic job may change nodes: use --node N"):
         _node(grown, 0, None)
 
 

@@ -61,8 +61,8 @@ def test_a_hostfile_is_found_from_here_and_replaces_the_targets_hosts(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--hosts", "a", "--hostfile", "hosts"], "accel submit: --hosts and --hostfile both say where: keep one"),
-        (["--hosts", "gpu*"], "accel submit: --hosts gpu* is a pattern: say how many of them with --nodes"),
+        (["--hosts", "a", "--hostfile", "hosts"], "accel submit: --hosts and --hostfile contradict each other"),
+        (["--hosts", "gpu*"], "accel submit: --hosts gpu* is a pattern: give the number of nodes with --nodes"),
         (["--hosts", "a,b", "--spares", "2"], "accel submit: --spares 2 leaves none of the 2 hosts to run on"),
         (["--hosts", "a,a"], "accel submit: --hosts: 'a' is listed twice"),
         (["--hosts", "a", "--option", "spares=1"], "accel submit: spares: 1 of target ssh leaves none of the 1 host "),

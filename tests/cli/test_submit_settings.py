@@ -88,7 +88,7 @@ def test_a_file_for_a_tpu_is_for_a_tpu_target(
     assert (carried.kind, carried.procs_per_node, carried.gpus) == ("tpu", 4, None)
     assert carried.options == {"name": "pod1", "zone": "us-east1-d", "main_training_function": "go"}
     assert (carried.env["A"], carried.env["ACCELERATE_MIXED_PRECISION"]) == ("1=2", "bf16")
-    assert carried.notes == ("c.yaml:7: tpu_use_sudo is left out: only accel launch has a use for it",)
+    assert carried.notes == ("c.yaml:7: tpu_use_sudo is ignored: only accel launch uses it",)
     assert main(["submit", "--config_file", "c.yaml", "--dry-run", "train.py"]) == exit_status.OK
     assert "pod1" in capsys.readouterr().out
     words = ["submit", "--target", "kubernetes", "--config_file", "c.yaml", "--dry-run", "train.py"]
@@ -127,11 +127,11 @@ def test_nodes_and_gpus_are_those_of_the_file(
     spec = build_spec(args, program)
     assert (spec.nodes, spec.max_nodes, spec.resources.gpus, spec.procs_per_node) == wanted
     said = capsys.readouterr().err
-    left_out = "is left out: which machines and GPUs a job has is for its target to say\n"
+    left_out = "is ignored: the target determines a job's machines and GPUs\n"
     if text == GPUS:
         assert said == f"accel: c.yaml:4: gpu_ids 0,1 {left_out}accel: c.yaml:5: rdzv_backend c10d {left_out}"
     elif text == "distributed_type: MULTI_GPU":
-        assert said.startswith("accel: c.yaml:1: num_processes is not said")
+        assert said.startswith("accel: c.yaml:1: num_processes is missing")
     else:
         assert said == ""
 

@@ -35,11 +35,11 @@ def test_the_dry_run_shows_every_job_and_writes_nothing(accel: Accel) -> None:
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        (["--sweep", "lr=1", "--array", "t.csv"], 2, "--sweep and --array both say which jobs"),
+        (["--sweep", "lr=1", "--array", "t.csv"], 2, "--sweep and --array contradict each other"),
         (["--sweep", "lr=1", "--follow"], 2, "--follow follows one job"),
         (["--sweep", "lr"], 2, "expects KEY=VALUE, not 'lr'"),
         (["--sweep", 'lr="1'], 2, "expects NAME=V1,V2"),
-        (["--sweep", "lr=1", "--sweep", "lr=2"], 2, "--sweep gives lr twice"),
+        (["--sweep", "lr=1", "--sweep", "lr=2"], 2, "--sweep sets lr twice"),
         (["--array", "none.csv"], 2, "sweep none.csv: No such file"),
     ],
 )

@@ -172,13 +172,13 @@ def test_what_is_not_given_stands_in_the_file(pod: Pod) -> None:
 @pytest.mark.parametrize(
     ("argv", "message", "code"),
     [
-        ([], "which TPU? give --tpu_name, or write tpu_name: in ", exit_status.USAGE),
-        (["--tpu_name", "a"], "which TPU? give --tpu_zone", exit_status.USAGE),
+        ([], "no TPU given: give --tpu_name, or set tpu_name: in ", exit_status.USAGE),
+        (["--tpu_name", "a"], "no TPU given: give --tpu_zone", exit_status.USAGE),
         ([*WHERE], "nothing to run: give --command or --command_file", exit_status.USAGE),
         ([*WHERE, "--command", "", "--command", " "], "nothing to run: --command holds no command", exit_status.USAGE),
         (
             [*WHERE, "--command", "a", "--command_file", "b"],
-            "--command and --command_file both say what",
+            "--command and --command_file contradict",
             exit_status.USAGE,
         ),
         ([*WHERE, "--command_file", "none"], "--command_file: cannot read none: No such file", exit_status.USAGE),
@@ -192,7 +192,7 @@ def test_what_is_not_given_stands_in_the_file(pod: Pod) -> None:
         ),
         (["--config_file", "typo.yaml", "--command", "a"], "typo.yaml:2: unknown setting 'tpu_nmae'; did you m", 2),
         (["--config_file", "twice.yaml", "--command", "a"], "twice.yaml:2: key 'tpu_name' is already on line 1", 2),
-        (["--config_file", "empty", "--command", "a"], "which TPU? give --tpu_name, or write tpu_name: in empty", 2),
+        (["--config_file", "empty", "--command", "a"], "no TPU given: give --tpu_name, or set tpu_name: in empty", 2),
         (
             ["--tpu_name", "gone", "--tpu_zone", "z", "--command", "a"],
             "gone in z: ERROR: (gcloud.compute.tpus.tpu-vm.describe) NOT_FOUND: no such node\n",

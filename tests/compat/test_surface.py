@@ -16,7 +16,7 @@ _HEADING = "## What is not here"
 # The launcher sets variables for Accelerate's own runtime: that is not to read them.
 _ONLY_SET = (
     *(f"accel/settings/{name}.py" for name in ("schema", "env_variables")),
-    "accel/cli/carried.py",
+    "accel/cli/launch_defaults.py",
     "accel/launch/external.py",
 )
 _BY_PREFIX = "ACCELERATE_DYNAMO_"  # which the plug-in puts before the names of its fields

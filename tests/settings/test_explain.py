@@ -74,7 +74,7 @@ def columns(line: str) -> list[str]:
     [
         (STEP, "--num_processes 3", "--num_processes 3 cannot be spread evenly over 2 machines"),
         ({}, "--multi_gpu", "--multi_gpu: this machine shows no GPU"),
-        ({}, "--main_process_port 99999", "--main_process_port 99999: ports end at 65535"),
+        ({}, "--main_process_port 99999", "--main_process_port 99999: the highest port is 65535"),
         ({}, "--num_processes 1000000000", "--num_processes 1000000000: this machine can run at most "),
         (
             STEP,

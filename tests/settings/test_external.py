@@ -185,9 +185,9 @@ def test_a_tpu_pod_by_gcloud(machine: Machine, code: int) -> None:
 @pytest.mark.parametrize(
     ("text", "code", "said"),
     [
-        ("tpu_name: pod", 2, "--tpu_cluster: tpu_name pod is no tpu target of accel.yaml: for gcloud, write tpu_zone"),
-        ("tpu_zone: z", 2, "--tpu_cluster needs the pod's name: tpu_name in the configuration file"),
-        ("{tpu_vm: [h], tpu_zone: z}", 2, "--vm (c.yaml:1): hosts are found by tpu_name in the configuration file"),
+        ("tpu_name: pod", 2, "--tpu_cluster: tpu_name pod is not a tpu target in accel.yaml: to use gcloud,"),
+        ("tpu_zone: z", 2, "--tpu_cluster needs the pod's name: set tpu_name in the configuration file"),
+        ("{tpu_vm: [h], tpu_zone: z}", 2, "--vm (c.yaml:1): the hosts come from tpu_name in the configuration file"),
         ("{tpu_name: pod, tpu_zone: z}", 1, "gcloud not found on PATH: install the Google Cloud CLI"),
     ],
 )

@@ -38,22 +38,22 @@ EXAMPLES = """\
   accel image build --tag team/train:1 --base team/accel:cuda --print
   accel image build --tag host/team/train:1 --builder kaniko --kaniko-image KANIKO | kubectl replace --force -f -
 
-What follows -- goes to the builder: accel image build --tag team/train:1 -- --network host"""
+Arguments after -- are passed to the builder: accel image build --tag team/train:1 -- --network host"""
 
 _COMMAND = "accel image"
 _BUILDERS = ("docker", "podman", "buildah", "kaniko")
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument("words", nargs="*", metavar="build [DIRECTORY]", help="the project (default: this directory)")
-    parser.add_argument("--tag", metavar="IMAGE", help="what the image is called: [HOST[:PORT]/]name[:tag]; needed")
-    content = parser.add_argument_group("what is in it")
-    content.add_argument("--variant", choices=("cpu", "cuda"), help="the torch that it gets (default: cuda)")
-    content.add_argument("--base", metavar="IMAGE", help="lay it over this image, which has torch, instead")
-    requirements = "what else it needs (default: requirements.txt, or what pyproject.toml depends on)"
+    parser.add_argument("words", nargs="*", metavar="build [DIRECTORY]", help="project directory (default: this one)")
+    parser.add_argument("--tag", metavar="IMAGE", help="name of the image: [HOST[:PORT]/]name[:tag]; required")
+    content = parser.add_argument_group("contents")
+    content.add_argument("--variant", choices=("cpu", "cuda"), help="build of torch (default: cuda)")
+    content.add_argument("--base", metavar="IMAGE", help="build on this image, which has torch")
+    requirements = "requirements file (default: requirements.txt, else the dependencies in pyproject.toml)"
     content.add_argument("--requirements", metavar="FILE", help=requirements)
-    content.add_argument("--no-code", action="store_true", help="leave the project's code out: submit brings it")
-    argument = "an argument of the Dockerfile: TORCH_INDEX, PYTHON_IMAGE, …; repeatable"
+    content.add_argument("--no-code", action="store_true", help="leave out the project's code, which submit uploads")
+    argument = "build argument of the Dockerfile: TORCH_INDEX, PYTHON_IMAGE, …; repeatable"
     pairs: dict[str, Any] = {
         "metavar": "NAME=VALUE",
         "type": arguments.key_value,
@@ -61,16 +61,16 @@ def add_arguments(parser: Parser) -> None:
         "default": [],
     }
     content.add_argument("--build-arg", **pairs, help=argument)
-    content.add_argument("--label", **pairs, help="a further label; repeatable")
-    build = parser.add_argument_group("how")
-    build.add_argument("--builder", choices=_BUILDERS, help="what builds it (default: the first that is there)")
-    build.add_argument("--push", action="store_true", help="push it, and print it with its digest")
-    build.add_argument("--write", metavar="TARGET", help="write it, pinned, into accel.yaml as this target's image")
-    build.add_argument("--print", action="store_true", help="print the Dockerfile and the commands, and do nothing")
-    build.add_argument("--kaniko-image", metavar="IMAGE", help="with kaniko: its own image")
-    build.add_argument("--registry-secret", metavar="NAME", help="with kaniko: the Secret for the registry")
-    build.add_argument("--namespace", metavar="NAME", help="with kaniko: where it builds")
-    build.add_argument("--json", action="store_true", help="answer in JSON")
+    content.add_argument("--label", **pairs, help="additional label; repeatable")
+    build = parser.add_argument_group("build")
+    build.add_argument("--builder", choices=_BUILDERS, help="program that builds (default: the first available)")
+    build.add_argument("--push", action="store_true", help="push the image and print its digest")
+    build.add_argument("--write", metavar="TARGET", help="write the pinned image to this target in accel.yaml")
+    build.add_argument("--print", action="store_true", help="print the Dockerfile and the commands, build nothing")
+    build.add_argument("--kaniko-image", metavar="IMAGE", help="with kaniko: image of kaniko")
+    build.add_argument("--registry-secret", metavar="NAME", help="with kaniko: Secret of the registry")
+    build.add_argument("--namespace", metavar="NAME", help="with kaniko: namespace of the build")
+    build.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run_argv(argv: Sequence[str]) -> int:
@@ -132,25 +132,23 @@ def _directory(args: Namespace) -> Path:
     if positionals[:1] != ["build"] or len(positionals) > 2:
         raise UsageError(_COMMAND, f"expects build, or build DIRECTORY, not {' '.join(positionals)!r}")
     if args.tag is None:
-        raise UsageError(_COMMAND, "build: say with --tag what the image is called")
+        raise UsageError(_COMMAND, "build needs --tag: the name of the image")
     check_tag(args.tag)
     directory = Path(os.path.realpath(positionals[1] if len(positionals) > 1 else "."))
     if not directory.is_dir():
-        raise UsageError(_COMMAND, f"build: no directory {directory}")
+        raise UsageError(_COMMAND, f"build: directory {directory} does not exist")
     if args.builder != "kaniko":
         for option, value in (("--kaniko-image", args.kaniko_image), ("--registry-secret", args.registry_secret)):
             if value is not None:
-                raise UsageError(_COMMAND, f"{option} goes with --builder kaniko")
+                raise UsageError(_COMMAND, f"{option} needs --builder kaniko")
         if args.namespace is not None:
-            raise UsageError(_COMMAND, "--namespace goes with --builder kaniko")
+            raise UsageError(_COMMAND, "--namespace needs --builder kaniko")
         if args.write and not args.push:
-            raise UsageError(_COMMAND, "--write writes the digest that a registry gives: add --push")
+            raise UsageError(_COMMAND, "--write needs --push: it writes the digest from the registry")
     elif args.kaniko_image is None:
-        raise UsageError(
-            _COMMAND, "--builder kaniko: name with --kaniko-image one of kaniko's that the cluster can pull"
-        )
+        raise UsageError(_COMMAND, "--builder kaniko needs --kaniko-image: a kaniko image that the cluster can pull")
     elif args.write:
-        raise UsageError(_COMMAND, "--write: kaniko's digest is known when its pod has ended; write image: then")
+        raise UsageError(_COMMAND, "--write: kaniko's digest is known once its pod has ended: set image: then")
     return directory
 
 
@@ -162,7 +160,7 @@ def _project(args: Namespace, directory: Path) -> tuple[Project, dict[str, str]]
     from .context import Project, requirements_of
 
     if args.base and args.variant:
-        raise UsageError(_COMMAND, "--base and --variant both say which torch: keep one")
+        raise UsageError(_COMMAND, "--base and --variant contradict each other: keep one")
     project = Project(
         code=directory,
         requirements=requirements_of(directory, args.requirements),
@@ -175,10 +173,10 @@ def _project(args: Namespace, directory: Path) -> tuple[Project, dict[str, str]]
         if name not in accepted:
             raise UsageError(
                 _COMMAND,
-                f"--build-arg: no argument {name!r}{nearest(name, accepted)} (there are {', '.join(accepted)})",
+                f"--build-arg: unknown argument {name!r}{nearest(name, accepted)} (known: {', '.join(accepted)})",
             )
         if build_args.setdefault(name, value) != value:
-            raise UsageError(_COMMAND, f"--build-arg {name} is said twice, with two values: keep one")
+            raise UsageError(_COMMAND, f"--build-arg sets {name} twice, to different values: keep one")
     return project, build_args
 
 
@@ -261,8 +259,8 @@ def _in_cluster(args: Namespace, build: Build) -> int:
     else:
         print(to_yaml(objects), end="")
     sys.stdout.flush()
-    note("kubectl replace --force -f it; the message of its pod's end is the digest: image: NAME@DIGEST in accel.yaml")
-    note(f"its ConfigMaps stay: kubectl delete configmaps --selector {names.JOB_ID}={name}")
+    note("run kubectl replace --force -f; the pod's termination message is the digest for accel.yaml: NAME@DIGEST")
+    note(f"delete its ConfigMaps afterwards: kubectl delete configmaps --selector {names.JOB_ID}={name}")
     return exit_status.OK
 
 
@@ -274,11 +272,11 @@ def check_config_entry(target: str) -> Path:
     entries = {candidate.name: candidate for candidate in known_targets() if candidate.file is not None}
     if target not in entries:
         hint = f" (targets: {', '.join(entries)})" if entries else ""
-        raise ConfigError(f"--write {target}: no accel.yaml has a target of that name{nearest(target, entries)}{hint}")
+        raise ConfigError(f"--write {target}: no target of that name in accel.yaml{nearest(target, entries)}{hint}")
     entry = entries[target]
     if "image" not in load_kind(entry.kind).Options.__dataclass_fields__:
-        raise ConfigError(f"--write {target}: {entry.source}: a {entry.kind} target keeps no image; give it to submit")
-    # The one that wins is the one that is shown.
+        raise ConfigError(f"--write {target}: {entry.source}: {entry.kind} targets have no image: use submit --image")
+    # The last file with the target takes precedence.
     return Path(next(path for path in reversed(config_files()) if _mapping(Path(path).read_text(), target) is not None))
 
 

@@ -17,12 +17,12 @@ from schedulers.errors import SchedulerError, SpecError
 PROGRAMS = ("docker", "podman", "buildah")
 KANIKO = "kaniko"
 
-# https://github.com/distribution/reference, but for a digest, which is what comes out.
+# https://github.com/distribution/reference, without a digest, which the build determines.
 _PART = r"[a-z0-9]+(?:(?:[._]|__|-+)[a-z0-9]+)*"
 _HOST = r"(?:[A-Za-z0-9](?:[A-Za-z0-9-]*[A-Za-z0-9])?)(?:\.[A-Za-z0-9](?:[A-Za-z0-9-]*[A-Za-z0-9])?)*(?::\d+)?"
 _REFERENCE = re.compile(rf"(?P<name>(?:{_HOST}/)?{_PART}(?:/{_PART})*)(?::(?P<tag>\w[\w.-]{{0,127}}))?\Z", re.ASCII)
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}\Z")
-_REMEDY = "install one of docker, podman and buildah, or have it built in the cluster: --builder kaniko"
+_REMEDY = "install one of docker, podman and buildah, or build in the cluster: --builder kaniko"
 
 
 class BuildError(SchedulerError):
@@ -33,9 +33,9 @@ class BuildError(SchedulerError):
 class Build:
     """One build.
 
-    context: a directory with its Dockerfile.
-    epoch:   the time of all files in the image, in seconds since 1970.
-    extra_flags:    further words for the builder.
+    context:     a directory with its Dockerfile.
+    epoch:       the time of all files in the image, in seconds since 1970.
+    extra_flags: additional arguments for the builder.
     """
 
     tag: str
@@ -49,9 +49,9 @@ class Build:
 def check_tag(text: str) -> str:
     """Return the text if it is a valid image name. Raises SpecError."""
     if "@" in text:
-        raise SpecError(f"--tag {text}: a digest is what the build gives; name the image and a tag: team/train:1")
+        raise SpecError(f"--tag {text}: the build determines the digest: give a name and a tag: team/train:1")
     if not _REFERENCE.match(text):
-        raise SpecError(f"--tag {text!r} is not the name of an image: [HOST[:PORT]/]name[:tag], in small letters")
+        raise SpecError(f"--tag {text!r} is not a valid image name: [HOST[:PORT]/]name[:tag], in lower case")
     return text
 
 
@@ -68,12 +68,12 @@ def choose(requested: str | None) -> str:
         return KANIKO
     if requested is not None:
         if shutil.which(requested) is None:
-            raise BuildError(f"--builder {requested}: there is no {requested} on PATH: {_REMEDY}")
+            raise BuildError(f"--builder {requested}: {requested} not found on PATH: {_REMEDY}")
         return requested
     installed = [program for program in PROGRAMS if shutil.which(program)]
     builder = next((program for program in installed if program != "docker" or _has_daemon()), None)
     if builder is None:
-        reason = "docker is there, and its daemon does not answer" if installed else "nothing here builds images"
+        reason = "docker is installed, but its daemon does not answer" if installed else "no image builder found"
         raise BuildError(f"{reason}: {_REMEDY}")
     return builder
 
@@ -103,17 +103,17 @@ def push(builder: str, tag: str) -> str:
         file = Path(scratch, "digest")
         digest = "" if builder == "docker" else f"--digestfile={file}"
         _run([argument for argument in (builder, "push", digest, tag) if argument], problem)
-        image_digest = _of_docker(tag) if builder == "docker" else file.read_text().strip()
+        image_digest = _docker_digest(tag) if builder == "docker" else file.read_text().strip()
     if not _DIGEST.match(image_digest):
-        raise BuildError(f"{builder} pushed {tag}, and does not tell its digest ({image_digest or 'nothing'})")
+        raise BuildError(f"{builder} pushed {tag} but did not report its digest ({image_digest or 'nothing'})")
     return image_digest
 
 
-def _of_docker(tag: str) -> str:
+def _docker_digest(tag: str) -> str:
     argv = ["docker", "image", "inspect", "--format", "{{json .RepoDigests}}", tag]
     completed = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if completed.returncode:
-        raise BuildError(f"docker does not tell the digest of {tag}: {completed.stderr.strip()}")
+        raise BuildError(f"docker did not report the digest of {tag}: {completed.stderr.strip()}")
     digests = dict(reference.rsplit("@", 1) for reference in json.loads(completed.stdout) or [])
     name = repository(tag)
     return str(digests.get(name) or digests.get(name.removeprefix("docker.io/").removeprefix("library/")) or "")
@@ -130,4 +130,4 @@ def _has_daemon() -> bool:
 def _run(argv: Sequence[str], problem: str) -> None:
     completed = subprocess.run(argv, stdin=subprocess.DEVNULL, stdout=2)
     if completed.returncode:
-        raise BuildError(f"{problem} (exit {completed.returncode}): what it said is above")
+        raise BuildError(f"{problem} (exit {completed.returncode}): its output is above")

@@ -54,7 +54,7 @@ def requirements_of(code: Path, requirements_file: str | None) -> str | None:
             reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
             raise ConfigError(f"{path}: cannot be read: {reason}") from None
         return _check_standalone(path, text)
-    return _declared(code / "pyproject.toml")
+    return _declared_dependencies(code / "pyproject.toml")
 
 
 def make(directory: Path, project: Project, epoch: int | None) -> list[str]:
@@ -84,12 +84,12 @@ def _check_standalone(path: Path, text: str) -> str:
     for number, line in enumerate(text.splitlines(), 1):
         if re.match(r"\s*(-r|--requirement|-c|--constraint|-e|--editable|\.{1,2}/|file:)(\s|=|\S)", line):
             raise ConfigError(
-                f"{path}:{number}: {without_password(line.strip())!r} needs another file, and only this one goes along"
+                f"{path}:{number}: {without_password(line.strip())!r} refers to a file that is not copied"
             )
     return text
 
 
-def _declared(path: Path) -> str | None:
+def _declared_dependencies(path: Path) -> str | None:
     if not path.is_file():
         return None
     try:
@@ -104,7 +104,7 @@ def _declared(path: Path) -> str | None:
     if not dependencies:
         return None
     if not isinstance(dependencies, list) or not all(isinstance(dependency, str) for dependency in dependencies):
-        raise ConfigError(f"{path}: project.dependencies is not a list of texts")
+        raise ConfigError(f"{path}: project.dependencies is not a list of strings")
     return "\n".join(dependencies) + "\n"
 
 

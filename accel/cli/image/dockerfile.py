@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-# What the context of a project's image holds beside the Dockerfile.
+# Contents of a project's build context besides the Dockerfile.
 WHEELS, REQUIREMENTS, CODE = "wheels", "requirements.txt", "code"
 
 _REPOSITORY = """\
@@ -37,7 +37,7 @@ _PROJECT = """\
 # Made by accel image build.
 
 """
-# Without the times of day that compiled modules would hold, equal projects make equal images.
+# Without timestamps in compiled modules, equal projects make equal images.
 _PIP = """\
 ARG SOURCE_DATE_EPOCH
 ARG PIP_INDEX_URL

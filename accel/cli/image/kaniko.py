@@ -18,7 +18,7 @@ from schedulers.kubernetes.manifests.pods import unexpanded
 
 from .builders import Build, repository
 
-# A few ConfigMaps are no burden for the cluster's database; more is not what it is for.
+# etcd holds a few ConfigMaps easily; it is not made for more.
 MAX_CONTEXT_BYTES = 3 << 20
 _CONTEXT, _PARTS = "/accel/context", "/accel-parts"
 
@@ -61,7 +61,7 @@ def objects(build: Build, cluster: Cluster, context: bytes) -> list[delivery.Obj
     """
     name = object_name(build, context)
     labels = {names.MANAGED_BY: "accel", "app.kubernetes.io/component": "image"}
-    # No Job is there when they are made, so none owns them: by the label a cleanup finds them when it is gone.
+    # Created before the Job, which therefore cannot own them; a cleanup finds them by the label.
     maps = delivery.config_maps(name, {**labels, names.JOB_ID: name}, cluster.namespace, context)
     namespace = {"namespace": cluster.namespace} if cluster.namespace else {}
     pod = _pod(build, cluster, name, delivery.digest_of(context), maps)

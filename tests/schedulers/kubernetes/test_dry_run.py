@@ -37,7 +37,7 @@ def test_nothing_is_made_of_a_job_that_would_be_taken(
 ) -> None:
     assert review(project, f"workload={workload}") == exit_status.OK
     shown = capsys.readouterr()
-    assert shown.err == "accel: kubernetes would take it\n"
+    assert shown.err == "accel: kubernetes would accept the job\n"
     assert f"$ create {workload}/true-dry-run-" in shown.out
     assert kubernetes.objects(namespace) == []
     assert list(home.glob("**/*.tar")) == list(home.glob("jobs/*")) == []
@@ -50,7 +50,7 @@ def test_slices_of_tpus(project: Path, namespace: str, capsys: pytest.CaptureFix
     size = ["--cpus", "1", "--memory", "1G"]
     assert main([*words, *size, "--dry-run=server", "--no-python", "true"]) == exit_status.OK
     shown = capsys.readouterr()
-    assert shown.err == "accel: kubernetes would take it\n"
+    assert shown.err == "accel: kubernetes would accept the job\n"
     assert "exclusive-topology: cloud.google.com/gke-nodepool" in shown.out
 
 

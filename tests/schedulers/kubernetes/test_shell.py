@@ -81,7 +81,7 @@ def test_commands_with_pipes(job: Job) -> None:
         (("--rank=4",), "accel shell: --rank 4: the job has ranks 0 to 3\n"),
         (("--node=2",), "accel shell: --node 2: the job has nodes 0 to 1\n"),
         (("--rank=0", "--node=0"), "accel shell: --node: not allowed with --rank\n"),
-        (("--json",), "accel shell: --json is for a command: accel shell JOB --json -- COMMAND\n"),
+        (("--json",), "accel shell: --json needs a command: accel shell JOB --json -- COMMAND\n"),
     ]:
         done = shell(job.id, *words)
         assert (done.returncode, done.stderr.decode()) == (2, message)

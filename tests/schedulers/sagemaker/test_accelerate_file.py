@@ -43,7 +43,7 @@ INPUTS = "channel_name\tdata_location\ntrain\ts3://data/train\n\n"
 METRICS = "metric_name\tmetric_regex\nloss\tloss = (.*?);\n"
 LEAST = f"compute_environment: AMAZON_SAGEMAKER\nec2_instance_type: ml.m5.xlarge\niam_role_name: {ROLE}\n"
 OLDER = (
-    "pytorch_version 1.10.2, py_version py38: not an image that accel runs on; it is pytorch:2.8.0 (py312), "
+    "pytorch_version 1.10.2, py_version py38: accel does not run on this image; using pytorch:2.8.0 (py312), "
     "without Transformers: name packages in requirements.txt, or give image_uri"
 )
 
@@ -160,7 +160,7 @@ def test_a_requirements_file_beside_the_script_is_installed(here: Path, capsys: 
     ("text", "said"),
     [
         (f"{LEAST}distributed_type: MODEL_PARALLEL", "c.yaml:4: distributed_type MODEL_PARALLEL: SageMaker's library"),
-        (f"{LEAST}additional_args:\n  max_runs: 3", "c.yaml:4: additional_args: max_runs: not taken over; did you mean "
+        (f"{LEAST}additional_args:\n  max_runs: 3", "c.yaml:4: additional_args: max_runs: not supported; did you mean "
          "'max_run'? (taken over: base_job_name, checkpoint_local_path"),
         (f"{LEAST}additional_args: {{hyperparameters: {{a: 1}}}}", "c.yaml:4: additional_args: hyperparameters: not"),
         (f"{LEAST}additional_args: {{max_run: soon}}", "c.yaml:4: additional_args: max_run: not a value of SageMaker's "

@@ -1,4 +1,4 @@
-"""Settings of a configuration file, converted for a job."""
+"""Settings of a configuration file, as the defaults of a job."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from .argv import UsageError
 class LaunchDefaults(NamedTuple):
     """A configuration file's settings for a job.
 
-    nodes:                the least number, and the most if that is another.
-    procs_per_node, gpus: of each node.
+    nodes:                minimum, and maximum if it differs.
+    procs_per_node, gpus: per node.
     notes:                settings that the job ignores, a line each.
-    kind:                 the only kind of target for the file, and what else it determines.
+    kind:                 the only kind of target for the file (SageMaker, TPU); `options` are that target's.
     """
 
     env: dict[str, str]
@@ -30,17 +30,17 @@ class LaunchDefaults(NamedTuple):
 
 
 def launch_variables(options: Mapping[str, Any]) -> dict[str, str]:
-    """Return a worker's variables in the form that a launch reads."""
+    """Return the workers' variables in the form that `accel launch` reads."""
     from accel.settings import BY_NAME
     from accel.settings.env_variables import variables
     from accel.settings.setting import typed
 
     env = variables(options)
-    env.pop("ACCELERATE_CONFIG_DS_FIELDS", None)  # the launch says it anew
+    env.pop("ACCELERATE_CONFIG_DS_FIELDS", None)  # the launcher sets it again
     if options["cpu"]:
         env["ACCELERATE_USE_CPU"] = "true"
     if options["mixed_precision"] == "fp8":
-        setting = BY_NAME["fp8_override_linear_precision"]  # three variables of a worker, one of the launch
+        setting = BY_NAME["fp8_override_linear_precision"]  # three variables for a worker, one for the launcher
         env[setting.env] = typed(setting, options[setting.name])
     return env
 
