@@ -6,7 +6,7 @@ Imports nothing, because the launcher and the schedulers use it too.
 from __future__ import annotations
 
 REQUEUE = 85
-"""The rank was warned of a preemption, has left a whole checkpoint, and is to be started again."""
+"""The rank was warned of a preemption, has written a complete checkpoint, and should be restarted."""
 
 TIME_LIMIT = 86
-"""The launcher ended its ranks since the job's time limit had passed: another attempt is of no use."""
+"""The launcher ended its ranks because the job's time limit had passed. A restart would not help."""

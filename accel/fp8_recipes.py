@@ -121,7 +121,7 @@ class MSAMPRecipeKwargs(KwargsHandler):
 
 @dataclass
 class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
-    """Both of the above in one class, for older scripts. ``backend`` is TE or MSAMP; use the class of that name."""
+    """Both recipes in one class, for older scripts. ``backend`` is TE or MSAMP; use that library's class instead."""
 
     backend: str | None = None
 

@@ -14,7 +14,7 @@ from accel.errors import ArgumentError
 if TYPE_CHECKING:
     from accel.accelerator import Accelerator
 
-# What travels at once: weights need not be held twice to be averaged.
+# Bytes averaged at once, so that the weights are not held twice.
 _PIECE = 64 << 20
 
 
@@ -33,7 +33,7 @@ class LocalSGD:
         if local_sgd_steps < 1:
             raise ArgumentError(f"LocalSGD(local_sgd_steps={local_sgd_steps}): it must be 1 or more")
         if enabled and accelerator.is_fsdp2:
-            raise ArgumentError("LocalSGD averages whole models: sharded ones have no process of their own to train in")
+            raise ArgumentError("LocalSGD needs a complete model on each process: it does not support sharded models")
         self.accelerator = accelerator
         self.model = model
         self.local_sgd_steps = local_sgd_steps

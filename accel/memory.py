@@ -16,7 +16,7 @@ from accel.state import PartialState
 
 Function = Callable[..., Any]
 
-# What libraries say when memory runs out, or a kernel finds too little of it to work in.
+# Messages of libraries when memory runs out, or is too little for a kernel to work in.
 _SIGNS = (
     " out of memory.",
     "CUDA out of memory",
@@ -56,8 +56,8 @@ def _kinds_in_use() -> list[str]:
 def release_memory(*objects: Any) -> list[Any]:
     """Release the memory of ``objects``; return as many ``None``, to be assigned to their names.
 
-    ``a, b = release_memory(a, b)``: objects without other references are freed when the names are assigned.
-        Memory still held by the caller's names only returns to the device at the next `clear_device_cache`.
+    ``a, b = release_memory(a, b)``: the assignment frees objects without other references. Their memory returns to
+    the device at the next `clear_device_cache`.
     """
     released: list[Any] = [None] * len(objects)
     del objects
@@ -94,14 +94,13 @@ def find_executable_batch_size(
     """Decorate a function to be called with the largest batch size that fits in memory.
 
     The function's first parameter is the batch size. The decorator passes it, and callers leave it out. The first
-    call uses ``starting_batch_size``; after each failure for memory, the next uses 0.9 of the size, or the result
-    of ``reduce_batch_size_fn()``. A later call begins with the size that was found.
+    call uses ``starting_batch_size``; each time memory runs out, the next uses 0.9 of the size, or the result of
+    ``reduce_batch_size_fn()``. A later call begins with the size that succeeded.
 
     Processes of one world shrink together: if any runs out of memory, all call again with the same size. They
-    agree once each has returned or run out of memory. A process inside a collective that one out of memory never
-    joins cannot be
-    called back: it ends with a `StateError` that explains this when that collective times out. Objects that are
-        prepared for training must be created inside the function.
+    agree once each has returned or run out of memory. A process that waits in a collective for one out of memory
+    cannot be called back: it ends with a `StateError` that explains this when the collective times out. Objects
+    prepared for training must be created inside the function.
 
     Raises `CallError` (a `TypeError`) if a caller passes a batch size, and `StateError` if none fits.
     """
@@ -117,7 +116,7 @@ def find_executable_batch_size(
     @wraps(function)
     def search(*args: Any, **kwargs: Any) -> Any:
         nonlocal size
-        _refuse_batch_size(call, parameters, args)
+        _reject_batch_size(call, parameters, args)
         clear_device_cache(garbage_collection=True)
         while size > 0:
             result, ran_out = _attempt(partial(call, size, *args, **kwargs))
@@ -133,7 +132,7 @@ def find_executable_batch_size(
     return search
 
 
-def _refuse_batch_size(function: Function, parameters: list[inspect.Parameter], args: tuple[Any, ...]) -> None:
+def _reject_batch_size(function: Function, parameters: list[inspect.Parameter], args: tuple[Any, ...]) -> None:
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     if any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters):
         return
@@ -161,8 +160,8 @@ def _attempt(call: Callable[[], Any]) -> tuple[Any, bool]:
 def _any_process(ran_out: bool) -> bool:
     """Return True if any process of the world ran out of memory. Every process must call this equally often.
 
-    It uses the world's store and not a collective: processes that ran out of memory in mid-step have called fewer
-    collectives than the others, so that the next one would not match.
+    Uses the world's store, not a collective: processes that ran out of memory in mid-step have called fewer
+    collectives than the others, so the next one would not match.
     """
     global _attempts
     world = _store()
@@ -174,7 +173,7 @@ def _any_process(ran_out: bool) -> bool:
     store.set(keys[rank], "1" if ran_out else "0")
     store.wait(keys)
     exhausted = any(store.get(key) == b"1" for key in keys)
-    # The store may be rank 0's, and gone with it: it stays until the others have read.
+    # Rank 0 may host the store: it waits until the others have read.
     if rank:
         store.set(f"{keys[rank]}/read", "")
     else:

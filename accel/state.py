@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _OPTIONS = ("backend", "init_method", "timeout")
-_beginning = threading.RLock()
+_init_lock = threading.RLock()
 
 
 def is_initialized() -> bool:
@@ -72,13 +72,11 @@ class PartialState:
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
         self.__dict__ = PartialState._shared_state
         if "device" not in self.__dict__:
-            with _beginning:
+            with _init_lock:
                 if "device" not in self.__dict__:
                     self._begin(cpu, kwargs)
         elif cpu and self.device.type != "cpu":
-            raise StateError(
-                f"cpu=True was asked after this process took {self.device}: make the first state with cpu=True"
-            )
+            raise StateError(f"cpu=True: this process already uses {self.device}: create the first state with cpu=True")
 
     def _begin(self, cpu: bool, options: dict[str, Any]) -> None:
         for name in options:
@@ -94,7 +92,7 @@ class PartialState:
         if read_flag(env, "ACCELERATE_CPU_AFFINITY"):
             set_numa_affinity(max(world.local_rank, 0))
         if world.size > 1 and "WORLD_SIZE" not in env:
-            env.update(torchrun_variables(world))  # an MPI launcher's: torch's env:// and libraries read torchrun's
+            env.update(torchrun_variables(world))  # after mpirun: torch's env:// and libraries read these
         if world.size > 1 and device.type == "cuda":
             avoid_unsafe_links(device)
         backend = worlds.form(world, device, options) if world.size > 1 else None
@@ -127,7 +125,7 @@ class PartialState:
         self.device = device
 
     def __getstate__(self) -> dict[str, Any]:
-        # `transformers.TrainingArguments` hold one and are saved beside every model, where plugins have no place.
+        # `transformers.TrainingArguments` hold one and are saved with every model, where plugins do not belong.
         excluded = AcceleratorState.__annotations__ if type(self) is PartialState else {}
         return {name: value for name, value in vars(self).items() if name not in excluded}
 
@@ -287,7 +285,7 @@ class AcceleratorState(PartialState):
             megatron_lm_plugin=megatron_lm_plugin,
         )
         super().__init__(cpu, **kwargs)
-        with _beginning:
+        with _init_lock:
             if fsdp_plugin is not None:
                 self._shard(fsdp_plugin)
             if parallelism_config is not None:
@@ -298,8 +296,8 @@ class AcceleratorState(PartialState):
                     self.downcast_bfloat = xla.use_bf16(os.environ)
             elif mixed_precision is not None and str(mixed_precision).lower() != self._mixed_precision:
                 raise StateError(
-                    f"mixed_precision={str(mixed_precision)!r} was asked after this process took "
-                    f"{self._mixed_precision!r}: give it to the first Accelerator or AcceleratorState"
+                    f"mixed_precision={str(mixed_precision)!r}: this process already uses "
+                    f"{self._mixed_precision!r}: pass it to the first Accelerator or AcceleratorState"
                 )
             if dynamo_plugin is not None:
                 self.dynamo_plugin = dynamo_plugin
@@ -307,11 +305,11 @@ class AcceleratorState(PartialState):
     def _shard(self, plugin: FullyShardedDataParallelPlugin) -> None:
         if "_mixed_precision" in self.__dict__ and self.fsdp_plugin is None:
             raise StateError(
-                "fsdp_plugin was asked after this process began without: give it to the first Accelerator or "
+                "fsdp_plugin: this process already runs without one: pass it to the first Accelerator or "
                 "AcceleratorState"
             )
         if self.backend == xla.BACKEND:
-            raise ArgumentError("fsdp_plugin is for GPUs and CPUs: under torch_xla models are whole on every process")
+            raise ArgumentError("fsdp_plugin is not supported under torch_xla: use it on GPUs or CPUs")
         self.fsdp_plugin = plugin
         if self.use_distributed and not plugin.whole:
             self.distributed_type = DistributedType.FSDP

@@ -9,7 +9,7 @@ def main() -> int:
     """Run `accel launch` with this process's arguments. Return its exit code."""
     from accel.cli import main as command
 
-    sys.argv[1:1] = ["launch"]  # the command line reads the words there: the program may take this process's place
+    sys.argv[1:1] = ["launch"]  # `main` reads sys.argv, as after `accel launch`
     return command()
 
 

@@ -153,8 +153,7 @@ def test_errors_are_one_line_with_the_nearest_name() -> None:
     assert run_one(_errors) == [
         "PartialState(tiemout=…) is unknown; did you mean 'timeout'?",
         "mixed_precision: 'bf61' is none of no, fp16, bf16; did you mean 'bf16'?",
-        "mixed_precision='bf16' was asked after this process took 'no': "
-        "give it to the first Accelerator or AcceleratorState",
+        "mixed_precision='bf16': this process already uses 'no': pass it to the first Accelerator or AcceleratorState",
         "PartialState has no attribute 'proces_index'; did you mean 'process_index'?",
     ]
 

@@ -113,11 +113,11 @@ CASES: list[tuple[Callable[[], Any], str]] = [
                 "prepare its model too, or list model.parameters() after prepare"),
     (_joined, "join_uneven_inputs is for DDP: with sharded models all processes must run the same number of "
               "batches. Remove it, and keep even_batches=True"),
-    (_local_sgd, "LocalSGD averages whole models: sharded ones have no process of their own to train in"),
+    (_local_sgd, "LocalSGD needs a complete model on each process: it does not support sharded models"),
     (_stale, "clipping: these parameters were listed while the model had them gathered: pass model.parameters()"),
     (_other, "prepare: the Linear of process 1 differs from that of process 0 in names, shapes, types or "
              "requires_grad of parameters"),
-    (_late, "fsdp_plugin was asked after this process began without: give it to the first Accelerator or "
+    (_late, "fsdp_plugin: this process already runs without one: pass it to the first Accelerator or "
             "AcceleratorState"),
     (_wrong, "Accelerator(fsdp_plugin=…) must be a FullyShardedDataParallelPlugin, not str"),
     (_no_value, "prepare: weight is on the meta device on the main process too, and a Odd has no reset_parameters: "
