@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import uuid
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from . import warm
+from .waiting import until
 
 PROGRAM = """
 import os, sys
@@ -35,6 +37,19 @@ def test_threads_share_a_server_and_each_process_is_its_own(tmp_path: Path) -> N
             assert code == number
             assert out.decode() == f"['{number}', 'a b'] {tmp_path} this False True\n"
             assert sys.platform != "linux" or mark.encode() in err
+
+
+def test_a_tests_process_that_is_killed_leaves_none(tmp_path: Path) -> None:
+    program = (
+        "import os, sys, tempfile; from pathlib import Path; from tests import warm\n"
+        "argv, env = [sys.executable, '-c', 'import signal; signal.pause()'], dict(warm._SERVER_ENV)\n"
+        "with tempfile.TemporaryFile() as file:\n"
+        "    process = warm.start(argv, cwd=None, env=env, stdout=file, stderr=file, loaded=('json',))\n"
+        "print(process.pid, flush=True); os.kill(os.getpid(), 9)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=warm.ROOT, stdout=subprocess.PIPE, timeout=60)
+    pid = int(done.stdout)
+    until(lambda: not Path(f"/proc/{pid}").exists(), "the process that it has started is gone")
 
 
 @pytest.mark.parametrize("name", warm._SET_BY_LIBRARIES)

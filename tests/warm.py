@@ -235,6 +235,7 @@ class _Requests:
             if self._control.fileno() in readable:
                 data, fds, _, _ = socket.recv_fds(self._control, 1, 4)
                 if not data:
+                    self._kill_all()
                     return None
                 request = self._fork(socket.socket(fileno=fds[0]), fds[1:])
                 if request is not None:
@@ -262,6 +263,12 @@ class _Requests:
         for open_here in (self._control, *self._reports.values()):
             open_here.close()
         return {**request, "reports": reports}
+
+    def _kill_all(self) -> None:
+        """Kill the processes that the tests' process has left: it was killed, or ended by a signal in a test."""
+        for pid in self._reports:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
 
     def _report_ends(self) -> None:
         while self._reports:
