@@ -122,9 +122,9 @@ def integer(text: str) -> int:
 
 
 def count(text: str) -> int:
-    """Return a whole number from 0 on."""
+    """Return a whole number of 0 or more."""
     if not re.fullmatch(r"\d+", text, re.ASCII):
-        raise ArgumentTypeError(f"a whole number from 0 on, not {text!r}")
+        raise ArgumentTypeError(f"expects a whole number of 0 or more, not {text!r}")
     return int(text)
 
 

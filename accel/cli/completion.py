@@ -87,7 +87,7 @@ _OPTIONS = {"submit": "accel.cli.submit", "launch": "accel.launch.flags"}
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument("shell", metavar="SHELL", choices=tuple(SHELLS), help=f"{', '.join(SHELLS)}")
+    parser.add_argument("shell", metavar="SHELL", choices=tuple(SHELLS), help=f"name of the shell: {', '.join(SHELLS)}")
 
 
 def run(args: Namespace) -> int:

@@ -42,7 +42,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("action", nargs="?", default="ask", metavar="ACTION", help=action)
     parser.add_argument("--config_file", metavar="FILE", help="file to write (default: Accelerate's default file)")
     parser.add_argument("--answers", metavar="FILE", help="YAML file with the answers (- for stdin); asks nothing")
-    parser.add_argument("--mixed_precision", metavar="NAME", help="with default: no, fp16, bf16 or fp8 (default: no)")
+    parser.add_argument("--mixed_precision", metavar="NAME", help="with `default`: no, fp16, bf16 or fp8 (default: no)")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 

@@ -52,7 +52,8 @@ def add_arguments(parser: Parser) -> None:
     group = parser.add_argument_group("training")
     count = "number of processes, one per device (default: this machine's accelerators)"
     group.add_argument("--num_processes", metavar="N", type=arguments.count, help=count)
-    group.add_argument("--batch_size", metavar="N", type=arguments.count, default=1, help="per device (default: 1)")
+    batch = "batch size per device (default: 1)"
+    group.add_argument("--batch_size", metavar="N", type=arguments.count, default=1, help=batch)
     length = "tokens per sample (default: 512, or the model's maximum if lower)"
     group.add_argument("--sequence_length", metavar="N", type=arguments.count, help=length)
     checkpoint = "recompute activations in the backward pass"
@@ -65,7 +66,7 @@ def add_arguments(parser: Parser) -> None:
 def run(args: Namespace) -> int:
     for name in ("num_processes", "batch_size", "sequence_length"):
         if (value := getattr(args, name)) is not None and value < 1:
-            raise UsageError("accel estimate-memory", f"--{name} {value}: a whole number from 1 on")
+            raise UsageError("accel estimate-memory", f"--{name} {value}: expects a whole number of 1 or more")
     if not has_torch("accel estimate-memory"):
         return exit_status.ERROR
     from accel.errors import AccelError

@@ -32,7 +32,7 @@ A damaged record is deleted only when its JOB is named."""
 
 def add_arguments(parser: Parser) -> None:
     parser.add_argument("jobs", metavar="JOB", nargs="*", help="job id, unique prefix of an id, or @last")
-    parser.add_argument("--older-than", metavar="TIME", type=arguments.duration, help="delete older jobs: 30d, 2w")
+    parser.add_argument("--older-than", metavar="TIME", type=arguments.duration, help="delete jobs older than 30d, 2w")
     parser.add_argument("--keep", metavar="N", type=arguments.count, help="delete all but the newest N jobs")
     parser.add_argument("--dry-run", action="store_true", help="print what would be deleted, delete nothing")
     parser.add_argument("--json", action="store_true", help="print JSON")

@@ -77,19 +77,19 @@ def _show_plan(spec: JobSpec, args: Namespace) -> int:
 
     resolved, spec = prepare(spec, args.target, Store.default(), start=None)
     plan = resolved.plan(spec, DRY_RUN_ID)
-    refused = _review(resolved, plan) if args.dry_run == "server" else None
+    problems = _review(resolved, plan) if args.dry_run == "server" else None
     if args.json:
-        print_json(plan.to_json() | ({} if refused is None else {"refused": refused}))
+        print_json(plan.to_json() | ({} if problems is None else {"refused": problems}))
     else:
         print(plan, end="")
-    if refused is None:
+    if problems is None:
         return exit_status.OK
     sys.stdout.flush()
-    for line in refused:
+    for line in problems:
         note(line)
-    if not refused:
+    if not problems:
         note(f"{args.target} would accept the job")
-    return exit_status.ERROR if refused else exit_status.OK
+    return exit_status.ERROR if problems else exit_status.OK
 
 
 def _review(resolved: ResolvedTarget, plan: Plan) -> list[str]:

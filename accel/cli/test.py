@@ -38,8 +38,8 @@ EXAMPLES = """\
   accel test --config_file accelerate.yaml
   accel test --target cluster --num_processes 4
 
-Without --num_processes, the configuration file's number is tested. Without one there, 1, 2 and 4 processes are tested,
-and 4 again with sharded models (FSDP): on GPUs if there are enough, else on the CPU."""
+Without --num_processes it tests the number of processes in the configuration file, else 1, 2 and 4 processes. Without
+a file it also tests 4 with sharded models (FSDP). It uses GPUs if there are enough, else the CPU."""
 
 _COMMAND = "accel test"
 _COUNTS = (1, 2, 4)
@@ -57,7 +57,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: Namespace) -> int:
     if args.num_processes == 0:
-        raise UsageError(_COMMAND, "--num_processes 0: a whole number from 1 on")
+        raise UsageError(_COMMAND, "--num_processes 0: expects a whole number of 1 or more")
     if args.target is not None:
         return _run_on_target(args)
     if not torch_is_installed(_COMMAND):

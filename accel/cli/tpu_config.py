@@ -36,8 +36,8 @@ _VERSION = re.compile(r"\d+(\.\d+)*((a|b|rc|\.dev|\.post)\d+)*", re.ASCII)
 
 def add_arguments(parser: Parser) -> None:
     group = parser.add_argument_group("TPU")
-    group.add_argument("--config_file", metavar="FILE", help="file with missing values (default: the one in use)")
-    name_help = "name of a TPU VM, or of a tpu target to connect as (default: from the configuration file)"
+    group.add_argument("--config_file", metavar="FILE", help="configuration file (default: the one in use)")
+    name_help = "name of a TPU VM, or of a tpu target, to use its transport (default: from the configuration file)"
     group.add_argument("--tpu_name", metavar="NAME", help=name_help)
     group.add_argument("--tpu_zone", metavar="ZONE", help="zone of the TPU VM (default: from the configuration file)")
     group.add_argument("--use_alpha", action="store_true", help="run `gcloud alpha` instead of `gcloud`")

@@ -63,7 +63,7 @@ def _wait(job: Job, deadline: float | None, *, quiet: bool) -> int:
     try:
         status = job.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
     except TimeoutError:
-        note(f"job {job.id} has not ended yet; it goes on")
+        note(f"job {job.id} has not ended yet; it continues")
         return exit_status.TIMED_OUT
     if not quiet:
         print(f"{job.id}\t{status.state.value}", flush=True)

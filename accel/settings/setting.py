@@ -28,9 +28,9 @@ LAUNCHERS = {
 # The kinds of values, and the valid ones as messages and pages name them.
 KINDS = {
     "text": "text",
-    "whole": "a whole number from 0 on",
-    "positive": "a whole number from 1 on",
-    "number": "a number from 0 on",
+    "whole": "a whole number of 0 or more",
+    "positive": "a whole number of 1 or more",
+    "number": "a number of 0 or more",
     "seconds": "a number of seconds",
     "yesno": "true or false",
     "switch": "true or false",
@@ -115,7 +115,7 @@ def switch(name: str, help: str, **fields: Any) -> Setting:
     return Setting(name, help, "switch", False, **fields)
 
 
-# Values: how they are read from a word or a file, and written for a worker.
+# Values: read from a command line, a variable or a file, and written for a worker.
 
 _TRUE = ("true", "yes", "y", "t", "on", "1")
 _FALSE = ("false", "no", "n", "f", "off", "0")
@@ -126,10 +126,7 @@ class BadValue(ValueError):
 
 
 def read(setting: Setting, raw: object) -> Any:
-    """Parse a word of the command line or environment, or a value of a YAML file.
-
-    Raises BadValue.
-    """
+    """Parse a word of the command line or environment, or a value of a YAML file. Raises BadValue."""
     if raw is None:
         raise _bad(setting, raw)
     if isinstance(raw, str) and raw.strip().lower() in setting.also:
@@ -254,4 +251,4 @@ def _as_list(setting: Setting, raw: object) -> list[str]:
 def _bad(setting: Setting, raw: object) -> BadValue:
     if setting.choices:
         return BadValue(f"{as_written(raw)} is not one of {', '.join(setting.choices)}")
-    return BadValue(f"{expected(setting)}, not {as_written(raw)}")
+    return BadValue(f"expects {expected(setting)}, not {as_written(raw)}")

@@ -101,17 +101,17 @@ SEVERAL = "place: several\ndevice: cpu\nnum_machines: 2"
         ("[1]", "answers.yaml:1: must hold answers"),
         ("device: [", "--answers: answers.yaml:1"),
         ("device: cpu\nnum_processes: 2024-13-99", "--answers: answers.yaml:2: a value cannot be read: month must be"),
-        ("num_processes: many\ndevice: cpu", "answers.yaml:1: num_processes: a whole number from 1 on, not 'many'"),
-        ("num_processes: 2024-01-01\ndevice: cpu", "answers.yaml:1: num_processes: a whole number from 1 on, not 2024"),
+        ("num_processes: many\ndevice: cpu", "answers.yaml:1: num_processes: expects a whole number of 1 or more"),
+        ("num_processes: 2024-01-01\ndevice: cpu", "answers.yaml:1: num_processes: expects a whole number of 1"),
         ("mixed_precision:\ndevice: cpu", "answers.yaml:1: mixed_precision: null is not one of no, bf16, fp16, fp8"),
         (
             "device: cpu\nmixed_precision: fp16",
             "answers.yaml:2: mixed_precision: fp16 needs a GPU and --cpu uses none: use bf16 or no",
         ),
         ("2024-01-01: 1", "answers.yaml:1: no question 2024-01-01"),
-        (f"{SEVERAL}\nmain_process_ip: null", "answers.yaml:4: main_process_ip: text, not null"),
+        (f"{SEVERAL}\nmain_process_ip: null", "answers.yaml:4: main_process_ip: expects text, not null"),
         # what `accel launch` would refuse
-        ("device: cpu\nnum_processes: 0", "answers.yaml:2: num_processes: a whole number from 1 on, not 0"),
+        ("device: cpu\nnum_processes: 0", "answers.yaml:2: num_processes: expects a whole number of 1 or more, not 0"),
         ("place: several\nnum_machines: 0", "answers.yaml:2: num_machines: '0': it must be a number from 1 on, or"),
         (
             f"{SEVERAL}\nmain_process_ip: h\nnum_processes: 3",
@@ -132,11 +132,11 @@ SEVERAL = "place: several\ndevice: cpu\nnum_machines: 2"
         ),
         (
             "device: gpu\nway: deepspeed\ngradient_accumulation_steps: 0",
-            "answers.yaml:3: gradient_accumulation_steps: a whole number from 1 on, or auto, not 0",
+            "answers.yaml:3: gradient_accumulation_steps: expects a whole number of 1 or more, or auto, not 0",
         ),
         (
             "device: gpu\nway: megatron\nmegatron_lm_tp_degree: 0",
-            "answers.yaml:3: megatron_lm_tp_degree: a whole number from 1 on, not 0",
+            "answers.yaml:3: megatron_lm_tp_degree: expects a whole number of 1 or more, not 0",
         ),
         (
             "place: tpu\nnum_processes: 8\ntpu_use_cluster: true\ntpu_name: n\ntpu_zone: z\nenv: [x]",

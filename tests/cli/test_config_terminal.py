@@ -114,7 +114,7 @@ def test_a_whole_questionnaire(terminal: Terminal, tmp_path: Path) -> None:
     terminal.asks("Where will it run?", ENTER)
     terminal.asks("What will it train on?", ENTER)  # a machine without a GPU offers the CPU
     terminal.asks("How many processes", ERASE, "two", ENTER)
-    terminal.asks("a whole number from 1 on, not 'two'", ERASE, "2", ENTER)
+    terminal.asks("expects a whole number of 1 or more, not 'two'", ERASE, "2", ENTER)
     terminal.asks("Compile the model", ENTER)
     terminal.asks("Mixed precision?", DOWN, ENTER)
     terminal.asks("Check every exchange", ENTER)
@@ -286,7 +286,7 @@ def test_a_dumb_terminal_is_asked_by_numbers(tmp_path: Path) -> None:
         terminal.asks("a number from 1 to 7, not '9'", "this\n")
         terminal.asks("the CPU\n [2]", "\n")
         terminal.asks("How many processes? [1]", "two\n")
-        terminal.asks("a whole number from 1 on, not 'two'", "2\n")
+        terminal.asks("expects a whole number of 1 or more, not 'two'", "2\n")
         terminal.asks("another one\n [1]", "\n")
         terminal.asks("2  bf16\n [1]", "2\n")
         terminal.asks("Check every exchange", "\n")

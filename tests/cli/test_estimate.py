@@ -170,7 +170,7 @@ def test_factories(capsys: pytest.CaptureFixture[str]) -> None:
         (["x", "--dtypes", "float8"], "--dtypes: invalid choice: 'float8'", 2),
         (["x", "--dtypes"], "--dtypes needs a value", 2),
         (["x", "--library_name", "keras"], "--library_name: invalid choice: 'keras'", 2),
-        (["x", "--batch_size", "0"], "--batch_size 0: a whole number from 1 on", 2),
+        (["x", "--batch_size", "0"], "--batch_size 0: expects a whole number of 1 or more", 2),
         ([], "the following arguments are required: MODEL", 2),
     ],
 )

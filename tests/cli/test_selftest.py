@@ -219,8 +219,8 @@ def test_what_the_launch_refuses_is_its_one_line(accel: Accel) -> None:
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["--num_processes", "0"], "accel test: --num_processes 0: a whole number from 1 on"),
-        (["--num_processes", "two"], "accel test: --num_processes: a whole number from 0 on, not 'two'"),
+        (["--num_processes", "0"], "accel test: --num_processes 0: expects a whole number of 1 or more"),
+        (["--num_processes", "two"], "accel test: --num_processes: expects a whole number of 0 or more, not 'two'"),
         (["--target", "local", "--config_file", "x"], "accel test: --config_file is for this machine"),
     ],
 )

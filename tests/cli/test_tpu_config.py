@@ -187,7 +187,7 @@ def test_what_is_not_given_stands_in_the_file(pod: Pod) -> None:
         ([*WHERE, "--command", "a", "--install_accelerate", "--accelerate_version", "1; rm"], "'1; rm': latest", 2),
         (
             ["--config_file", "bad.yaml", "--tpu_name", "a", "--tpu_zone", "z"],
-            "commands: a list of words, not 3",
+            "commands: expects a list of words, not 3",
             exit_status.USAGE,
         ),
         (["--config_file", "typo.yaml", "--command", "a"], "typo.yaml:2: unknown setting 'tpu_nmae'; did you m", 2),
