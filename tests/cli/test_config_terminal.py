@@ -117,7 +117,7 @@ def test_a_whole_questionnaire(terminal: Terminal, tmp_path: Path) -> None:
     terminal.asks("expects a whole number of 1 or more, not 'two'", ERASE, "2", ENTER)
     terminal.asks("Compile the model", ENTER)
     terminal.asks("Mixed precision?", DOWN, ENTER)
-    terminal.asks("Check every exchange", ENTER)
+    terminal.asks("Check every collective", ENTER)
     terminal.until("mixed_precision: bf16")
     terminal.asks("Write this to x.yaml?", ENTER)
     assert terminal.ends() == 0
@@ -237,7 +237,7 @@ def test_an_answer_that_no_target_could_have(terminal: Terminal, tmp_path: Path)
     terminal.asks("Where will it run?", DOWN, DOWN, ENTER)
     for question in ("What will it train on?", "How many processes on each"):
         terminal.asks(question, ENTER)
-    terminal.asks("What is the target to be called", ERASE, "slurm", ENTER)
+    terminal.asks("The target's name", ERASE, "slurm", ENTER)
     terminal.asks("'slurm' is another kind of target: this one is of kind ssh", ERASE, "lab", ENTER)
     terminal.asks("Which machines", "gpu[04-01]", ENTER)
     terminal.until("gpu[04-01]")
@@ -260,7 +260,7 @@ def test_back_and_forward(terminal: Terminal, tmp_path: Path) -> None:
     terminal.asks("How many processes", ENTER)
     terminal.asks("Compile the model", ENTER)
     terminal.asks("Mixed precision?", ENTER)
-    terminal.asks("Check every exchange", ENTER)
+    terminal.asks("Check every collective", ENTER)
     terminal.asks("Write this to x.yaml?", ENTER)
     assert terminal.ends() == 0
     found = yaml.safe_load((tmp_path / "x.yaml").read_text())
@@ -289,7 +289,7 @@ def test_a_dumb_terminal_is_asked_by_numbers(tmp_path: Path) -> None:
         terminal.asks("expects a whole number of 1 or more, not 'two'", "2\n")
         terminal.asks("another one\n [1]", "\n")
         terminal.asks("2  bf16\n [1]", "2\n")
-        terminal.asks("Check every exchange", "\n")
+        terminal.asks("Check every collective", "\n")
         terminal.asks("Write this to x.yaml?", "\n")
         assert terminal.ends() == 0, terminal.shown
         assert "\x1b" not in terminal.shown

@@ -87,7 +87,7 @@ FILES = [
     ("use_cpu: true\ndistributed_type: MULTI_GPU", "--cpu (c.yaml:1) and --multi_gpu (c.yaml:2) contradict"),
     ("gpu_ids: [0, 1]", "c.yaml:1: gpu_ids: expects text, not [0, 1]"),
     ("debug: maybe", "c.yaml:1: debug: expects true or false, not 'maybe'"),
-    ("tpu_env: {A: 1}", "c.yaml:1: tpu_env: a list of words"),
+    ("tpu_env: {A: 1}", "c.yaml:1: tpu_env: expects a list of words"),
     ("additional_args: 3", "c.yaml:1: additional_args: expects names and values, not 3"),
     ("- a", "c.yaml:1: must hold settings, one `name: value` per line"),
     ("just words", "c.yaml:1: must hold settings"),
