@@ -53,7 +53,7 @@ def as_text(value: object, name: str) -> str:
 def as_integer(value: object, name: str, least: int = 0) -> int:
     """Return `value`, or raise ValueError unless it is an integer from `least` to 2**53."""
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= _LARGEST:
-        raise ValueError(f"{name} is {_format_value(value)}, not a whole number from {least} on")
+        raise ValueError(f"{name} is {_format_value(value)}, not a whole number of {least} or more")
     return value
 
 

@@ -333,7 +333,7 @@ def _file_rendezvous(rank: int) -> None:
 
 def _positive(name: str, value: int, launcher: str = "notebook_launcher") -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ArgumentError(f"{launcher}({name}={value!r}): a whole number from 1 on")
+        raise ArgumentError(f"{launcher}({name}={value!r}): expects a whole number of 1 or more")
     return value
 
 

@@ -62,7 +62,7 @@ class ParallelismConfig:
             size = read_int(os.environ, _VARIABLES[name], minimum=1)
             size = None if size == 1 else size  # launchers export 1 by default
         elif not isinstance(size, int) or size < 1:
-            raise ArgumentError(f"ParallelismConfig({name}={size!r}): a whole number from 1 on")
+            raise ArgumentError(f"ParallelismConfig({name}={size!r}): expects a whole number of 1 or more")
         if size is not None:
             self.explicit_sizes.add(name.removesuffix("_size"))
         setattr(self, name, 1 if size is None else size)

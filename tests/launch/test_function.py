@@ -343,7 +343,7 @@ def test_an_initialised_gpu_is_refused_with_the_remedy(monkeypatch: pytest.Monke
     ("options", "said"),
     [
         ({"mixed_precision": "bf61"}, r"mixed_precision=…\): 'bf61' is none of .*; did you mean 'bf16'\?"),
-        ({"num_processes": 0}, r"notebook_launcher\(num_processes=0\): a whole number from 1 on"),
+        ({"num_processes": 0}, r"notebook_launcher\(num_processes=0\): expects a whole number of 1 or more"),
         ({"num_processes": 2, "node_rank": 2, "num_nodes": 2}, r"node_rank=2\) is not one of 0 … 1"),
         ({"num_processes": 2, "rdzv_backend": "etcd"}, "'etcd' is none of static, c10d"),
         ({"num_processes": 2, "num_nodes": 2, "max_restarts": 1}, "on several nodes needs rdzv_backend='c10d'"),

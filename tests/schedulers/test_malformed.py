@@ -296,7 +296,7 @@ def test_what_is_no_time_is_refused(value: object) -> None:
 
 @pytest.mark.parametrize("value", [-1, 1.0, 2**54, True, None, "1"])
 def test_what_is_no_whole_number_is_refused(value: object) -> None:
-    with pytest.raises(ValueError, match=r"^attempt is .* not a whole number from 0 on$"):
+    with pytest.raises(ValueError, match=r"^attempt is .* not a whole number of 0 or more$"):
         as_integer(value, "attempt")
 
 

@@ -191,7 +191,7 @@ def test_sizes_are_read_and_are_1_otherwise(monkeypatch: pytest.MonkeyPatch) -> 
         ["dp_replicate", "dp_shard"],
         ["dp_replicate", "dp_shard_cp"],
     )
-    with pytest.raises(ArgumentError, match=r"ParallelismConfig\(tp_size=0\): a whole number from 1 on"):
+    with pytest.raises(ArgumentError, match=r"ParallelismConfig\(tp_size=0\): expects a whole number of 1 or more"):
         ParallelismConfig(tp_size=0)
     with pytest.raises(ArgumentError, match=r"ParallelismConfig\(cp_backend=…\): 'ring' is none of torch"):
         ParallelismConfig(cp_backend="ring")

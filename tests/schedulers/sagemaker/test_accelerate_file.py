@@ -161,7 +161,7 @@ def test_a_requirements_file_beside_the_script_is_installed(here: Path, capsys: 
     [
         (f"{LEAST}distributed_type: MODEL_PARALLEL", "c.yaml:4: distributed_type MODEL_PARALLEL: SageMaker's library"),
         (f"{LEAST}additional_args:\n  max_runs: 3", "c.yaml:4: additional_args: max_runs: not supported; did you mean "
-         "'max_run'? (taken over: base_job_name, checkpoint_local_path"),
+         "'max_run'? (supported: base_job_name, checkpoint_local_path"),
         (f"{LEAST}additional_args: {{hyperparameters: {{a: 1}}}}", "c.yaml:4: additional_args: hyperparameters: not"),
         (f"{LEAST}additional_args: {{max_run: soon}}", "c.yaml:4: additional_args: max_run: not a value of SageMaker's "
          "estimators: 'soon'"),
@@ -171,7 +171,7 @@ def test_a_requirements_file_beside_the_script_is_installed(here: Path, capsys: 
         ("compute_environment: AMAZON_SAGEMAKER\niam_role_name: r", "c.yaml:1: SageMaker needs ec2_instance_type"),
         (f"{LEAST}sagemaker_inputs_file: no.tsv", "c.yaml:4: cannot read no.tsv: No such file or directory"),
         (f"{LEAST}sagemaker_inputs_file: bad.tsv", "bad.tsv:2: expects two columns with a tab between them, not 'x y'"),
-        (f"{LEAST}sagemaker_inputs_file: code.tsv", "code.tsv:2: channel code: accel's own channel: take another name"),
+        (f"{LEAST}sagemaker_inputs_file: code.tsv", "code.tsv:2: channel code: accel uses this name: choose another"),
         (f"{LEAST}sagemaker_inputs_file: local.tsv", "local.tsv:2: channel a: not an s3:// location: '/data'"),
     ],
 )  # fmt: skip

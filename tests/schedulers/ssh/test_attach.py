@@ -137,7 +137,7 @@ def test_what_is_not_there(
     for words, said in [
         (("status", job.id[:5], "--target", "lab"), "give its full id"),
         (("status", job.id, "--target", "local"), "target local (local) cannot find jobs of other machines"),
-        (("logs", job.id, "--hosts", "node3"), "go with --target NAME"),
+        (("logs", job.id, "--hosts", "node3"), "need --target NAME"),
         (("status", job.id, "--target", "lba"), "did you mean 'lab'?"),
     ]:
         done = elsewhere(*words)
