@@ -141,6 +141,7 @@ def test_docker_builds_an_image_and_pushes_it(project: Accel, on_docker: Docker,
     ]  # fmt: skip
 
 
+@pytest.mark.long  # the next test has a build that fails, with buildah
 def test_a_build_that_fails_on_docker_is_one_line(project: Accel, on_docker: Docker, sources: str) -> None:
     (project.here / "requirements.txt").write_text("--no-index\nno-such-package\n")
     words = ["image", "build", "--builder", "docker", "--tag", "team/none:1", "--base", "base:1"]

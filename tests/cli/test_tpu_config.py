@@ -183,7 +183,11 @@ def test_what_is_not_given_stands_in_the_file(pod: Pod) -> None:
         ),
         ([*WHERE, "--command_file", "none"], "--command_file: cannot read none: No such file", exit_status.USAGE),
         ([*WHERE, "--command_file", "empty"], "--command_file: empty holds no command", exit_status.USAGE),
-        (["--tpu_name=--x", "--tpu_zone", "z", "--command", "a"], "--tpu_name '--x' is not a valid name", exit_status.USAGE),
+        (
+            ["--tpu_name=--x", "--tpu_zone", "z", "--command", "a"],
+            "--tpu_name '--x' is not a valid name",
+            exit_status.USAGE,
+        ),
         ([*WHERE, "--command", "a", "--install_accelerate", "--accelerate_version", "1; rm"], "'1; rm': latest", 2),
         (
             ["--config_file", "bad.yaml", "--tpu_name", "a", "--tpu_zone", "z"],

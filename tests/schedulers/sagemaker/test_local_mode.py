@@ -55,6 +55,7 @@ echo saved > $SM_MODEL_DIR/late"""
     assert left(tmp_path) == {"model/early": "", "model/late": "saved\n", **ranks}, done.text
 
 
+@pytest.mark.long  # test_training.py has the first error on the tests' own endpoint
 def test_the_first_error_is_in_local_mode_too(local_mode: Run, tmp_path: Path) -> None:
     done = local_mode('[ "$RANK" = 3 ] || exec sleep 600; echo "ValueError: no data" >&2; exit 3')
     assert 3 in done.containers, done.text

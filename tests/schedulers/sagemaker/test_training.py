@@ -42,6 +42,7 @@ def printed(job: Job) -> list[tuple[int | None, int, str]]:
     return [(line.rank, line.attempt, line.text) for line in job.logs() if line.rank is not None]
 
 
+@pytest.mark.long  # test_docs.py submits a training and fetches its model in any run
 def test_digits_from_the_submit_to_the_fetched_model(sagemaker: SageMaker, home: Path, tmp_path: Path) -> None:
     job = schedulers.submit(
         "train.py", ["--epochs", "2", "--save-model", "/opt/ml/model"],

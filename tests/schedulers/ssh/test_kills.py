@@ -52,7 +52,7 @@ def ran_on(hosts: SshHosts, job_id: str) -> list[str]:
     return [name for name in hosts.names if (hosts.home(name) / f"ran-{job_id}").exists()]
 
 
-@pytest.mark.parametrize("moments", [6, *long(20)])
+@pytest.mark.parametrize("moments", [3, *long(20)])
 def test_a_client_that_is_killed_at_random_moments_leaves_a_whole_job_or_none(
     client: Any, ssh_hosts: SshHosts, moments: int
 ) -> None:

@@ -232,6 +232,7 @@ def result(ended: list[tuple[int, str]]) -> str:
     return ended[0][1].rpartition("result ")[2].split()[0]
 
 
+@pytest.mark.long  # a preempted job, below, restores in the same way
 def test_new_hosts_go_on_to_the_bit(store: Store, tmp_path: Path) -> None:
     """The first hosts are lost while the last checkpoint is on its way: the next ones go on from the one before."""
     whole = result(gang(tmp_path, "whole", 6, "gs://results/whole"))

@@ -37,6 +37,7 @@ def runs(job: Job) -> None:
     until(lambda: any(text == "up\n" for _, text in printed(job)), "a rank runs")
 
 
+@pytest.mark.long  # test_checkpoints.py has a training on two hosts in any run
 def test_digits_on_a_slice_of_four_hosts(tpu: Tpu, home: Path) -> None:
     """--nodes is not said: the job has all hosts, in the order of the workers."""
     make_slice(tpu, "pod1", "v4-32")
