@@ -70,7 +70,7 @@ def test_a_bfloat16_config_is_counted_in_the_types_asked_for(llama: str, capsys:
     ("name", "unknown", "said"),
     [
         ("bert", "sequences of 999 are longer than the 64 that the model takes", ""),
-        ("unnamed", None, "accel: estimate-memory: the model supports sequences of at most 64 at most, not 999\n"),
+        ("unnamed", None, "accel: estimate-memory: the model supports sequences of at most 64 tokens, not 999\n"),
     ],
 )
 def test_a_sequence_that_is_too_long_is_said_and_nothing_else(
