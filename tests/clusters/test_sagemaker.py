@@ -42,7 +42,7 @@ print(json.dumps({
     "env": dict(os.environ),
     "pid": os.getpid(),
     "importable": [name for name in ("torch", "accel", "schedulers") if importlib.util.find_spec(name)],
-    "checkout": os.listdir(sys.argv[1]),
+    "checkout": os.listdir(sys.argv[1]) if os.path.exists(sys.argv[1]) else [],
     "tmp": os.listdir("/tmp"),
 }))
 pathlib.Path("/opt/ml/model", host).write_text(host)
