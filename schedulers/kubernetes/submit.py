@@ -118,7 +118,7 @@ def _get_or_create(api: Api, manifest: Object) -> tuple[dict[str, Any], bool]:
         try:
             return _post_with_retries(api, manifest), True
         except ApiError as error:
-            already_exists = isinstance(error, Conflict) and error.reason == "AlreadyExists"
+            already_exists = isinstance(error, Conflict) and error.api_reason == "AlreadyExists"
             try:
                 live = _get_existing(api, manifest)
             except Forbidden as forbidden:
@@ -145,7 +145,7 @@ def _post_with_retries(api: Api, manifest: Object) -> dict[str, Any]:
 
 def _is_transient(error: ApiError) -> bool:
     """Return True for a transient refusal: a conflict at a quota (kubernetes/kubernetes#67761), or no runtime yet."""
-    return (isinstance(error, Conflict) and error.reason == "Conflict") or lacks_runtime(error)
+    return (isinstance(error, Conflict) and error.api_reason == "Conflict") or lacks_runtime(error)
 
 
 def lacks_runtime(error: ApiError) -> bool:

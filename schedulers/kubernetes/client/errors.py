@@ -21,17 +21,17 @@ from ...printable import without_password
 class ApiError(SchedulerError):
     """The API server refused the request.
 
-    status:  the HTTP status.
-    reason:  Kubernetes' reason (`AlreadyExists`).
-    details: the details in the response.
+    status:     the HTTP status.
+    api_reason: Kubernetes' reason (`AlreadyExists`), not a `Reason` of ours.
+    details:    the details in the response.
     """
 
     def __init__(
-        self, message: str, *, status: int = 0, reason: str = "", details: Mapping[str, Any] | None = None
+        self, message: str, *, status: int = 0, api_reason: str = "", details: Mapping[str, Any] | None = None
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.reason = reason
+        self.api_reason = api_reason
         self.details = details or {}
 
 
@@ -87,7 +87,7 @@ def error_of(status: int, body: bytes, *, subject: str, user: str) -> ApiError:
     kind = _KINDS.get(status, ApiError)
     text = _message_of(status, message, details, user)
     line = _short(" ".join(f"{subject}: {text}".split()))
-    return kind(line, status=status, reason=str(reply.get("reason") or ""), details=details)
+    return kind(line, status=status, api_reason=str(reply.get("reason") or ""), details=details)
 
 
 def document(body: bytes) -> dict[str, Any]:

@@ -113,7 +113,7 @@ def test_a_pod_that_cannot_load_yet_says_why_and_goes_where_the_job_may(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """It keeps to the nodes that the job keeps to, and tells the quota what it uses."""
-    monkeypatch.setattr(claiming, "_LOOK_S", 0.0)
+    monkeypatch.setattr(claiming, "_REPORT_S", 0.0)
     with_quota(kubernetes, namespace, {"requests.cpu": "2", "limits.memory": "2Gi"})
     label = f"accel.test/{namespace}"
 
