@@ -33,8 +33,8 @@ def fences(document: Path) -> list[tuple[str, str, str]]:
 
 # Whose examples take minutes together. `make test-affected` runs those of a document that was changed.
 MINUTES = {
-    "big_models.md", "checkpoints.md", "compat.md", "data.md", "migrating.md", "processes.md", "tracking.md",
-    "training.md",
+    "accelerator.md", "big_models.md", "checkpoints.md", "compat.md", "data.md", "migrating.md", "parallel.md",
+    "processes.md", "tracking.md", "training.md",
 }  # fmt: skip
 
 

@@ -145,6 +145,7 @@ def misnamed(slurm: Slurm) -> Iterator[list[str]]:
         slurm[name].run("umount", "/etc/hosts")
 
 
+@pytest.mark.long  # the other tests here train on two nodes
 def test_digits_on_two_nodes_of_two_ranks(slurm: Slurm, misnamed: list[str], home: Path, project: Path) -> None:
     script, words = write_in_float64(project), ["--epochs", "2", "--losses"]
     job = schedulers.submit(
