@@ -295,15 +295,18 @@ class Kubernetes:
         self.miss_node(name)
 
     def miss_node(self, name: str) -> None:
-        """Returns when the cluster's controller has found out that nothing is heard of the node.
+        """Returns when the cluster's controller misses the node, and has reported that for its pods.
 
         It does after 10 seconds for once, and not after 60. Pods that do not tolerate it longer are told to go after
         a second.
         """
         self._breaks()
+        ready = self._ready_pods(name)
         self.control.start_manager(self.kubeconfig(), node_grace_s=10)
         try:
             wait_until(f"{name} is missed", lambda: not self._takes_pods(name), START_S)
+            # The manager that is stopped below would take events with it that it has not sent yet.
+            wait_until(f"pods of {name} are missed", lambda: ready <= self._missed_pods(), START_S)
         finally:
             self.control.start_manager(self.kubeconfig())
 
@@ -362,6 +365,20 @@ class Kubernetes:
     def _patch_node(self, name: str, body: Object) -> None:
         kind = "application/strategic-merge-patch+json"
         self.client.call("PATCH", f"/api/v1/nodes/{name}/status", body, content_type=kind)
+
+    def _ready_pods(self, node: str) -> set[str]:
+        """The uids of the node's pods that are ready."""
+        pods = self.client.call("GET", "/api/v1/pods", query={"fieldSelector": f"spec.nodeName={node}"})["items"]
+        conditions = {pod["metadata"]["uid"]: pod["status"].get("conditions") or [] for pod in pods}
+        return {
+            uid for uid, rows in conditions.items() if any(r["type"] == "Ready" and r["status"] == "True" for r in rows)
+        }
+
+    def _missed_pods(self) -> set[str]:
+        """The uids of pods whose nodes were reported as not ready."""
+        query = {"fieldSelector": "reason=NodeNotReady,involvedObject.kind=Pod"}
+        events = self.client.call("GET", "/api/v1/events", query=query)["items"]
+        return {event["involvedObject"]["uid"] for event in events}
 
     def _takes_pods(self, name: str) -> bool:
         taints = self.client.call("GET", f"/api/v1/nodes/{name}")["spec"].get("taints") or []
