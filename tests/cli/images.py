@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from schedulers.processes import die_with_parent
+
 from ..needs import missing
 from ..ports import free_port
 
@@ -122,7 +124,9 @@ def registry(box: Path, host: str = "127.0.0.1") -> Iterator[str]:
     }
     (box / "registry.yml").write_text(json.dumps(settings))
     with (box / "registry.log").open("wb") as log:
-        server = subprocess.Popen(["docker-registry", "serve", str(box / "registry.yml")], stdout=log, stderr=log)
+        argv = ["docker-registry", "serve", str(box / "registry.yml")]
+        # A worker of pytest-xdist is killed 10 seconds after its run was ended.
+        server = subprocess.Popen(argv, stdout=log, stderr=log, preexec_fn=die_with_parent)
     try:
         _until_answers(f"http://{address}/v2/", server)
         yield address
