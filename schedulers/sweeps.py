@@ -16,7 +16,6 @@ from .store.store import Store
 
 if TYPE_CHECKING:
     from .jobs.handle import Job
-    from .store.record import Record
     from .target import Plan
 
 Point = Mapping[str, str]
@@ -85,7 +84,7 @@ def submit_sweep(
     """
     from .errors import SchedulerError
     from .jobs.handle import Job, submit_spec
-    from .jobs.submit import admit, for_each, prepare, send_many
+    from .jobs.submit import admit, create_records, prepare, send_many
     from .target import Sweeps
 
     store = store or Store.default()
@@ -103,11 +102,7 @@ def submit_sweep(
     plans = resolved.plan_many(job_specs, ids)
     admit(resolved.target, job_specs)
 
-    def create(job: tuple[str, JobSpec, Plan]) -> Record:
-        job_id, spec, plan = job
-        return store.create(job_id, spec, plan, target=resolved.name, kind=resolved.kind, options=resolved.options)
-
-    records = for_each(create, zip(ids, job_specs, plans, strict=True))
+    records = create_records(store, resolved, list(zip(ids, job_specs, plans, strict=True)))
     send_many(records, resolved.target, plans)
     return [Job(record, target=resolved.target) for record in records]
 

@@ -206,6 +206,29 @@ class Gathers(Protocol):
 
 
 @runtime_checkable
+class Identifies(Protocol):
+    """A target that can tell backends apart that its options do not: another cluster, account or host of that name."""
+
+    def backends(self, jobs: Mapping[str, str | None]) -> Mapping[str, str]:
+        """Return the identity of the backend that these jobs would be polled at now, or submitted to.
+
+        `jobs` maps job ids to native ids, or to None before a submit. A job that is missing from the result, or has
+        "", has no known backend, as before its hosts are chosen. An identity is `sort=value`, or several of these with
+        a space between; the first one counts (`same_backend`). Changes no job. Raises Unreachable.
+        """
+
+
+def same_backend(recorded: str, current: str) -> bool | None:
+    """Compare two results of `Identifies.backends` by the first sort of identity in `recorded`.
+
+    Returns None if `current` lacks that sort: whether they are the same is unknown.
+    """
+    sort, _, value = recorded.partition(" ")[0].partition("=")
+    values = dict(word.partition("=")[::2] for word in current.split())
+    return values[sort] == value if sort in values else None
+
+
+@runtime_checkable
 class Finds(Protocol):
     """A target whose backend finds jobs by their id, whichever machine submitted them."""
 

@@ -1,7 +1,8 @@
 """`accel prune`: delete the records and logs of ended jobs, here and on their targets.
 
 On a target these are, for example, the directories on the hosts of an ssh target. A job that has not ended is
-never touched. Packed code that no job uses, and that was not used for a day, is deleted too.
+touched only with --force, which is for a backend that is gone for good: what runs there, runs on. Packed code that no
+job uses, and that was not used for a day, is deleted too.
 
 stdout has the id of each deleted job on a line of its own.
 
@@ -26,6 +27,7 @@ EXAMPLES = """\
   accel prune --older-than 30d
   accel prune --keep 100 --dry-run
   accel prune 1k2m 1k2n
+  accel prune --force 1k2m
 
 A damaged record is deleted only when its JOB is named."""
 
@@ -34,6 +36,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("jobs", metavar="JOB", nargs="*", help="job id, unique prefix of an id, or @last")
     parser.add_argument("--older-than", metavar="TIME", type=arguments.duration, help="delete jobs older than 30d, 2w")
     parser.add_argument("--keep", metavar="N", type=arguments.count, help="delete all but the newest N jobs")
+    parser.add_argument("--force", action="store_true", help="delete each JOB in any state, though it may still run")
     parser.add_argument("--dry-run", action="store_true", help="print what would be deleted, delete nothing")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -43,6 +46,8 @@ def run(args: Namespace) -> int:
         raise UsageError("accel prune", "no jobs selected: give --older-than TIME, --keep N, or JOB …")
     if args.jobs and not (args.older_than is None and args.keep is None):
         raise UsageError("accel prune", "JOB contradicts --older-than and --keep: keep one")
+    if args.force and not args.jobs:
+        raise UsageError("accel prune", "--force deletes jobs that may still run: name each JOB")
     from schedulers.errors import StoreError
     from schedulers.jobs.handle import list_jobs
     from schedulers.jobs.prune import prune
@@ -51,7 +56,14 @@ def run(args: Namespace) -> int:
 
     list_jobs()  # polls: the record of a job that has ended since the last poll still says running
     store = Store.default()
-    summary = prune(store, older_than_s=args.older_than, keep=args.keep, ids=args.jobs or None, dry_run=args.dry_run)
+    summary = prune(
+        store,
+        older_than_s=args.older_than,
+        keep=args.keep,
+        ids=args.jobs or None,
+        dry_run=args.dry_run,
+        force=args.force,
+    )
     remaining = [job for job in store.records() if job.id not in summary.ids]
     problems, snapshots = list(summary.kept_reasons), []
     try:

@@ -118,6 +118,7 @@ JOBS: Mapping[str, Any] = {
     "claim": bool,
     "clear": list[int],
     "cancel": bool,
+    "id": str,
 }
 SLURM: Mapping[str, Any] = {
     "status": SlurmStatus,
@@ -128,6 +129,7 @@ SLURM: Mapping[str, Any] = {
     "at": dict[str, Count],
     "tail": list[LogEnd],
     "about": SlurmAbout,
+    "cluster": str,
     "check": SlurmCheck,
 }
 

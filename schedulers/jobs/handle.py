@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 from ..errors import ConfigError, NotReady, SpecError, SubmitError, Unreachable
 from ..job import Cursor, JobSpec, LogLine, Resources, Retry, State, Status
 from ..store.store import CorruptRecord, Record, Store
+from . import poll as polls
 from .follow import Backoff, follow, read_once
-from .poll import apply_poll, find_submitted, is_abandoned, poll_all, recover, restore, target_key
-from .submit import admit, default_name, places, prepare, send
+from .poll import is_abandoned, poll_all, recover, restore, target_key
+from .submit import admit, create_records, default_name, places, prepare, send
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -100,7 +101,7 @@ def submit_spec(
     job_id = store.new_id()
     plan = resolved.plan(spec, job_id)
     admit(resolved.target, [spec])
-    record = store.create(job_id, spec, plan, target=resolved.name, kind=resolved.kind, options=resolved.options)
+    (record,) = create_records(store, resolved, [(job_id, spec, plan)])
     with record.submission():
         send(record, resolved.target, plan)
     return Job(record, target=resolved.target)
@@ -184,6 +185,7 @@ class Job:
         self.record = record
         self._cached_target = target
         self._shared = {} if shared is None else shared
+        self._problem: Unreachable | None = None  # of the last poll
 
     def __repr__(self) -> str:
         return f"<Job {self.id} {self.name!r} on {self.target}: {self.record.status.state.value}>"
@@ -220,16 +222,14 @@ class Job:
         status = self.record.reload().status
         if not refresh or status.state.final:
             return status
-        native_id = self.record.native_id
-        if native_id is None or self.record.incomplete:
+        if self.record.incomplete:
             return self.resume_submit()
-        polled_at = time.time()
+        self._problem = None
         try:
-            statuses = self._target().poll([native_id])
+            return polls.apply_poll(self.record, polls.poll_target([self.record], self._target())[self.id])
         except Unreachable as error:
-            self.record.warning = str(error)
+            self._problem, self.record.warning = error, str(error)
             return self.record.status
-        return apply_poll(self.record, statuses.get(native_id), polled_at)
 
     def wait(self, timeout: float | None = None) -> Status:
         """Wait until the job is over; return its status.
@@ -276,6 +276,8 @@ class Job:
             status = self.status()  # looks for a job whose submit was cut off
         if not status.state.final and self.record.native_id is not None:
             self._target().cancel(self.record.native_id)
+            if isinstance(self._problem, polls.OtherBackend):
+                raise self._problem
         try:
             status = self.wait(self.spec.grace_s + _CANCEL_ALLOWANCE_S) if wait else self.status()
         except TimeoutError:
@@ -333,8 +335,9 @@ class Job:
             target = self._target()
             try:
                 if self.record.cancel_requested and isinstance(target, Finds):
-                    find_submitted(self.record, target)
+                    polls.find_submitted(self.record, target)
                 else:
+                    polls.require_backend(self.record, target)
                     send(self.record, target, self.record.plan())
             except Unreachable as error:
                 self.record.warning = str(error)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..errors import SchedulerError, StoreError, UnknownJob, Unreachable
@@ -14,52 +16,149 @@ from ..processes import has_ended
 
 if TYPE_CHECKING:
     from ..store.record import Record
-    from ..target import Gathers, Target
+    from ..target import Gathers, Sweeps, Target
 
 
 # The result of a poll in a job's record.
 
 # Seconds for which a job must be unknown to its backend before that counts: backends lag behind a submit.
 ABSENT_S = 60.0
+# The same for a job whose backend was never identified: the one that was polled may be another.
+UNIDENTIFIED_S = 86_400.0
 # Seconds for which a submit counts as running if its process is not visible.
 ABANDONED_S = 60.0
 
 
-def apply_poll(record: Record, polled_status: Status | None, polled_at: float) -> Status:
-    """Apply a poll result (None: the backend does not know the job) and return the status in force.
+class OtherBackend(Unreachable):
+    """The backend that was polled is not, or may not be, the one that has the job."""
 
-    A job that the backend does not know is over only if it left a result, or is still unknown a minute later. A
-    job that is lost or unknown after a cancel request counts as cancelled. Raises StoreError.
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """A poll's answer about a job. `status`: None if the backend does not know it; `backend`: its identity or ""."""
+
+    at: float
+    status: Status | None = None
+    backend: str = ""
+
+    @property
+    def missing(self) -> bool:
+        """True if the backend does not know the job, or calls it lost: another one may have it."""
+        return self.status is None or (self.status.state, self.status.reason) == (State.FAILED, Reason.LOST)
+
+
+def poll_target(records: Sequence[Record], target: Target) -> dict[str, Answer | Unreachable]:
+    """Poll the target once for these jobs; return the answers, or why there is none, by job id.
+
+    The backend is identified only for jobs that are missing there, or whose record does not have it yet. Raises what
+    `Target.poll` raises, unless that tells which jobs it concerns.
+    """
+    polled_at = time.time()
+    native_ids = {record.id: record.native_id or "" for record in records}
+    silent: Mapping[str, str] = {}
+    try:
+        statuses = target.poll(list(native_ids.values()))
+    except Unreachable as error:
+        if error.silent is None:
+            raise
+        statuses, silent = error.answers, error.silent
+    answers = {job_id: Answer(at=polled_at, status=statuses.get(native)) for job_id, native in native_ids.items()}
+    result: dict[str, Answer | Unreachable] = {
+        job_id: Unreachable(silent[native]) if native in silent else answers[job_id]
+        for job_id, native in native_ids.items()
+    }
+    unsure = [r for r in records if r.native_id not in silent and (not r.backend or answers[r.id].missing)]
+    try:
+        for job_id, backend in identify(target, unsure).items():
+            result[job_id] = dataclasses.replace(answers[job_id], backend=backend)
+    except (SchedulerError, OSError) as error:
+        result |= {record.id: Unreachable(str(error)) for record in unsure if answers[record.id].missing}
+    return result
+
+
+def apply_poll(record: Record, answer: Answer | Unreachable) -> Status:
+    """Apply a poll's answer to the record and return the status in force.
+
+    A job that its own backend does not know is over only if it left a result, or is still unknown a minute later; a
+    job whose backend was never identified, a day later. A job that is lost or unknown after a cancel request counts as
+    cancelled. Raises Unreachable if the job was not polled, or not at its own backend; StoreError.
     """
     record.warning = ""
-    if polled_status is None:
-        return _absent(record, polled_at)
-    import dataclasses
-
-    if polled_status.state is State.FAILED and polled_status.reason is Reason.LOST and record.cancel_requested:
-        polled_status = dataclasses.replace(polled_status, state=State.CANCELLED, reason=Reason.USER, message="")
-    polled_status = (
-        polled_status if polled_status.observed_at else dataclasses.replace(polled_status, observed_at=polled_at)
-    )
-    status = record.update(polled_status)
+    if isinstance(answer, Unreachable):
+        raise answer
+    if answer.missing or answer.status is None:
+        return _missing(record, answer)
+    if answer.backend and not record.backend:
+        record.identify(answer.backend)
+    status = record.update(_observed(answer.status, answer.at))
     if record.absent_since is not None:
         record.append("present")
     return status
 
 
-def _absent(record: Record, polled_at: float) -> Status:
-    final_status = _result(record)
+def identify(target: Target | Sweeps, records: Iterable[Record]) -> Mapping[str, str]:
+    """Return the identities of the jobs' backends, by job id; none if the kind of target has none. Raises as a poll."""
+    from ..target import Identifies
+
+    native_ids = {record.id: record.native_id for record in records}
+    return target.backends(native_ids) if native_ids and isinstance(target, Identifies) else {}
+
+
+def is_unidentified(record: Record) -> bool:
+    """Return True if nothing shows which backend has the job: its record is an older accel's, or a plug-in's job."""
+    from ..target import RunsInPlace, load_kind
+
+    with contextlib.suppress(SchedulerError):  # a plug-in that is gone
+        return not record.backend and not isinstance(load_kind(record.kind), RunsInPlace)
+    return True
+
+
+def require_backend(record: Record, target: Target) -> None:
+    """Record the target's backend before a submit is resumed. Raises OtherBackend if the job was sent to another."""
+    backend = identify(target, [record]).get(record.id, "")
+    if record.backend:
+        _check_backend(record, backend)
+    elif backend:
+        record.identify(backend)
+
+
+def _observed(status: Status, at: float) -> Status:
+    return status if status.observed_at else dataclasses.replace(status, observed_at=at)
+
+
+def _missing(record: Record, answer: Answer) -> Status:
+    """Apply the answer of a backend that does not know the job, or has lost it."""
+    final_status = _result(record) if answer.status is None else None
     if final_status is not None:
         return record.update(final_status)
-    if record.absent_since is None:
+    if record.backend:
+        _check_backend(record, answer.backend)
+    unidentified = is_unidentified(record)
+    limit_s = UNIDENTIFIED_S if unidentified else ABSENT_S if answer.status is None else 0.0
+    if limit_s and record.absent_since is None:
         record.append("absent")
-    elif polled_at - record.absent_since > ABSENT_S:
-        if record.cancel_requested:
-            return record.update(Status(state=State.CANCELLED, reason=Reason.USER, observed_at=polled_at))
-        message = f"target {record.target} no longer knows the job, and it left no result"
-        return record.update(Status(state=State.FAILED, reason=Reason.LOST, message=message, observed_at=polled_at))
-    record.warning = f"target {record.target} does not know the job"
-    return record.status
+    if limit_s and answer.at - (record.absent_since or answer.at) <= limit_s:
+        hint = "; which backend has it is not recorded, so it counts as lost only after a day" if unidentified else ""
+        record.warning = f"target {record.target} does not know the job{hint}"
+        return record.status
+    message = f"target {record.target} no longer knows the job, and it left no result"
+    lost = answer.status or Status(state=State.FAILED, reason=Reason.LOST, message=message)
+    if record.cancel_requested:
+        lost = dataclasses.replace(lost, state=State.CANCELLED, reason=Reason.USER, message="")
+    return record.update(_observed(lost, answer.at))
+
+
+def _check_backend(record: Record, backend: str) -> None:
+    """Raise OtherBackend if `backend` is not, or may not be, that of the job."""
+    from ..target import same_backend
+
+    same = same_backend(record.backend, backend)
+    if not same:
+        known = f"is now {backend}" if same is False else "cannot tell which backend it uses now"
+        raise OtherBackend(
+            f"target {record.target} {known}, and job {record.id} was submitted to {record.backend}; "
+            f"if that is gone for good: accel prune --force {record.id}"
+        )
 
 
 def _result(record: Record) -> Status | None:
@@ -118,13 +217,16 @@ def find_submitted(record: Record, target: Target) -> bool:
         discovered_job = None
     if discovered_job is None:
         if record.cancel_requested:
-            apply_poll(record, None, polled_at)
+            backend = identify(target, [record]).get(record.id, "")
+            apply_poll(record, Answer(at=polled_at, backend=backend))
         return False
     record.update(
         record.status, discovered_job.native_id, incomplete=record.cancel_requested or not discovered_job.whole
     )
-    status = target.poll([discovered_job.native_id]).get(discovered_job.native_id)
-    apply_poll(record, status or Status(state=State.QUEUED, observed_at=polled_at), polled_at)
+    answer = poll_target([record], target)[record.id]
+    if isinstance(answer, Answer) and answer.status is None:  # found, but not listed yet
+        answer = dataclasses.replace(answer, status=Status(state=State.QUEUED, observed_at=polled_at))
+    apply_poll(record, answer)
     if record.cancel_requested and not record.status.state.final:
         target.cancel(discovered_job.native_id)
         record.update(record.status, discovered_job.native_id)
@@ -204,27 +306,18 @@ def _load_gatherer(name: str) -> Gathers | None:
 
 
 def _poll(records: Sequence[Record], shared: dict[str, Target]) -> None:
-    polled_at = time.time()
-    unreachable: Mapping[str, str] = {}
     try:
         target = _any_target(records, shared)
         records = _submitted(records, target)
-        statuses: Mapping[str, Status] = target.poll([record.native_id or "" for record in records]) if records else {}
+        answers = poll_target(records, target) if records else {}
     except (SchedulerError, OSError) as error:
-        if isinstance(error, Unreachable) and error.silent is not None:
-            statuses, unreachable = error.answers, error.silent
-        else:
-            for record in records:
-                record.warning = str(error)
-            return
+        for record in records:
+            record.warning = str(error)
+        return
     for record in records:
-        native_id = record.native_id or ""
-        if native_id in unreachable:
-            record.warning = unreachable[native_id]
-            continue
         try:
-            apply_poll(record, statuses.get(native_id), polled_at)
-        except StoreError as error:
+            apply_poll(record, answers[record.id])
+        except (Unreachable, StoreError) as error:
             record.warning = str(error)
 
 

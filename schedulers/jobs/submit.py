@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import time
@@ -11,7 +12,7 @@ from ..errors import SchedulerError, SpecError, Unreachable
 from ..job import JobSpec, Reason, State, Status
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
     from typing import TypeVar
 
@@ -74,6 +75,22 @@ def admit(target: Target, specs: Iterable[JobSpec]) -> None:
             target.admit(spec)
 
 
+def create_records(store: Store, resolved: ResolvedTarget, jobs: Sequence[tuple[str, JobSpec, Plan]]) -> list[Record]:
+    """Record the intent to submit the jobs, with the backend that a submit now would use, if that can tell."""
+    from ..target import Identifies
+
+    backends: Mapping[str, str] = {}
+    if isinstance(resolved.target, Identifies):
+        with contextlib.suppress(Unreachable):  # the submit then reports it
+            backends = resolved.target.backends({job_id: None for job_id, _, _ in jobs})
+
+    def create(job: tuple[str, JobSpec, Plan]) -> Record:
+        place = {"target": resolved.name, "kind": resolved.kind, "backend": backends.get(job[0], "")}
+        return store.create(*job, **place, options=resolved.options)
+
+    return for_each(create, jobs) if len(jobs) > 1 else [create(job) for job in jobs]
+
+
 def send_many(records: Sequence[Record], target: Sweeps, plans: Sequence[Plan]) -> None:
     """Submit the plans of a sweep in one request and record the results.
 
@@ -90,6 +107,7 @@ def send_many(records: Sequence[Record], target: Sweeps, plans: Sequence[Plan]) 
         jobs = list(zip(records, outcomes, strict=True))
         # All ids are on the disk before a cancel, which may take long, or fail.
         for_each(lambda job: _record_native_id(*job, sent_at), jobs)
+        _record_backends(records, target)
         problems = for_each(lambda job: _cancel_or_record(*job, target), jobs)
     first = problems[0]
     if first is not None and {str(problem) for problem in problems} == {str(first)}:
@@ -122,12 +140,23 @@ def send(record: Record, target: Target, plan: Plan) -> None:
     except SchedulerError as error:
         outcome = error
     _record_native_id(record, outcome, sent_at)
+    _record_backends([record], target)
     problem = _cancel_or_record(record, outcome, target)
     if isinstance(problem, Unreachable):
         hint = f"job {record.id} is kept as {record.status.state.value}, and `accel status {record.id}` tries again"
         raise Unreachable(f"{problem}; {hint}") from problem
     if problem is not None:
         raise problem
+
+
+def _record_backends(records: Sequence[Record], target: Sweeps | Target) -> None:
+    """Record the backends that only the submit has chosen, such as hosts. If that fails, the first poll repeats it."""
+    from .poll import identify
+
+    unidentified = {record.id: record for record in records if record.native_id is not None and not record.backend}
+    with contextlib.suppress(SchedulerError):
+        for job_id, backend in identify(target, unidentified.values()).items():
+            unidentified[job_id].identify(backend)
 
 
 def _record_native_id(record: Record, outcome: str | SchedulerError, sent_at: float) -> None:

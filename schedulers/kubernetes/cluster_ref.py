@@ -5,6 +5,8 @@ A change of the current context does not affect the job. An interrupted submit r
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +18,7 @@ from ..store import atomic_files
 from .options import KubernetesOptions
 
 if TYPE_CHECKING:
+    from .client.api import Api
     from .client.kubeconfig import Access
 
 _FILE = "kubernetes/placed.json"
@@ -53,6 +56,28 @@ def read(jobs: Path, job_id: str) -> ClusterRef | None:
         return convert({"namespace": "default", **document}, ClusterRef)
     except ValueError as error:
         raise StoreError(f"{path} is damaged: {error}") from None
+
+
+def identity(api: Api, namespace: str) -> str:
+    """Return what tells this cluster from another of that name (`target.Identifies`). Raises Unreachable, ApiError."""
+    from .client.errors import Forbidden, NotFound
+
+    server = f"server={_server_digest(api.access)}"
+    try:
+        uid = api.call("GET", api.path("v1", "namespaces", namespace, namespace=""))["metadata"]["uid"]
+    except NotFound:
+        uid = "none"
+    except Forbidden:
+        return server
+    return f"namespace={uid} {server}"
+
+
+def _server_digest(access: Access) -> str:
+    digest = hashlib.sha256(access.server.encode())
+    digest.update(str(access.cluster.get("certificate-authority-data") or "").encode())
+    with contextlib.suppress(OSError, KeyError):
+        digest.update(Path(access.cluster["certificate-authority"]).read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def write(jobs: Path, job_id: str, ref: ClusterRef) -> None:

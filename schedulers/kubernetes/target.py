@@ -92,6 +92,25 @@ class KubernetesTarget:
                 raise SubmitError(f"{error}; nothing was submitted") from None
             raise
 
+    def backends(self, jobs: Mapping[str, str | None]) -> Mapping[str, str]:
+        """Return the uid of each job's namespace, if we may read it, and a digest of the API server's URL and CA.
+
+        Raises Unreachable, ApiError, ConfigError.
+        """
+        from . import cluster_ref
+        from .native_id import Native
+
+        identities: dict[tuple[int, str], str] = {}
+        result = {}
+        for job_id, native_id in jobs.items():
+            api = self._cluster(cluster_ref.read(self._jobs, job_id)).api
+            namespace = api.namespace if native_id is None else Native.parse(native_id).namespace
+            key = id(api), namespace
+            if key not in identities:
+                identities[key] = cluster_ref.identity(api, namespace)
+            result[job_id] = identities[key]
+        return result
+
     def poll(self, native_ids: Sequence[str]) -> Mapping[str, Status]:
         """Query jobs with one list for each kind of object and one of the pods, or from a running watch.
 

@@ -318,6 +318,33 @@ def cancel(root: str, step: Step, contents: list[bytes]) -> bool:
     return os.path.exists(os.path.join(directory, "state.json"))
 
 
+def identity(root: str, step: Step, contents: list[bytes]) -> str:
+    """Return the random id of this root, written once; "" if there is no root yet and `make` is off.
+
+    A machine's own id would be the same in clones, and is missing in containers.
+    """
+    if step["make"]:
+        os.makedirs(root, mode=0o700, exist_ok=True)
+    elif not os.path.isdir(root):
+        return ""
+    path = os.path.join(root, "host-id")
+    if not os.path.exists(path):
+        partial = f"{path}.{os.urandom(4).hex()}"
+        with open(partial, "w") as file:
+            file.write(os.urandom(8).hex() + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        try:
+            os.link(partial, path)  # the first of several wins
+            os.unlink(partial)
+        except FileExistsError:
+            os.unlink(partial)
+        except OSError:  # a file system without hard links
+            os.replace(partial, path)
+    with open(path) as file:
+        return file.read().strip()
+
+
 OPERATIONS = {
     "status": status,
     "find": find,
@@ -329,4 +356,5 @@ OPERATIONS = {
     "claim": claim,
     "clear": clear,
     "cancel": cancel,
+    "id": identity,
 }

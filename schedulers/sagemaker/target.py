@@ -91,6 +91,11 @@ class SageMakerTarget:
         spec = JobSpec.from_json(plan.settings["spec"])
         return str(submit(self._aws, spec, self._options, plan.job_id, self._jobs.parent))
 
+    def backends(self, jobs: Mapping[str, str | None]) -> Mapping[str, str]:
+        """Return the account and region. Raises Unreachable, ConfigError."""
+        account = self._aws.call("sts", "get_caller_identity")["Account"]
+        return dict.fromkeys(jobs, f"account={account}/{self._aws.region}")
+
     def poll(self, native_ids: Sequence[str]) -> Mapping[str, Status]:
         natives, unreachable = parse_ids(Native.parse, native_ids)
         statuses = self._poller.statuses(list(natives.values())) if natives else {}

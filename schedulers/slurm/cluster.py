@@ -35,6 +35,9 @@ class Cluster(Protocol):
     def place(self) -> tuple[str, str]:
         """Return the absolute directory that holds `jobs/`, and the nodes' interpreter. Raises Unreachable."""
 
+    def name(self) -> str:
+        """Return the name of the cluster whose controller the commands use. Raises Unreachable, SchedulerError."""
+
     def query(self, steps: Sequence[Step]) -> tuple[list[Any], bytes]:
         """Return the result of each step (`login/job_ops.py`) and log bytes. Raises Unreachable, SchedulerError."""
 
@@ -75,6 +78,9 @@ class LocalCluster:
         import sys
 
         return os.path.dirname(self._jobs), os.path.expanduser(self._python or sys.executable)
+
+    def name(self) -> str:
+        return str(self.query([{"op": "cluster"}])[0][0])
 
     def query(self, steps: Sequence[Step]) -> tuple[list[Any], bytes]:
         from .login import job_ops, slurm_commands
@@ -177,13 +183,20 @@ class RemoteCluster:
         return f"./{python[2:]}" if python.startswith("~/") else python
 
     def place(self) -> tuple[str, str]:
-        if self._location is None:
-            directories = self.query([{"op": "about"}])[0][0]
-            python = self._options.python or "python3"
-            if python.startswith("~/"):
-                python = directories["home"] + python[1:]
-            self._location = (directories["root"], python)
+        return self._location or self._located(self.query([{"op": "about"}])[0][0])
+
+    def _located(self, directories: Mapping[str, str]) -> tuple[str, str]:
+        python = self._options.python or "python3"
+        if python.startswith("~/"):
+            python = directories["home"] + python[1:]
+        self._location = (directories["root"], python)
         return self._location
+
+    def name(self) -> str:
+        # With the directories, which the submit of a job needs next.
+        directories, name = self.query([{"op": "about"}, {"op": "cluster"}])[0]
+        self._located(directories)
+        return str(name)
 
     def query(self, steps: Sequence[Step]) -> tuple[list[Any], bytes]:
         from ..hosts import replies

@@ -247,6 +247,11 @@ class SlurmTarget:
             numbers.append(Native.parse(record.native_id).slurm)
         return numbers
 
+    def backends(self, jobs: Mapping[str, str | None]) -> Mapping[str, str]:
+        """Return the cluster's name: that of the options, else its controller's. Raises Unreachable, SchedulerError."""
+        name = (self._options.clusters or "").replace(" ", "") or self._cluster.name()
+        return dict.fromkeys(jobs, f"cluster={name}")
+
     def poll(self, native_ids: Sequence[str]) -> Mapping[str, Status]:
         """Query all jobs with at most one squeue and one sacct. A job's own result takes precedence.
 

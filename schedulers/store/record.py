@@ -61,6 +61,7 @@ class Record:
     absent_since:   when the backend first did not know the job; None while it does.
     submitter:      (host, process id) that wrote the intent.
     submitted_from: the scope of that process id (`pid_space`).
+    backend:        the identity of the backend that has the job (`target.Identifies`); "" while it is unknown.
     adopted:        another machine submitted the job, and it was found on its target.
     cancel_requested: a cancel of the job was requested through accel.
     incomplete:     the submit is not complete: the target has not confirmed all of the job, or the cancel of it.
@@ -83,6 +84,7 @@ class Record:
     started_at: float | None
     ended_at: float | None
     absent_since: float | None
+    backend: str = ""
     adopted: bool = False
     cancel_requested: bool = False
     incomplete: bool = False
@@ -141,6 +143,16 @@ class Record:
             return {"event": name, "at": time.time(), **data}
 
         self._read(atomic_files.append_line(self._events, decide)[0])
+
+    def identify(self, backend: str) -> None:
+        """Record the identity of the backend that has the job, unless one is recorded. Raises StoreError."""
+
+        def decide(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
+            self._read(rows)
+            return None if self.backend else {"event": "backend", "at": time.time(), "backend": backend}
+
+        # It can be queried again: need not survive a crash.
+        self._read(atomic_files.append_line(self._events, decide, durably=False)[0])
 
     def update(self, status: Status, native_id: str | None = None, *, incomplete: bool = False) -> Status:
         """Record a backend's answer and return the status in force.
@@ -261,10 +273,11 @@ def _fold(job_id: str, path: str, rows: list[dict[str, Any]]) -> Record:
         raise StoreError(f"{path}/events.jsonl is damaged: it holds no record")
     first, last = rows[0], rows[0]
     started = ended = absent = None
-    cancel_requested = False
+    cancel_requested, backend = False, ""
     status = Status.from_json(first["status"])
     for row in rows:
         event, timestamp = as_text(row["event"], "event"), as_timestamp(row["at"], "at")
+        backend = backend or as_text(row.get("backend", ""), "backend")
         if event == "absent":
             absent = timestamp if absent is None else absent
         elif event == "present":
@@ -298,6 +311,7 @@ def _fold(job_id: str, path: str, rows: list[dict[str, Any]]) -> Record:
         started_at=started,
         ended_at=ended,
         absent_since=absent,
+        backend=backend,
         adopted=first["event"] == _ADOPTED,
         cancel_requested=cancel_requested,
         incomplete=native_id is None or last.get("incomplete") is True,
@@ -348,7 +362,7 @@ def _succession(current: Status, new: Status) -> Status:
     return current if regressed and new.observed_at < current.observed_at else new
 
 
-def first_row(spec: JobSpec, *, target: str, kind: str) -> dict[str, Any]:
+def first_row(spec: JobSpec, *, target: str, kind: str, backend: str = "") -> dict[str, Any]:
     """Return the first line of events.jsonl: the intent, and everything that a list shows."""
     now = time.time()
     return {
@@ -367,6 +381,7 @@ def first_row(spec: JobSpec, *, target: str, kind: str) -> dict[str, Any]:
         "pid": os.getpid(),
         "status": Status(state=State.SUBMITTING, reason=Reason.NONE, observed_at=now).to_json(),
         "native_id": None,
+        **({"backend": backend} if backend else {}),
     }
 
 

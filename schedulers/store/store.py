@@ -76,12 +76,13 @@ class Store:
         options: Mapping[str, Any] | None = None,
         native_id: str | None = None,
         made_at: float | None = None,
+        backend: str = "",
     ) -> Record:
         """Store a new job with the status `submitting`. When this returns, the whole job is on disk.
 
         `options` are the target's, stored so that the job can be polled from any directory. A `native_id` marks a job
         that another machine submitted: `adopted`, never to be submitted here, `queued` until its target is polled,
-        and created at `made_at`, or at the time in its id.
+        and created at `made_at`, or at the time in its id. `backend`: its identity, if known.
 
         Raises StoreError if it cannot be written or the id exists, SpecError if the spec holds what JSON cannot.
         """
@@ -91,7 +92,7 @@ class Store:
             "spec.json": {"spec": spec.to_json()},
             "plan.json": {"plan": plan.to_json()},
             "target.json": {"name": target, "kind": kind, "options": dict(options or {}), "source": plan.source},
-            "events.jsonl": first_row(spec, target=target, kind=kind)
+            "events.jsonl": first_row(spec, target=target, kind=kind, backend=backend)
             if native_id is None
             else adopted_row(
                 spec,
@@ -179,27 +180,29 @@ class Store:
         keep: int | None = None,
         ids: Iterable[str] | None = None,
         dry_run: bool = False,
+        force: bool = False,
     ) -> list[str]:
         """Delete finished jobs and return their ids, newest first. With `dry_run`, only return them.
 
         older_than_s: only jobs that ended longer ago.
         keep:         not the newest `keep` finished jobs; may be combined with older_than_s.
         ids:          only these (ids or prefixes), damaged ones included; one that is not over is a StoreError.
+        force:        with `ids`, these whatever their state.
 
-        Never deletes a job that is not over, or that such a job waits for (`after`). Raises StoreError.
+        Otherwise never deletes a job that is not over, or that such a job waits for (`after`). Raises StoreError.
         """
         if older_than_s is None and keep is None and ids is None:
             raise StoreError("nothing selected to prune: give older_than_s, keep or ids")
         all_records = self.records()
         records = [record for record in all_records if isinstance(record, Record)]
         requested = None if ids is None else {self.resolve(ref) for ref in ids}
-        if requested is not None:
+        if requested is not None and not force:
             _reject_live(records, requested)
         needed = {job_id for record in records if not record.status.state.final for job_id in record.after}
         finished = [r for r in records if r.status.state.final and r.id not in needed]
         chosen = {r.id for r in finished[keep or 0 :] if older_than_s is None or _age(r) > older_than_s}
         if requested is not None:
-            chosen = (chosen | {d.id for d in all_records if isinstance(d, CorruptRecord)}) & requested
+            chosen = {r.id for r in all_records if force or r.id in chosen or isinstance(r, CorruptRecord)} & requested
         chosen_ids = sorted(chosen, reverse=True)
         if not dry_run:
             for job_id in chosen_ids:

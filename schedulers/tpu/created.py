@@ -51,6 +51,7 @@ class _Slice:
     preempted: it must be deleted, and the next one requested.
     left:      the number of slices that the ranks have left after a warning.
     end:       how the job ended; the slice is then to be deleted.
+    project:   where it is; "" in files of earlier versions.
     """
 
     attempt: int = 0
@@ -62,6 +63,7 @@ class _Slice:
     preempted: bool = False
     left: int = 0
     end: dict[str, Any] | None = None
+    project: str = ""
 
 
 class CreatedSlices(MovingJobs, SliceTarget):
@@ -71,6 +73,7 @@ class CreatedSlices(MovingJobs, SliceTarget):
         super().__init__(context)
         self._context = context
         self._targets: dict[str, SliceTarget] = {}
+        self._apis: dict[str, api.Api] = {}
 
     def plan(self, spec: JobSpec, job_id: str) -> Plan:
         """Return the plan of `HostsTarget.plan`, with the slice that is created."""
@@ -94,13 +97,22 @@ class CreatedSlices(MovingJobs, SliceTarget):
                 if state is None:
                     with contextlib.suppress(FileExistsError):  # the job runs the code of this moment
                         os.link(self._snapshot_path(plan), self._file(job_id, CODE))
-                    state = _Slice(began=time.time())
+                    state = _Slice(began=time.time(), project=self._api.project)
                     self._write(job_id, state)
                 if not state.ready_at and state.end is None:
                     self._create(job_id, state)
         except SchedulerError as error:
             return error
         return f"accel-{job_id}/{job_id}"
+
+    def backends(self, jobs: Mapping[str, str | None]) -> Mapping[str, str]:
+        """Return each slice's project and zone. Raises ConfigError, StoreError."""
+        states = {job_id: self._read(job_id) for job_id in jobs}
+        projects = {job_id: state.project if state else "" for job_id, state in states.items()}
+        return {
+            job_id: f"project={project or self._api.project}/{self._options.zone}"
+            for job_id, project in projects.items()
+        }
 
     def poll(self, native_ids: Sequence[str]) -> Mapping[str, Status]:
         """Perform each job's next step; return the statuses. Raises Unreachable, with the answers so far."""
@@ -254,10 +266,10 @@ class CreatedSlices(MovingJobs, SliceTarget):
             state.preempted = True
             self._write(job_id, state)
         name = node_id(job_id, state.attempt)
-        self._api.delete(name, queued=self._options.queued)
+        self._api_of(state).delete(name, queued=self._options.queued)
         Path(self._placement_path(job_id)).unlink(missing_ok=True)
         attempt = max(state.attempt, state.latest) + 1
-        state = _Slice(attempt=attempt, latest=attempt, began=time.time(), left=state.left)
+        state = _Slice(attempt=attempt, latest=attempt, began=time.time(), left=state.left, project=state.project)
         self._write(job_id, state)
         status = self._recreate(job_id, state)
         if status.state.final:
@@ -280,7 +292,7 @@ class CreatedSlices(MovingJobs, SliceTarget):
             since = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(state.ready_at))
             return _with_message(status, f"slice {name} is up since {since} (keep: accel prune deletes it)")
         try:
-            self._api.delete(name, queued=self._options.queued)
+            self._api_of(state).delete(name, queued=self._options.queued)
         except api.TpuApiError as error:
             return _with_message(status, str(error))
         return status
@@ -300,7 +312,7 @@ class CreatedSlices(MovingJobs, SliceTarget):
                 HostsTarget.cancel(placement.target, placement.native_id)
                 return
         if state.end is None:
-            self._api.delete(node_id(job_id, state.attempt), queued=self._options.queued)
+            self._api_of(state).delete(node_id(job_id, state.attempt), queued=self._options.queued)
 
     def find(self, job_id: str) -> DiscoveredJob | None:
         """Find a job of this machine whose slice exists or was requested."""
@@ -337,18 +349,29 @@ class CreatedSlices(MovingJobs, SliceTarget):
 
     # Helpers.
 
+    def _api_of(self, state: _Slice) -> api.Api:
+        """Return a client for the project of the slice, which may not be the one that the environment selects now."""
+        if state.project in ("", self._options.project):
+            return self._api
+        if state.project not in self._apis:
+            self._apis[state.project] = api.Api(replace(self._options, project=state.project), self.name)
+        return self._apis[state.project]
+
     def _candidates(self) -> str:
         return f"the hosts of the slice in {self._options.zone}"
 
     def _stage(self, job_id: str, state: _Slice) -> tuple[str, str]:
         name = node_id(job_id, state.attempt)
-        queued = self._api.queued(name) if self._options.queued else None
-        return slices.stage(name, self._api.node(name), queued)
+        slice_api = self._api_of(state)
+        queued = slice_api.queued(name) if self._options.queued else None
+        return slices.stage(name, slice_api.node(name), queued)
 
     def _target(self, job_id: str, state: _Slice) -> SliceTarget:
         name = node_id(job_id, state.attempt)
         if name not in self._targets:
             options = tpu_options.existing(self._options, name)
+            if state.project:
+                options = replace(options, project=state.project)
             self._targets[name] = SliceTarget(replace(self._context, options=options))
         return self._targets[name]
 
@@ -369,8 +392,9 @@ class CreatedSlices(MovingJobs, SliceTarget):
         return self._file(_job(native_id), "slice.log")
 
     def _create(self, job_id: str, state: _Slice) -> None:
-        request = self._body(job_id, state.attempt, self._api.project, host_program("tpu_slice").decode())
-        state.operation = self._api.create(node_id(job_id, state.attempt), request, queued=self._options.queued)
+        slice_api = self._api_of(state)
+        request = self._body(job_id, state.attempt, slice_api.project, host_program("tpu_slice").decode())
+        state.operation = slice_api.create(node_id(job_id, state.attempt), request, queued=self._options.queued)
         self._write(job_id, state)
 
     def _body(self, job_id: str, attempt: int, project: str, script: str) -> dict[str, Any]:

@@ -33,6 +33,7 @@ def test_the_role_is_the_least(helm: helms.Helm) -> None:
         "batch/jobs": job,
         "/pods": {"get", "list", "watch"},
         "/pods/log": {"get"},
+        "/namespaces": {"get"},
         "/events": {"list"},
         "/configmaps": made,
         "/services": made,
@@ -55,7 +56,7 @@ def test_nodes_of_each_kind_can_meet(kind: str, helm: helms.Helm) -> None:
 def test_what_is_not_wanted_is_not_allowed(helm: helms.Helm) -> None:
     values = charts.load(charts.VALUES / "accel/least.yaml")
     role = helms.named(helm.render(CHART, values), "Role", "007")
-    assert set(rules(role)) == {"batch/jobs", "/pods", "/pods/log", "/events", "/services"}
+    assert set(rules(role)) == {"batch/jobs", "/pods", "/pods/log", "/namespaces", "/events", "/services"}
     assert "secrets" not in str(role)
 
 

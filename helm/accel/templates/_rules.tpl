@@ -36,6 +36,10 @@
     - create # the same; Kubernetes 1.35 and later ask for this too
 {{- end }}
 - apiGroups: [""]
+  resources: [namespaces]
+  verbs:
+    - get # the uid of its own, which tells this cluster from another of the same name
+- apiGroups: [""]
   resources: [events]
   verbs:
     - list # why a pod does not start: no node fits, quota, admission

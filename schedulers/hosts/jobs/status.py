@@ -53,6 +53,7 @@ class Hosts:
         self._lock = threading.Lock()
         self._pool: Pool | None = None
         self._down: dict[Host, tuple[float, SchedulerError]] = {}
+        self.new_ids: dict[str, str] = {}  # of the hosts of a submit, until its jobs' backends are recorded
 
     @property
     def root(self) -> str:

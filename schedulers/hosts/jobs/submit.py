@@ -121,13 +121,21 @@ def _fan_out(hosts: Hosts, options: HostOptions, by_host: OnHost, code: Blob) ->
 
 
 def _clear_leftovers(hosts: Hosts, options: HostOptions, by_host: OnHost) -> Problems:
-    """Remove what earlier submits left. Returns problems by job, for instance if two hosts share a directory."""
-    steps_by_host = {
-        host: [{"op": "clear", "job": p.job_id, "token": p.claim, "node": number} for p, number in jobs]
+    """Remove what earlier submits left, and note the hosts' ids.
+
+    Returns problems by job, for instance if two hosts share a directory.
+    """
+    steps_by_host: dict[Host, list[Mapping[str, Any]]] = {
+        host: [
+            *({"op": "clear", "job": p.job_id, "token": p.claim, "node": number} for p, number in jobs),
+            {"op": "id", "make": True},
+        ]
         for host, jobs in by_host.items()
     }
     problems: Problems = {}
     for host, outcome in hosts.query(steps_by_host).items():
+        if outcome.value is not None:
+            hosts.new_ids[str(host)] = outcome.value.done[-1]
         for index, (placement, _) in enumerate(by_host[host]):
             error = outcome.error
             if outcome.value is not None and (other_nodes := outcome.value.done[index]):

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ..facts import HostRequirements
     from ..host_list import Host
     from ..preflight import Report
+    from .native_id import Native
     from .status import Hosts
     from .venvs import Environments
     from .watch import Watch
@@ -176,6 +177,7 @@ class HostsTarget(abc.ABC):
         """Submit jobs that differ in arguments and names only. Returns their native ids, or errors."""
         from ..remote_files import Blob
         from . import submit
+        from .native_id import Native
         from .placement import common_slots, place
 
         common = plans[0].settings
@@ -200,8 +202,37 @@ class HostsTarget(abc.ABC):
         placements = [placement for placement in placements if placement.job_id not in failed]
         native_ids = {placement.job_id: submit.native_id(placement) for placement in placements}
         for job_id, native_id in native_ids.items():
-            atomic_files.write_document(self._placement_path(job_id), {"native_id": native_id, "nodes": nodes})
+            backend = self._identity(Native.parse(native_id), self._hosts.new_ids)
+            placement_record = {"native_id": native_id, "nodes": nodes, "backend": backend}
+            atomic_files.write_document(self._placement_path(job_id), placement_record)
         return native_ids | failed | submit.start(self._hosts, self._options, placements, secrets=values)
+
+    def backends(self, jobs: Mapping[str, str | None]) -> Mapping[str, str]:
+        """Return a digest of the ids that the hosts of each job have in their roots; nothing before it has hosts.
+
+        A job with a host that cannot be reached is missing.
+        """
+        from .native_id import Native
+        from .status import query_all
+
+        native_ids = {job_id: native_id or self._placed_native_id(job_id) for job_id, native_id in jobs.items()}
+        natives = {job_id: Native.parse(native_id) for job_id, native_id in native_ids.items() if native_id}
+        ids, self._hosts.new_ids = self._hosts.new_ids, {}
+        unknown = dict.fromkeys(host for native in natives.values() for host in native.hosts if str(host) not in ids)
+        replies = query_all(self._hosts, list(unknown), {"op": "id", "make": False}) if unknown else []
+        ids |= {str(host): reply for host, reply, error in replies if error is None}
+        return {
+            job_id: self._identity(native, ids)
+            for job_id, native in natives.items()
+            if all(str(host) in ids for host in native.hosts)
+        }
+
+    @staticmethod
+    def _identity(native: Native, ids: Mapping[str, str]) -> str:
+        import hashlib
+
+        text = "\n".join(ids[str(host)] for host in native.hosts)
+        return f"hosts={hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
     def poll(self, native_ids: Sequence[str]) -> Mapping[str, Status]:
         """Query each job's hosts until one knows its status. A job that none of its hosts knows is missing.
@@ -332,14 +363,21 @@ class HostsTarget(abc.ABC):
         record = self._read_placement(job_id)
         return None if record is None else record[0]
 
-    def _read_placement(self, job_id: str) -> tuple[str, int] | None:
-        """Return the native id under which the job was started, and its number of nodes. Raises StoreError."""
+    def _read_placement(self, job_id: str) -> tuple[str, int, str] | None:
+        """Return the native id under which the job was started, its number of nodes, and its hosts' identity.
+
+        Raises StoreError.
+        """
         path = self._placement_path(job_id)
         document = atomic_files.read_document(path)
         if document is None:
             return None
         try:
-            return as_text(document.get("native_id"), "native_id"), as_integer(document.get("nodes"), "nodes", least=1)
+            return (
+                as_text(document.get("native_id"), "native_id"),
+                as_integer(document.get("nodes"), "nodes", least=1),
+                as_text(document.get("backend", ""), "backend"),
+            )
         except ValueError as error:
             raise StoreError(f"{path} is damaged: {error}") from None
 
@@ -359,6 +397,9 @@ class HostsTarget(abc.ABC):
         # A job runs on all of its nodes or not at all.
         if len(problems) >= record[1]:
             raise Unreachable("; ".join(problems))
+        backend = self.backends({job_id: str(native)}).get(job_id, "")
+        if record[2] and backend and backend != record[2]:
+            raise Unreachable(f"job {job_id} was sent to hosts of these names ({record[2]}), but they are others now")
         return None
 
     def _command(self, spec: JobSpec) -> list[str]:

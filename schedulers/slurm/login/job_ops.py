@@ -401,6 +401,11 @@ def check(root: str, step: Step, contents: list[bytes]) -> dict[str, Any]:
     return facts
 
 
+def cluster(root: str, step: Step, contents: list[bytes]) -> str:
+    """Return the cluster's name, by its controller. Raises commands.Unanswered."""
+    return commands.cluster_name()
+
+
 OPERATIONS = {
     "status": status,
     "find": find,
@@ -410,5 +415,6 @@ OPERATIONS = {
     "at": jobs.positions_at,
     "tail": jobs.tail,
     "about": directories,
+    "cluster": cluster,
     "check": check,
 }

@@ -158,6 +158,14 @@ def cluster_flags(step: Step) -> list[str]:
     return ["-M", str(step["clusters"])] if step.get("clusters") else []
 
 
+def cluster_name() -> str:
+    """Return ClusterName of the controller that the commands use. Raises Unanswered."""
+    match = re.search(r"^ClusterName\s*=\s*(\S+)", _query(["scontrol", "show", "config"]), re.MULTILINE)
+    if match is None:
+        raise Unanswered("scontrol show config: it shows no ClusterName")
+    return match.group(1)
+
+
 def _query(argv: list[str]) -> str:
     """Call a command that cannot be refused: every failure is temporary and raises Unanswered."""
     try:

@@ -13,6 +13,7 @@ import fcntl
 import functools
 import json
 import os
+import shutil
 import time
 import zlib
 
@@ -97,9 +98,17 @@ def try_lock(lock: int) -> bool:
 
 
 def _path(root: str, step: Step) -> str:
-    """Return the cache's path, which differs for each user and each cluster."""
-    cache_key = [os.getuid(), step.get("clusters"), os.environ.get("SLURM_CONF")]
+    """Return the cache's path, which differs for each user, machine and cluster: homes are shared between these."""
+    cache_key = [os.getuid(), step.get("clusters"), os.environ.get("SLURM_CONF"), _boot_id(), shutil.which("squeue")]
     return os.path.join(root, f"slurm-queue-{zlib.crc32(json.dumps(cache_key).encode()):08x}")
+
+
+def _boot_id() -> str:
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return os.uname().nodename
 
 
 def _run_squeue(step: Step) -> CachedOutput:

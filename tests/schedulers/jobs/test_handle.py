@@ -18,7 +18,7 @@ import schedulers
 from schedulers.errors import ConfigError, SpecError, StoreError, SubmitError, UnknownJob, Unreachable
 from schedulers.job import JobSpec, LogLine, Reason, State, Status
 from schedulers.jobs.handle import Job, dry_run, find, list_jobs, submit, submit_async, submit_spec
-from schedulers.jobs.poll import apply_poll
+from schedulers.jobs.poll import Answer, apply_poll
 from schedulers.store.store import CorruptRecord, Record, Store
 
 from .test_handle_target import install_shell
@@ -224,10 +224,10 @@ def test_an_unreachable_target_changes_nothing_and_says_so(place: Place) -> None
 
 
 def test_a_job_that_the_backend_forgot_is_lost_only_after_a_while(place: Place) -> None:
-    job = place.sh("true")
+    job = place.sh("true", "identified")
     (place.home / "forgetful").touch()
     assert job.status().state is State.QUEUED
-    assert job.record.warning == "target waiting does not know the job"
+    assert job.record.warning == "target identified does not know the job"
     (place.home / "forgetful").unlink()
     assert job.record.absent_since is not None
     before_long_ago(job)
@@ -235,29 +235,30 @@ def test_a_job_that_the_backend_forgot_is_lost_only_after_a_while(place: Place) 
 
 
 def test_a_job_that_stays_forgotten_is_lost(place: Place) -> None:
-    job = place.sh("true")
+    job = place.sh("true", "identified")
     (place.home / "forgetful").touch()
     job.status()
     before_long_ago(job)
     status = job.status()
     assert (status.state, status.reason) == (State.FAILED, Reason.LOST)
-    assert status.message == "target waiting no longer knows the job, and it left no result"
+    assert status.message == "target identified no longer knows the job, and it left no result"
 
 
 def test_a_job_is_not_lost_within_a_minute_of_its_submit(place: Place) -> None:
     """Backends answer late: however often one does not know a job, that counts a minute after it was first said."""
-    record = place.sh("true").record
-    apply_poll(record, None, time.time())
+    record = place.sh("true", "identified").record
+    assert record.backend == "shell=one"
+    apply_poll(record, Answer(at=time.time(), backend="shell=one"))
     since = record.absent_since
     assert since is not None
     for seconds in (0.0, 1.0, 59.0):
-        assert apply_poll(record, None, since + seconds).state is State.QUEUED
-    status = apply_poll(record, None, since + 61.0)
+        assert apply_poll(record, Answer(at=since + seconds, backend="shell=one")).state is State.QUEUED
+    status = apply_poll(record, Answer(at=since + 61.0, backend="shell=one"))
     assert (status.state, status.reason) == (State.FAILED, Reason.LOST)
 
 
 def test_a_job_that_vanishes_after_its_cancel_is_cancelled(place: Place) -> None:
-    job = place.sh("true")
+    job = place.sh("true", "identified")
     (place.home / "forgetful").touch()
     job.status()
     job.record.append("cancel", host="here", pid=1)
@@ -268,11 +269,11 @@ def test_a_job_that_vanishes_after_its_cancel_is_cancelled(place: Place) -> None
 
 @pytest.mark.parametrize(("cancelled", "state"), [(True, State.CANCELLED), (False, State.FAILED)])
 def test_a_backend_that_has_lost_a_job_is_asked_no_more(place: Place, cancelled: bool, state: State) -> None:
-    job = place.sh("true")
+    job = place.sh("true", "identified")
     if cancelled:
         job.record.append("cancel", host="here", pid=1)
     lost = Status(state=State.FAILED, reason=Reason.LOST, message="it was deleted", native_state="Deleted")
-    assert apply_poll(job.record, lost, time.time()).state is state
+    assert apply_poll(job.record, Answer(at=time.time(), status=lost, backend="shell=one")).state is state
     assert job.status(refresh=False).state is state
 
 
@@ -283,11 +284,11 @@ def test_a_forgotten_job_that_left_a_result_ended_that_way(place: Place) -> None
     assert job.wait(120).exit_code == 7
 
 
-def before_long_ago(job: Job) -> None:
-    """Two minutes pass for the record."""
+def before_long_ago(job: Job, seconds: float = 120) -> None:
+    """Some time passes for the record: two minutes, or so many seconds."""
     path = job.record.directory / "events.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    path.write_text("".join(json.dumps(row | {"at": row["at"] - 120}) + "\n" for row in rows))
+    path.write_text("".join(json.dumps(row | {"at": row["at"] - seconds}) + "\n" for row in rows))
 
 
 def test_a_list_asks_each_target_once(place: Place) -> None:

@@ -3,7 +3,7 @@
 It is the reference for what `Target` asks of a target, so it is tested itself; the tests of `Job` stand on it.
 
 In the store's home, the file `unreachable` makes it unreachable, `forgetful` makes it know no job, and `calls` has a
-line for each call that it got.
+line for each call that it got. `backend` has the identity that an `identified` one tells (`shell=one` without it).
 """
 
 from __future__ import annotations
@@ -165,9 +165,21 @@ class FindingShellTarget(WaitingShellTarget):
         return DiscoveredJob(native_id=f"n-{job_id}", spec=spec, plan=plan, whole=self._options.whole)
 
 
+class IdentifiedShellTarget(FindingShellTarget):
+    """The same, with a backend that can be told from others."""
+
+    def backends(self, jobs: Mapping[str, str | None]) -> Mapping[str, str]:
+        self._called("backends", *jobs)
+        path = self._home / "backend"
+        return dict.fromkeys(jobs, path.read_text() if path.exists() else "shell=one")
+
+
 def install_shell(site: Path) -> None:
-    """Adds the kinds `shell`, `waiting` and `finding` for every process that has `site` in its path."""
-    classes = {"shell": "ShellTarget", "waiting": "WaitingShellTarget", "finding": "FindingShellTarget"}
+    """Adds the kinds `shell`, `waiting`, `finding` and `identified` for every process with `site` in its path."""
+    classes = {
+        "shell": "ShellTarget", "waiting": "WaitingShellTarget", "finding": "FindingShellTarget",
+        "identified": "IdentifiedShellTarget",
+    }  # fmt: skip
     install(site, *(f"{kind} = {__name__}:{name}" for kind, name in classes.items()))
 
 

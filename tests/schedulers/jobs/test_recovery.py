@@ -122,9 +122,9 @@ def test_a_cancel_of_a_submit_that_was_cut_off_ends_the_job_that_it_made(place: 
 
 
 def test_a_cancel_of_a_submit_that_made_no_job_is_never_carried_out(place: Place) -> None:
-    job = cut_off(place, "before")
+    job = cut_off(place, "before", target="identified")
     assert job.cancel(wait=False).state is State.SUBMITTING
-    assert job.record.warning == "target finding does not know the job"
+    assert job.record.warning == "target identified does not know the job"
     assert listed().status.state is State.SUBMITTING  # a backend may answer late
     before_long_ago(job)
     record = listed()

@@ -14,7 +14,7 @@ from schedulers.kubernetes import cluster_ref
 from schedulers.kubernetes.cluster_ref import ClusterRef
 from schedulers.kubernetes.options import KubernetesOptions
 from schedulers.kubernetes.target import KubernetesTarget
-from schedulers.target import TargetContext
+from schedulers.target import TargetContext, same_backend
 
 from .servers import refused, reply, serving
 from .shapes import condition, workload
@@ -64,3 +64,28 @@ def test_a_cluster_that_refuses_and_one_that_is_forgotten_silence_no_other(
             with pytest.raises(Unreachable, match=words):
                 target.submit(target.plan(JobSpec(argv=("a.py",)), name))
     target.close()
+
+
+def test_a_context_that_comes_to_mean_another_cluster(tmp_path: Path, target: KubernetesTarget) -> None:
+    """Its namespace has another uid; without the right to read that, the server's URL and CA count."""
+
+    def namespace(uid: str) -> Any:
+        return lambda handler: reply(handler, {"metadata": {"uid": uid}})
+
+    jobs = {"here": HERE}
+    with (
+        serving(namespace("u1")) as one, serving(namespace("u2")) as two,
+        serving(refused(403, "Forbidden", "Forbidden")) as shut,
+    ):  # fmt: skip
+        identities = []
+        for server in (one, two, shut, one):
+            _place(tmp_path, here=server.url)
+            fresh = KubernetesTarget(TargetContext(name="k", options=target._options, jobs=tmp_path / "jobs"))
+            identities.append(fresh.backends(jobs)["here"])
+            fresh.close()
+    assert [identity.partition(" ")[0] for identity in identities[:2]] == ["namespace=u1", "namespace=u2"]
+    assert identities[2].startswith("server=")
+    assert same_backend(identities[0], identities[3])
+    assert same_backend(identities[0], identities[1]) is False
+    assert same_backend(identities[0], identities[2]) is None
+    assert same_backend(identities[2], identities[0]) is False

@@ -352,3 +352,18 @@ def test_no_part_is_sent_twice(sagemaker: SageMaker, home: Path, project: Path) 
     )  # fmt: skip
     assert len(sagemaker.calls("s3", "UploadPart")) <= 5
     assert again.wait(120).state is State.SUCCEEDED
+
+
+def test_another_account_ends_no_job(submit: Submit, sagemaker: SageMaker) -> None:
+    """Of jobs that the account does not know, those of this account are lost."""
+    here, elsewhere = submit("sleep 1000"), submit("sleep 1000")
+    identity = f"account={sagemaker.account}/{sagemaker.region}"
+    assert here.record.backend == elsewhere.record.backend == identity
+    path = elsewhere.record.directory / "events.jsonl"
+    path.write_text(path.read_text().replace(identity, f"account=210987654321/{sagemaker.region}"))
+    sagemaker.reset()
+    assert here.status().reason is Reason.LOST
+    assert not elsewhere.status().state.final
+    assert elsewhere.record.warning.startswith(
+        f"target sagemaker is now {identity}, and job {elsewhere.id} was submitted"
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -169,3 +170,34 @@ def test_lines_of_a_host_that_does_not_answer_are_missed_and_said(
     assert [line["stream"] for line in lines if "node2" in line["text"]] == ["missing"]
     ssh_hosts.start_sshd("node2")
     assert elsewhere("logs", job.id).stdout == "[rank 0] rank 0\n[rank 1] rank 1\n"
+
+
+def test_hosts_that_have_their_names_from_others_end_no_job(ssh_hosts: SshHosts, submit: Submit, project: Path) -> None:
+    """The names of the job's hosts come to mean machines that were installed anew."""
+    job = submit(
+        f"cd /; echo up; until [ -e {shlex.quote(str(project / 'end'))} ]; do sleep 0.1; done", hosts="node[1-2]"
+    )
+    until(lambda: printed(job).count("up") == 2, "both ranks run")
+    assert job.status().state is State.RUNNING
+    assert job.record.backend.startswith("hosts=")
+    roots = [job_files(ssh_hosts, node, job.id).parents[1] for node in ("node1", "node2")]
+    for root in roots:
+        root.rename(f"{root}.old")
+    for _ in range(2):
+        assert find(job.id).status().state is State.RUNNING
+        roots[0].mkdir(exist_ok=True)
+    other = find(job.id)
+    assert other.status().state is State.RUNNING
+    assert "if that is gone for good" in other.record.warning
+    close(other)
+    for root in roots:
+        shutil.rmtree(root, ignore_errors=True)
+        Path(f"{root}.old").rename(root)
+    (project / "end").touch()
+    assert job.wait(60).state is State.SUCCEEDED
+    ids = [(root / "host-id").read_text() for root in roots]
+    assert len(set(ids)) == 2
+    again = submit("true", hosts="node[1-2]")
+    assert again.record.backend == job.record.backend
+    assert again.wait(60).state is State.SUCCEEDED
+    assert ids == [(root / "host-id").read_text() for root in roots]

@@ -20,7 +20,7 @@ from schedulers.errors import SubmitError, Unreachable
 from schedulers.jobs import poll
 from schedulers.tpu import created, node_request
 from tests import needs
-from tests.clusters.tpu import LAUNCHER, SERVICE_ACCOUNT, Tpu
+from tests.clusters.tpu import LAUNCHER, PROJECT, SERVICE_ACCOUNT, ZONE, Tpu
 from tests.marks import long
 from tests.waiting import until
 
@@ -61,6 +61,18 @@ def test_a_slice_is_created_and_deleted(tpu: Tpu, create: Submit, project: Path,
     assert deleted_by(tpu) == {LAUNCHER}
     (call,) = tpu.calls("CreateNode")
     assert call.request["node"]["labels"] == {"accel-job": job.id}
+
+
+def test_a_slice_stays_where_it_was_requested(tpu: Tpu, create: Submit, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment comes to name another project: the slice is looked for, and deleted, in its own."""
+    tpu.hold("CreateNode")
+    job = create("true")
+    assert job.record.backend == f"project={PROJECT}/{ZONE}"
+    monkeypatch.setenv("CLOUDSDK_CORE_PROJECT", "another-project")
+    assert Job(job.record).status().message == f"accel-{job.id}-0 is CREATING"
+    tpu.resume()
+    assert Job(job.record).wait(120).state is State.SUCCEEDED
+    empty(tpu)
 
 
 @pytest.mark.parametrize("queued", [False, True])

@@ -1,0 +1,68 @@
+"""One home at two clusters: at the other login node, a job of this one neither ends nor is submitted again."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from schedulers import Job, State
+from schedulers.jobs.handle import list_jobs
+from schedulers.jobs.prune import prune
+from schedulers.store.store import Record, Store
+from tests.clusters.slurm import Slurm
+
+from .conftest import Submit, until
+
+
+def other_cluster(directory: Path) -> str:
+    """Return a PATH with the commands of a cluster that has no job of ours; sbatch would leave a file."""
+    answers = {
+        "scontrol": "echo 'ClusterName             = elsewhere'", "squeue": "exit 0",
+        "sacct": "echo 'Slurm accounting storage is disabled' >&2; exit 1", "sbatch": f"touch {directory}/submitted",
+    }  # fmt: skip
+    directory.mkdir()
+    for name, text in answers.items():
+        (directory / name).write_text(f"#!/bin/sh\n{text}\n")
+        (directory / name).chmod(0o755)
+    return f"{directory}:{os.environ['PATH']}"
+
+
+def listed() -> Record:
+    (record,) = list_jobs()
+    assert isinstance(record, Record)
+    return record
+
+
+def test_at_another_cluster_nothing_becomes_of_a_job(
+    slurm: Slurm, submit: Submit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    job = submit(f"read line <'{gate}'")
+    until(lambda: job.status().state is State.RUNNING, "it runs")
+    assert job.record.backend == "cluster=accel"
+    with monkeypatch.context() as there:
+        there.setenv("PATH", other_cluster(tmp_path / "bin"))
+        for _ in range(2):
+            assert listed().status.state is State.RUNNING
+            assert "target slurm is now cluster=elsewhere, and job" in listed().warning
+            assert prune(Store.default(), keep=0).ids == ()
+        # A submit that was cut off: sbatch has not answered.
+        cut_off(job)
+        assert Job(job.record).status().state is State.SUBMITTING
+        assert not (tmp_path / "bin/submitted").exists()
+    until(lambda: job.status().state is State.RUNNING, "its own cluster knows it")
+    gate.write_text("go\n")
+    assert job.wait(120).state is State.SUCCEEDED
+
+
+def cut_off(job: Job) -> None:
+    """Take the number from the record, as it was before sbatch answered."""
+    path = job.record.directory / "events.jsonl"
+    first = path.read_text().splitlines()[0]
+    dead = '"pid":4194303'
+    path.write_text(first.replace(f'"pid":{os.getpid()}', dead) + "\n")
+    assert dead in path.read_text()
+    job.record.reload()
