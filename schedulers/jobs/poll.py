@@ -48,7 +48,7 @@ class Answer:
 
 
 def poll_target(records: Sequence[Record], target: Target) -> dict[str, Answer | Unreachable]:
-    """Poll the target once for these jobs; return the answers, or why there is none, by job id.
+    """Poll the target once for these jobs. Return by job id the answer, or the reason why there is none.
 
     The backend is identified only for jobs that are missing there, or whose record does not have it yet. Raises what
     `Target.poll` raises, unless that tells which jobs it concerns.
@@ -149,7 +149,7 @@ def _missing(record: Record, answer: Answer) -> Status:
 
 
 def _check_backend(record: Record, backend: str) -> None:
-    """Raise OtherBackend if `backend` is not, or may not be, that of the job."""
+    """Raise OtherBackend unless `backend` is certainly the one that has the job."""
     from ..target import same_backend
 
     same = same_backend(record.backend, backend)

@@ -85,8 +85,8 @@ def create_records(store: Store, resolved: ResolvedTarget, jobs: Sequence[tuple[
             backends = resolved.target.backends({job_id: None for job_id, _, _ in jobs})
 
     def create(job: tuple[str, JobSpec, Plan]) -> Record:
-        place = {"target": resolved.name, "kind": resolved.kind, "backend": backends.get(job[0], "")}
-        return store.create(*job, **place, options=resolved.options)
+        name, kind, backend = resolved.name, resolved.kind, backends.get(job[0], "")
+        return store.create(*job, target=name, kind=kind, options=resolved.options, backend=backend)
 
     return for_each(create, jobs) if len(jobs) > 1 else [create(job) for job in jobs]
 

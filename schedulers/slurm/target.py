@@ -248,7 +248,7 @@ class SlurmTarget:
         return numbers
 
     def backends(self, jobs: Mapping[str, str | None]) -> Mapping[str, str]:
-        """Return the cluster's name: that of the options, else its controller's. Raises Unreachable, SchedulerError."""
+        """Return the name of the cluster, from the options or its controller. Raises Unreachable, SchedulerError."""
         name = (self._options.clusters or "").replace(" ", "") or self._cluster.name()
         return dict.fromkeys(jobs, f"cluster={name}")
 

@@ -355,7 +355,7 @@ def test_no_part_is_sent_twice(sagemaker: SageMaker, home: Path, project: Path) 
 
 
 def test_another_account_ends_no_job(submit: Submit, sagemaker: SageMaker) -> None:
-    """Of jobs that the account does not know, those of this account are lost."""
+    """A job that AWS does not know is lost only if its record names this account."""
     here, elsewhere = submit("sleep 1000"), submit("sleep 1000")
     identity = f"account={sagemaker.account}/{sagemaker.region}"
     assert here.record.backend == elsewhere.record.backend == identity

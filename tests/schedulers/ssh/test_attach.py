@@ -173,7 +173,7 @@ def test_lines_of_a_host_that_does_not_answer_are_missed_and_said(
 
 
 def test_hosts_that_have_their_names_from_others_end_no_job(ssh_hosts: SshHosts, submit: Submit, project: Path) -> None:
-    """The names of the job's hosts come to mean machines that were installed anew."""
+    """The job's hosts lose their files, as machines that were reinstalled."""
     job = submit(
         f"cd /; echo up; until [ -e {shlex.quote(str(project / 'end'))} ]; do sleep 0.1; done", hosts="node[1-2]"
     )
