@@ -355,6 +355,7 @@ class Job:
             "target": record.target,
             "kind": record.kind,
             "native_id": record.native_id,
+            "backend": record.backend,
             "directory": record.path,
             "created_at": record.created_at,
             "started_at": record.started_at,
