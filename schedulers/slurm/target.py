@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..config import secrets
-from ..errors import SpecError, StoreError, SubmitError, Unreachable
+from ..errors import ConfigError, SchedulerError, SpecError, StoreError, SubmitError, Unreachable
 from ..job import Cursor, JobSpec, LogLine, Reason, Status
 from ..store import atomic_files
 from ..target import CheckReport, DiscoveredJob, Plan, TargetContext, parse_ids
@@ -248,8 +248,13 @@ class SlurmTarget:
         return numbers
 
     def backends(self, jobs: Mapping[str, str | None]) -> Mapping[str, str]:
-        """Return the name of the cluster, from the options or its controller. Raises Unreachable, SchedulerError."""
-        name = (self._options.clusters or "").replace(" ", "") or self._cluster.name()
+        """Return the name of the cluster, from the options or its controller. Raises Unreachable, ConfigError."""
+        try:
+            name = (self._options.clusters or "").replace(" ", "") or self._cluster.name()
+        except Unreachable:
+            raise
+        except SchedulerError as error:
+            raise ConfigError(f"target {self.name}: {error}") from None
         return dict.fromkeys(jobs, f"cluster={name}")
 
     def poll(self, native_ids: Sequence[str]) -> Mapping[str, Status]:

@@ -10,8 +10,9 @@ import pytest
 
 import schedulers
 from schedulers import State, SubmitError
-from schedulers.errors import SpecError
+from schedulers.errors import ConfigError, SpecError
 from schedulers.job import Reason
+from schedulers.jobs.handle import list_jobs
 from schedulers.store.record import Record
 from schedulers.target import Checks, Finds, Sweeps, Waits
 from tests.clusters.slurm import Slurm
@@ -77,8 +78,9 @@ def test_a_refusal_is_one_line(slurm: Slurm, submit: Submit, home: Path) -> None
 
 def test_a_machine_without_slurm(submit: Submit, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(SubmitError, match="login"):
+    with pytest.raises(ConfigError, match="target slurm: scontrol not found: not a Slurm login node"):
         submit("true")
+    assert list_jobs() == []
 
 
 def test_a_machine_that_does_not_know_its_cluster(
