@@ -157,7 +157,7 @@ def test_a_sweep_is_one_sbatch(slurm: Slurm, home: Path, project: Path, calls: C
         for number in range(20)
     ]
     jobs = submit_sweep(specs, "slurm")
-    assert calls.taken() == ["sbatch"]
+    assert calls.taken() == ["scontrol", "sbatch"]
     assert len({str(job.native_id).partition("_")[0] for job in jobs}) == 1
     jobs[19].cancel()
     for number, job in enumerate(jobs[:19]):
