@@ -101,7 +101,10 @@ def _optional(options: KubernetesOptions) -> dict[tuple[str, str], tuple[tuple[s
     builder = BUILDERS[options.workload]
     reason = "Without it the reason of a failure is lost with the pods"
     permissions: dict[tuple[str, str], tuple[tuple[str, ...], str]]
-    permissions = {(_group(builder.API_VERSION), builder.PLURAL): (("patch",), reason)}
+    permissions = {
+        (_group(builder.API_VERSION), builder.PLURAL): (("patch",), reason),
+        ("", "namespaces"): (("get",), "Without it, another cluster at the same address is taken for this one"),
+    }
     if ("", "pods/exec") not in required_permissions(options):
         permissions["", "pods/exec"] = (_EXEC, "Only `accel shell` needs it")
     return permissions

@@ -170,6 +170,7 @@ def test_check(kubernetes: Kubernetes, namespace: str, home: Path, monkeypatch: 
     assert found.failures == (may_not.format("list, watch pods"),)
     assert found.warnings == (
         may_not.format("patch pytorchjobs.kubeflow.org") + ". Without it the reason of a failure is lost with the pods",
+        may_not.format("get namespaces") + ". Without it, another cluster at the same address is taken for this one",
         may_not.format("get, create pods/exec") + ". Only `accel shell` needs it",
     )
 
