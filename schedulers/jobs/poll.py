@@ -48,7 +48,7 @@ class Answer:
 
 
 def poll_target(records: Sequence[Record], target: Target) -> dict[str, Answer | Unreachable]:
-    """Poll the target once for these jobs. Return by job id the answer, or the reason why there is none.
+    """Poll the target once for these jobs; return an answer or an error for each, by job id.
 
     The backend is identified only for jobs that are missing there, or whose record does not have it yet. Raises what
     `Target.poll` raises, unless that tells which jobs it concerns.

@@ -208,15 +208,14 @@ class HostsTarget(abc.ABC):
         return native_ids | failed | submit.start(self._hosts, self._options, placements, secrets=values)
 
     def backends(self, jobs: Mapping[str, str | None]) -> Mapping[str, str]:
-        """Return a digest of the ids that the hosts of each job have in their roots; nothing before it has hosts.
+        """Return a digest of the ids that the hosts of each job have in their roots.
 
-        A job with a host that cannot be reached is missing.
+        A job without a native id is missing, as its hosts are not chosen, and so is one with an unreachable host.
         """
         from .native_id import Native
         from .status import query_all
 
-        native_ids = {job_id: native_id or self._placed_native_id(job_id) for job_id, native_id in jobs.items()}
-        natives = {job_id: Native.parse(native_id) for job_id, native_id in native_ids.items() if native_id}
+        natives = {job_id: Native.parse(native_id) for job_id, native_id in jobs.items() if native_id}
         ids, self._hosts.new_ids = self._hosts.new_ids, {}
         unknown = dict.fromkeys(host for native in natives.values() for host in native.hosts if str(host) not in ids)
         replies = query_all(self._hosts, list(unknown), {"op": "id", "make": False}) if unknown else []

@@ -285,7 +285,7 @@ def test_a_forgotten_job_that_left_a_result_ended_that_way(place: Place) -> None
 
 
 def before_long_ago(job: Job, seconds: float = 120) -> None:
-    """Make the record older by two minutes, or by so many seconds."""
+    """Move the record two minutes into the past, or `seconds`."""
     path = job.record.directory / "events.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     path.write_text("".join(json.dumps(row | {"at": row["at"] - seconds}) + "\n" for row in rows))

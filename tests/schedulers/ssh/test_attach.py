@@ -189,6 +189,16 @@ def test_hosts_that_have_their_names_from_others_end_no_job(ssh_hosts: SshHosts,
     other = find(job.id)
     assert other.status().state is State.RUNNING
     assert "if that is gone for good" in other.record.warning
+    # A submit that was cut off is not repeated on these machines.
+    events = other.record.directory / "events.jsonl"
+    whole = events.read_text()
+    events.write_text(whole.splitlines()[0].replace(f'"pid":{os.getpid()}', '"pid":4194303') + "\n")
+    cut = find(job.id)
+    assert cut.status().state is State.SUBMITTING
+    assert "but they are others now" in cut.record.warning
+    assert cut.record.backend == ""
+    close(cut)
+    events.write_text(whole)
     close(other)
     for root in roots:
         shutil.rmtree(root, ignore_errors=True)
