@@ -53,11 +53,14 @@ class Answers:
         self._silent, self._shared, self._taken = silent, shared or {}, taken
         self.pool = self
         self.mapped: list[str] = []
+        self.new_ids: dict[str, str] = {}
 
     def query(self, asked: Mapping[Host, Sequence[Mapping[str, object]]]) -> dict[Host, Outcome[Reply]]:
         def done(host: Host, number: int, step: Mapping[str, object]) -> object:
             if step["op"] == "port":
                 return None if host.name == self._taken and number == 0 else 1
+            if step["op"] == "id":
+                return f"id of {host.name}"
             return self._shared.get(str(step["job"]), [])
 
         return {
