@@ -248,7 +248,7 @@ class Lists(Protocol):
 
 
 @runtime_checkable
-class Sweeps(Protocol):
+class Sweeps(Target, Protocol):
     """A target that submits many jobs in one request if they differ in arguments and names only."""
 
     def plan_many(self, specs: Sequence[JobSpec], job_ids: Sequence[str]) -> list[Plan]:
@@ -260,9 +260,6 @@ class Sweeps(Protocol):
         Returns, in the order of the plans, the native id, or for a job that was not submitted the error that `submit`
         would raise. Raises errors that concern all of the jobs.
         """
-
-    def cancel(self, native_id: str) -> None:
-        """Cancel a job, as `Target.cancel` does."""
 
 
 @runtime_checkable
@@ -321,6 +318,18 @@ class Clears(Protocol):
 
         `jobs` maps job ids to native ids, or to None where none was confirmed. Deletes as much as it can reach, and
         nothing of a job that still runs there. Returns a line for people for each thing that stays.
+        """
+
+
+@runtime_checkable
+class Occupied(Protocol):
+    """A target whose backend can tell what still runs of jobs that are recorded as over."""
+
+    def running(self, jobs: Mapping[str, str | None]) -> Mapping[str, str | SchedulerError]:
+        """Return how each of these jobs still runs there, or why that is unknown; nothing for the others.
+
+        `jobs` maps job ids to native ids, or to None where none was confirmed. Queries the backend once for all.
+        Raises an error that concerns all jobs.
         """
 
 

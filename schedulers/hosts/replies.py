@@ -124,6 +124,7 @@ SLURM: Mapping[str, Any] = {
     "status": SlurmStatus,
     "find": SlurmFound | None,
     "cancel": str,
+    "running": dict[str, str],
     "clear": dict[str, str],
     "logs": Logs,
     "at": dict[str, Count],

@@ -16,7 +16,7 @@ from ..processes import has_ended
 
 if TYPE_CHECKING:
     from ..store.record import Record
-    from ..target import Gathers, Sweeps, Target
+    from ..target import Gathers, Target
 
 
 # The result of a poll in a job's record.
@@ -96,7 +96,7 @@ def apply_poll(record: Record, answer: Answer | Unreachable) -> Status:
     return status
 
 
-def identify(target: Target | Sweeps, records: Iterable[Record]) -> Mapping[str, str]:
+def identify(target: Target, records: Iterable[Record]) -> Mapping[str, str]:
     """Return the identities of the jobs' backends, by job id; none if the kind of target has none. Raises as a poll."""
     from ..target import Identifies
 
@@ -116,9 +116,8 @@ def is_unidentified(record: Record) -> bool:
 def require_backend(record: Record, target: Target) -> None:
     """Record the target's backend before a submit is resumed. Raises OtherBackend if the job was sent to another."""
     backend = identify(target, [record]).get(record.id, "")
-    if record.backend:
-        _check_backend(record, backend)
-    elif backend:
+    check_backend(record, backend)
+    if backend:
         record.identify(backend)
 
 
@@ -131,8 +130,7 @@ def _missing(record: Record, answer: Answer) -> Status:
     final_status = _result(record) if answer.status is None else None
     if final_status is not None:
         return record.update(final_status)
-    if record.backend:
-        _check_backend(record, answer.backend)
+    check_backend(record, answer.backend)
     unidentified = is_unidentified(record)
     limit_s = UNIDENTIFIED_S if unidentified else ABSENT_S if answer.status is None else 0.0
     if limit_s and record.absent_since is None:
@@ -148,10 +146,12 @@ def _missing(record: Record, answer: Answer) -> Status:
     return record.update(_observed(lost, answer.at))
 
 
-def _check_backend(record: Record, backend: str) -> None:
-    """Raise OtherBackend unless `backend` is certainly the one that has the job."""
+def check_backend(record: Record, backend: str) -> None:
+    """Raise OtherBackend unless `backend` is certainly the one that has the job, or that was never recorded."""
     from ..target import same_backend
 
+    if not record.backend:
+        return
     same = same_backend(record.backend, backend)
     if not same:
         known = f"is now {backend}" if same is False else "cannot tell which backend it uses now"
@@ -258,7 +258,7 @@ def poll_all(records: Sequence[Record], shared: dict[str, Target] | None = None)
     groups: dict[str, list[Record]] = {}
     for record in records:
         if not record.incomplete or is_abandoned(record):
-            groups.setdefault(_poll_key(record), []).append(record)
+            groups.setdefault(poll_key(record), []).append(record)
     if len(groups) < 2:
         for group_records in groups.values():
             _poll(group_records, shared)
@@ -281,7 +281,7 @@ def target_key(record: Record) -> str:
     return f"{record.kind}\0{record.target}\0{options}"
 
 
-def _poll_key(record: Record) -> str:
+def poll_key(record: Record) -> str:
     """Return a key that is the same for records whose backend can be polled for all of them at once."""
     import json
 
@@ -307,7 +307,7 @@ def _load_gatherer(name: str) -> Gathers | None:
 
 def _poll(records: Sequence[Record], shared: dict[str, Target]) -> None:
     try:
-        target = _any_target(records, shared)
+        target = any_target(records, shared)
         records = _submitted(records, target)
         answers = poll_target(records, target) if records else {}
     except (SchedulerError, OSError) as error:
@@ -333,15 +333,15 @@ def _submitted(records: Sequence[Record], target: Target) -> list[Record]:
     return complete
 
 
-def _any_target(records: Sequence[Record], shared: dict[str, Target]) -> Target:
+def any_target(records: Sequence[Record], shared: dict[str, Target]) -> Target:
     """Return the target of the first record with valid options: each can poll all the jobs. Raises ConfigError."""
     for record in records[:-1]:
         with contextlib.suppress(SchedulerError):
-            return _cached_target(record, shared)
-    return _cached_target(records[-1], shared)
+            return cached_target(record, shared)
+    return cached_target(records[-1], shared)
 
 
-def _cached_target(record: Record, shared: dict[str, Target]) -> Target:
+def cached_target(record: Record, shared: dict[str, Target]) -> Target:
     key = target_key(record)
     if key not in shared:
         shared[key] = restore(record)

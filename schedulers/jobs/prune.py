@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..errors import SchedulerError
 from ..job import Reason
 from ..store import atomic_files
-from ..target import Clears, RunsInPlace, load_kind
-from .poll import is_unidentified, restore, target_key
+from ..store.record import CorruptRecord, Record
+from ..target import Clears, Occupied, RunsInPlace, Target, load_kind
+from .poll import (
+    OtherBackend,
+    any_target,
+    cached_target,
+    check_backend,
+    identify,
+    is_unidentified,
+    poll_key,
+    target_key,
+)
 
 if TYPE_CHECKING:
-    from ..store.record import CorruptRecord, Record
     from ..store.store import Store
 
 
@@ -41,68 +51,101 @@ def prune(
     """Delete jobs as `Store.prune` does, after their targets have deleted the data they store.
 
     A target that cannot be reached keeps its data, and the rest goes on. Of a job that another machine submitted,
-    only the record here goes, unless the job is named (`ids`): that machine may still need its logs. A job that
-    may still run in its directory is kept, whatever its status, and so is one that was lost without proof.
+    only the record here goes, unless the job is named (`ids`): that machine may still need its logs. Each backend is
+    queried once, and what still runs there is kept, whatever its status; so is a job whose end nobody has stated, if
+    its backend cannot tell.
 
     With `force`, the jobs of `ids` are deleted in any state, unless they run in their directories. A line says where
     each may still run; what its target stores of it stays. Raises StoreError.
     """
     chosen = store.prune(older_than_s=older_than_s, keep=keep, ids=ids, dry_run=True, force=force)
-    in_use = _jobs_in_use(store, set(chosen), force=force)
-    chosen = [job_id for job_id in chosen if job_id not in in_use]
+    chosen_ids = set(chosen)
+    records = [record for record in store.records() if record.id in chosen_ids]
+    kept_jobs, shared = _in_use(records), dict[str, Target]()
+    if not force:
+        stored = [record for record in records if isinstance(record, Record) and record.id not in kept_jobs]
+        kept_jobs |= _running([record for record in stored if ids is not None or not record.adopted], shared)
+    kept_reasons = [f"job {job_id} is kept: {reason}" for job_id, reason in kept_jobs.items()]
+    records = [record for record in records if record.id not in kept_jobs]
+    chosen = [job_id for job_id in chosen if job_id not in kept_jobs]
     if dry_run or not chosen:
-        return Pruned(ids=tuple(chosen), kept_reasons=tuple(in_use.values()))
-    skipped = [*in_use.values(), *_clear(store, set(chosen), include_adopted=ids is not None)]
+        return Pruned(ids=tuple(chosen), kept_reasons=tuple(kept_reasons))
+    kept_reasons += _clear(records, shared, include_adopted=ids is not None)
     stored_ids = set(store.ids())  # another process may have pruned some of them meanwhile
     to_delete = [job_id for job_id in chosen if job_id in stored_ids]
     pruned = store.prune(ids=to_delete, force=force) if to_delete else []
-    return Pruned(ids=tuple(pruned), kept_reasons=tuple(skipped))
+    return Pruned(ids=tuple(pruned), kept_reasons=tuple(kept_reasons))
 
 
-def _jobs_in_use(store: Store, chosen: set[str], *, force: bool) -> dict[str, str]:
-    """Return a line for each of these jobs that may still run in its directory, or elsewhere."""
-    lines = {}
-    for record in store.records():
-        if record.id in chosen:
-            reason = _in_use(record) or ("" if force else _lost_without_proof(record))
-            if reason:
-                lines[record.id] = f"job {record.id} is kept: {reason}"
-    return lines
-
-
-def _in_use(record: Record | CorruptRecord) -> str:
-    from ..store.record import Record
-
-    try:
-        kind = load_kind(record.kind if isinstance(record, Record) else _kind(record.path))
-        return kind.in_use(record.directory) if isinstance(kind, RunsInPlace) else ""
-    except (SchedulerError, OSError):  # a plug-in that is gone, or a damaged record: its processes are unknown
-        return ""
-
-
-def _lost_without_proof(record: Record | CorruptRecord) -> str:
-    """Return why the job may still run although it counts as lost: the backend that forgot it was never identified."""
-    from ..store.record import Record
-
-    if not isinstance(record, Record) or record.status.reason is not Reason.LOST or not is_unidentified(record):
-        return ""
-    hint = f"if not: accel prune --force {record.id}"
-    return f"target {record.target} did not know it, but nothing shows that it was sent there; it may still run; {hint}"
+def _in_use(records: Sequence[Record | CorruptRecord]) -> dict[str, str]:
+    """Return why each of these jobs may still run in its directory."""
+    reasons: dict[str, str] = {}
+    for record in records:
+        with contextlib.suppress(SchedulerError, OSError):  # a plug-in that is gone: its processes are unknown
+            kind = load_kind(record.kind if isinstance(record, Record) else _kind(record.path))
+            if isinstance(kind, RunsInPlace) and (reason := kind.in_use(record.directory)):
+                reasons[record.id] = reason
+    return reasons
 
 
 def _kind(path: str) -> str:
     return str((atomic_files.read_document(f"{path}/target.json") or {}).get("kind", ""))
 
 
-def _clear(store: Store, chosen: set[str], *, include_adopted: bool) -> list[str]:
-    from ..store.record import Record
+def _running(records: Sequence[Record], shared: dict[str, Target]) -> dict[str, str]:
+    """Return why each of these jobs may still run. Queries each backend once.
 
+    A backend that cannot tell, or is another, keeps only the jobs of which no backend has stated the end.
+    """
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        groups.setdefault(poll_key(record), []).append(record)
+    reasons: dict[str, str] = {}
+    for group in groups.values():
+        unstated = [record for record in group if not _has_stated_end(record)]
+        try:
+            target = any_target(group, shared)
+            answers = target.running({r.id: r.native_id for r in group}) if isinstance(target, Occupied) else {}
+            backends = identify(target, unstated)
+        except (SchedulerError, OSError) as error:
+            answers, backends = {record.id: SchedulerError(str(error)) for record in group}, {}
+        reasons |= {job_id: f"it still runs: {answer}" for job_id, answer in answers.items() if isinstance(answer, str)}
+        for record in unstated:
+            if record.id not in reasons and (problem := _doubt(record, answers.get(record.id), backends)):
+                hint = f"if it is over: accel prune --force {record.id}"
+                reasons[record.id] = f"its end is not confirmed, and it may still run: {problem}; {hint}"
+    return reasons
+
+
+def _has_stated_end(record: Record) -> bool:
+    """Return True if a known backend, or the job itself, has stated how the job ended; or it was never sent."""
+    if record.status.reason is Reason.LOST:
+        return False
+    never_sent = record.native_id is None
+    return never_sent or bool(record.backend) or not is_unidentified(record) or record.read_exit() is not None
+
+
+def _doubt(record: Record, answer: str | SchedulerError | None, backends: Mapping[str, str]) -> str:
+    """Return why the answer does not confirm the end of a job whose end was not stated; "" if it does."""
+    if isinstance(answer, SchedulerError):
+        return str(answer)
+    try:
+        check_backend(record, backends.get(record.id, ""))
+    except OtherBackend as error:
+        return str(error).partition(";")[0]
+    if record.status.reason is Reason.LOST and is_unidentified(record):
+        return f"target {record.target} did not know it, but nothing shows that it was sent there"
+    return ""
+
+
+def _clear(records: Sequence[Record | CorruptRecord], shared: dict[str, Target], *, include_adopted: bool) -> list[str]:
+    """Have the targets delete what they store of these jobs. Return a line for each thing that stays."""
     groups: dict[str, list[Record]] = {}
     skipped = []
-    for record in store.records():
-        if not isinstance(record, Record) or record.id not in chosen:
+    for record in records:
+        if not isinstance(record, Record):
             continue
-        if not record.status.state.final or _lost_without_proof(record):
+        if not record.status.state.final or (record.status.reason is Reason.LOST and is_unidentified(record)):
             native_id, backend = record.native_id or "an unknown id", f" ({record.backend})" if record.backend else ""
             skipped.append(
                 f"job {record.id} was {record.status.state.value}: it may still run as {native_id} on target "
@@ -110,12 +153,12 @@ def _clear(store: Store, chosen: set[str], *, include_adopted: bool) -> list[str
             )
         elif include_adopted or not record.adopted:
             groups.setdefault(target_key(record), []).append(record)
-    for records in groups.values():
+    for group in groups.values():
         try:
-            target = restore(records[0])
+            target = cached_target(group[0], shared)
             if isinstance(target, Clears):
-                skipped += target.clear({record.id: record.native_id for record in records})
+                skipped += target.clear({record.id: record.native_id for record in group})
         except (SchedulerError, OSError) as error:
-            count = f"{len(records)} job{'s' * (len(records) > 1)}"
-            skipped.append(f"target {records[0].target}: {error}; its data of {count} stays")
+            count = f"{len(group)} job{'s' * (len(group) > 1)}"
+            skipped.append(f"target {group[0].target}: {error}; its data of {count} stays")
     return skipped

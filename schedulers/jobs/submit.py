@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 # Threads that write records: a disk flushes concurrent writes together.
 _MAX_WORKERS = 8
+_END_S, _POLL_S = 30.0, 0.5  # for which a job that started in part may take to end, and between the polls of it
 
 
 def places(base_dir: str, code: str | os.PathLike[str] | None, *, explicit: bool) -> tuple[str, str]:
@@ -149,7 +150,7 @@ def send(record: Record, target: Target, plan: Plan) -> None:
         raise problem
 
 
-def _record_backends(records: Sequence[Record], target: Sweeps | Target) -> None:
+def _record_backends(records: Sequence[Record], target: Target) -> None:
     """Record the backends that only the submit has chosen, such as hosts. If that fails, the first poll repeats it."""
     from .poll import identify
 
@@ -172,16 +173,25 @@ def _record_native_id(record: Record, outcome: str | SchedulerError, sent_at: fl
     record.update(status, native_id, incomplete=record.cancel_requested)
 
 
-def _cancel_or_record(record: Record, outcome: str | SchedulerError, target: Sweeps | Target) -> SchedulerError | None:
-    """Cancel the job if requested, and record a rejection. Return why the job was not submitted."""
+def _cancel_or_record(record: Record, outcome: str | SchedulerError, target: Target) -> SchedulerError | None:
+    """Cancel the job if requested, and record a rejection. Return why the job was not submitted.
+
+    A job that the backend has taken, if only in part, has failed once the backend has confirmed that it is over.
+    """
     problem = None if isinstance(outcome, str) else outcome
     if isinstance(problem, Unreachable):
         return problem  # the target may have the job: it is neither failed nor sent again blindly
-    if record.cancel_requested and record.native_id is not None and not record.status.state.final:
+    if record.native_id is not None and not record.status.state.final:
+        unconfirmed = ""
         try:
-            target.cancel(record.native_id)
-        except Unreachable as error:  # the submit stays incomplete; its completion repeats the cancel
-            return Unreachable("; ".join(filter(None, (str(problem or ""), f"it is not cancelled: {error}"))))
+            if record.cancel_requested:
+                target.cancel(record.native_id)
+            if problem is not None and not _is_over(record, target):
+                unconfirmed = f"{record.native_id} has not ended"
+        except SchedulerError as error:  # the submit stays incomplete; its completion repeats the cancel
+            unconfirmed = f"{record.native_id} may still run: {error}"
+        if unconfirmed:
+            return Unreachable("; ".join(filter(None, (str(problem or ""), unconfirmed))))
     if problem is not None:
         reason = getattr(problem, "reason", Reason.SETUP)
         status = Status(state=State.FAILED, reason=reason, message=str(problem), observed_at=time.time())
@@ -189,3 +199,19 @@ def _cancel_or_record(record: Record, outcome: str | SchedulerError, target: Swe
     elif record.incomplete:
         record.update(record.status, record.native_id)
     return problem
+
+
+def _is_over(record: Record, target: Target) -> bool:
+    """Poll a job that started in part; if it was cancelled, until it is over or `_END_S` pass. Raises Unreachable."""
+    from .poll import poll_target
+
+    deadline = time.monotonic() + (_END_S if record.cancel_requested else 0.0)
+    while True:
+        answer = poll_target([record], target)[record.id]
+        if isinstance(answer, Unreachable):
+            raise answer
+        if answer.status is None or answer.status.state.final:
+            return True
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(_POLL_S)

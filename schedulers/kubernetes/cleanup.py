@@ -1,4 +1,4 @@
-"""Remove the objects of finished jobs and the leftovers of interrupted submits."""
+"""Find what still runs of jobs, and remove the objects of finished ones and the leftovers of interrupted submits."""
 
 from __future__ import annotations
 
@@ -10,13 +10,50 @@ from ..errors import SchedulerError
 from . import names
 from .client.api import Api
 from .client.errors import ApiError, Forbidden, NotFound
-from .manifests.build import POD_GROUP
+from .manifests.build import BUILDERS, POD_GROUP
 from .manifests.trainjob import API_VERSION, RUNTIME_PLURAL
 from .native_id import Native
 from .options import KubernetesOptions
-from .status import job_states
+from .status import job_states, pod_states
 
 _BATCH_SIZE = 50  # ids in one selector: it is part of a URL
+
+
+def running(api: Api, jobs: Sequence[Native]) -> dict[str, str]:
+    """Return what has not ended of each of these jobs: its object or a pod. Lists each kind once per namespace.
+
+    Raises ApiError, Unreachable.
+    """
+    by_namespace: dict[str, dict[str, Native]] = {}
+    for native in jobs:
+        by_namespace.setdefault(native.namespace, {})[names.label_value(native.job_id)] = native
+    unfinished: dict[str, str] = {}
+    for namespace, by_label in by_namespace.items():
+        selector = names.selector_of(by_label) if len(by_label) <= _BATCH_SIZE else names.JOB_ID
+        for builder in {BUILDERS[native.workload] for native in by_label.values()}:
+            with contextlib.suppress(NotFound):  # the cluster no longer has the kind
+                path = api.path(builder.API_VERSION, builder.PLURAL, namespace=namespace)
+                for label, workload in _items(api, path, selector, by_label):
+                    if by_label[label].kind != builder.KIND:  # the JobSet of a TrainJob has its label
+                        continue
+                    if not by_label[label].owns(workload):
+                        del by_label[label]  # its pods belong to the later object of that name
+                    elif not job_states.status_of({**workload, "kind": builder.KIND}).state.final:
+                        unfinished[by_label[label].job_id] = (
+                            f"{builder.KIND} {workload['metadata']['name']} has not ended"
+                        )
+        for label, pod in _items(api, api.path("v1", "pods", namespace=namespace), selector, by_label):
+            if pod_states.is_alive(pod, api.now()):
+                unfinished.setdefault(by_label[label].job_id, f"pod {pod['metadata']['name']} has not ended")
+    return unfinished
+
+
+def _items(api: Api, path: str, selector: str, by_label: Mapping[str, Native]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the label value and the object of each listed object of these jobs."""
+    for page in api.pages(path, {"labelSelector": selector}):
+        for item in page.get("items") or []:
+            if (label := item["metadata"]["labels"][names.JOB_ID]) in by_label:
+                yield label, item
 
 
 def clear(api: Api, options: KubernetesOptions, jobs: Sequence[Native]) -> list[str]:
@@ -38,7 +75,7 @@ def clear(api: Api, options: KubernetesOptions, jobs: Sequence[Native]) -> list[
 
 
 def _clear(api: Api, options: KubernetesOptions, jobs: Sequence[Native], remaining: dict[str, str]) -> None:
-    """Clear jobs of one kind and one namespace. `remaining`: job id -> why it stays."""
+    """Clear jobs of one kind and one namespace, all of them over. `remaining`: job id -> why it stays."""
     first = jobs[0]
     by_label = {names.label_value(native.job_id): native for native in jobs}
     workloads: list[dict[str, Any]] = []
@@ -51,13 +88,8 @@ def _clear(api: Api, options: KubernetesOptions, jobs: Sequence[Native], remaini
         if not by_label[label].owns(workload):
             del by_label[label]  # a later object has the name: it and everything with the label belong to another job
             continue
-        status = job_states.status_of({**workload, "kind": first.kind})
-        job = by_label[label].job_id
-        if status.state.final:
-            path = api.path(first.api_version, first.plural, metadata["name"], namespace=first.namespace)
-            _delete(api, path, job, remaining)
-        else:
-            remaining[job] = f"it has not ended: {status.state.value}{f' ({status.message})' if status.message else ''}"
+        path = api.path(first.api_version, first.plural, metadata["name"], namespace=first.namespace)
+        _delete(api, path, by_label[label].job_id, remaining)
     removed = [native for native in by_label.values() if native.job_id not in remaining]
     for path, job in (*_objects_by_name(api, options, removed), *_labelled(api, options, first, by_label)):
         if job not in remaining:

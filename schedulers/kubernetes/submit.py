@@ -41,6 +41,7 @@ _MERGE = "application/merge-patch+json"
 # From Kubernetes 1.25 on, unknown fields are refused instead of dropped.
 _STRICT = {"fieldValidation": "Strict", "fieldManager": "accel"}
 _MAX_TRIES = 5
+_GONE_S = 10.0  # for which a deleted object may take to be gone
 # Transient refusals are retried for this long, with pauses that grow between these limits.
 _TRANSIENT_S, _MIN_PAUSE_S, _MAX_PAUSE_S = 20.0, 0.1, 1.0
 # Trainer looks for the runtime in a cache, which may lag behind.
@@ -102,7 +103,7 @@ def _create_all(api: Api, manifests: build.Manifests, workload: Object) -> Mappi
         leftover = _remove(api, created if existing is None else [*created, workload])
         if leftover:
             # The job may run, so its outcome is unknown.
-            raise Unreachable(f"{refusal}; {leftover} was created and could not be deleted") from None
+            raise Unreachable(f"{refusal}; {leftover} was created and is not deleted yet") from None
         raise refusal from None
     return owner
 
@@ -243,15 +244,27 @@ def delete(api: Api, manifest: Object) -> None:
 
 
 def _remove(api: Api, manifests: Sequence[Object]) -> str | None:
-    """Delete the objects in reverse order. Return the name of one that stays and has no owner, else None."""
+    """Delete the objects in reverse order. Return the name of one that has no owner and is not gone, else None."""
     leftover = None
     for manifest in reversed(manifests):
+        owned = manifest["kind"] in _OWNED_KINDS
         try:
             delete(api, manifest)
+            gone = owned or _is_gone(api, manifest)
         except SchedulerError:
-            if manifest["kind"] not in _OWNED_KINDS:
-                leftover = object_label(manifest)
+            gone = owned
+        leftover = leftover if gone else object_label(manifest)
     return leftover
+
+
+def _is_gone(api: Api, manifest: Object) -> bool:
+    """Wait until a deleted object is gone, which its finalizers may delay. Return False if it stays."""
+    deadline = time.monotonic() + _GONE_S
+    while (live := _get_existing(api, manifest)) is not None and live["metadata"].get("deletionTimestamp"):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_MIN_PAUSE_S)
+    return True  # also if a later object has the name
 
 
 def list_of(api: Api, manifest: Mapping[str, Any]) -> str:

@@ -198,16 +198,31 @@ class KubernetesTarget:
         """Delete the jobs' objects that still exist. Return a line for each job that could not be cleared."""
         from . import cleanup
 
+        lines: list[str] = []
+        for cluster, natives in self._sent(jobs):
+            lines += cleanup.clear(cluster.api, self._options, natives)
+        return lines
+
+    def running(self, jobs: Mapping[str, str | None]) -> Mapping[str, str | SchedulerError]:
+        from . import cleanup
+
+        result: dict[str, str | SchedulerError] = {}
+        for cluster, natives in self._sent(jobs):
+            try:
+                result |= cleanup.running(cluster.api, natives)
+            except SchedulerError as error:
+                result |= {native.job_id: error for native in natives}
+        return result
+
+    def _sent(self, jobs: Mapping[str, str | None]) -> list[tuple[_Cluster, list[Native]]]:
+        """Return the clusters that these jobs were sent to, and the native ids of each."""
         groups: dict[int, tuple[_Cluster, list[Native]]] = {}
         for job_id, native_id in jobs.items():
             native = self._native(job_id, native_id)
             if native is not None:
                 cluster = self._cluster_of(native)
                 groups.setdefault(id(cluster), (cluster, []))[1].append(native)
-        lines: list[str] = []
-        for cluster, natives in groups.values():
-            lines += cleanup.clear(cluster.api, self._options, natives)
-        return lines
+        return list(groups.values())
 
     def close(self) -> None:
         """Close the connections and the watch. They are reopened when needed."""

@@ -287,7 +287,10 @@ def _start_supervisor(files: JobFiles) -> None:
             env=outside_any_job(os.environ),
         )  # fmt: skip
     # The process forks the supervisor, waits until it stands, and ends.
-    if process.wait() != 0:
+    status = process.wait()
+    if status < 0:
+        raise Unreachable(f"the process that starts the job's supervisor was killed by signal {-status}")
+    if status > 0:
         detail = last_line(str(files.logs / "supervisor.txt"), 500)
         default_detail = "no space is left on its disk" if _is_full(files.directory) else "it said nothing"
         raise SubmitError(f"the job's supervisor did not start: {detail or default_detail}")

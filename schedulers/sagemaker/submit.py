@@ -5,15 +5,17 @@ from __future__ import annotations
 import importlib.resources
 import json
 import logging
+import os
 import re
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import SubmitError, UnknownJob, Unreachable
+from ..errors import ConfigError, SubmitError, UnknownJob, Unreachable
 from ..job import JobSpec
-from ..store import own_wheel, snapshot
+from ..store import atomic_files, own_wheel, snapshot
 from ..target import DiscoveredJob, JobSummary
 from . import request, s3
 from .aws import Aws, AwsError, split
@@ -25,27 +27,36 @@ _ID = re.compile(r"[0-9a-z]{8,20}\Z")
 progress = logging.getLogger("schedulers.progress")
 
 
-def submit(aws: Aws, spec: JobSpec, options: SageMakerOptions, job_id: str, home: Path) -> Native:
-    """Create the training job, once. Raises SubmitError, SpecError, ConfigError; Unreachable if it may exist."""
+def submit(aws: Aws, spec: JobSpec, options: SageMakerOptions, job_id: str, jobs: Path) -> Native:
+    """Create the training job, once. Raises SubmitError, SpecError, ConfigError; Unreachable if it may exist.
+
+    `submitting.json` in the job's directory marks that AWS may have the job; without it, AWS never had it.
+    """
     account = aws.resolve_account()
     job_request = request.build(spec, options, job_id, account, aws.label.removeprefix("target "))
     request.check_limits(job_request, aws.label.removeprefix("target "))
     settings = request.settings(spec, options, job_id)
     tagged_request = request.with_digest(job_request, settings)
-    job = _earlier(aws, tagged_request)
-    if job is None:
-        try:
-            _upload(aws, options, account, job_id, snapshot.pack(Path(spec.code), home).path, settings)
-            aws.call("sagemaker", "create_training_job", **tagged_request)
-        except AwsError as error:
-            if error.code != "ResourceInUse":
-                raise SubmitError(str(error)) from None
-        job = _earlier(aws, tagged_request)
-    if job is None:
+    marker = f"{jobs}/{job_id}/submitting.json"
+    if os.path.exists(marker) and (earlier := _earlier(aws, tagged_request)):
+        return _native_of(aws, earlier, job_id)
+    try:
+        _upload(aws, options, account, job_id, snapshot.pack(Path(spec.code), jobs.parent).path, settings)
+        atomic_files.write_document(marker, {})
+        sent_at = time.time()
+        aws.call("sagemaker", "create_training_job", **tagged_request)
+    except AwsError as error:
+        if error.code != "ResourceInUse":
+            raise SubmitError(str(error)) from None
+        if earlier := _earlier(aws, tagged_request):
+            return _native_of(aws, earlier, job_id)
         raise Unreachable(
-            f"{aws.label}: AWS accepted training job {tagged_request['TrainingJobName']}, but does not show it"
-        )
-    return _native_of(aws, job, job_id)
+            f"{aws.label}: AWS has training job {tagged_request['TrainingJobName']}, but does not show it"
+        ) from None
+    # AWS has the job: no other question may fail the submit now.
+    return Native(
+        region=aws.region, name=str(tagged_request["TrainingJobName"]), job_id=job_id, created_at=int(sent_at)
+    )
 
 
 def _native_of(aws: Aws, job: Mapping[str, Any], job_id: str) -> Native:
@@ -77,12 +88,15 @@ def _log_progress(sent: int, size: int) -> None:
 
 
 def _earlier(aws: Aws, tagged_request: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the job if an earlier submit created it. Raises SubmitError if the name is another job's."""
+    """Return the job if an earlier submit created it. Raises SubmitError if the name is another job's, Unreachable."""
     name = tagged_request["TrainingJobName"]
-    job = describe(aws, str(name))
-    if job is None:
-        return None
-    tags = aws.call("sagemaker", "list_tags", ResourceArn=job["TrainingJobArn"])["Tags"]
+    try:
+        job = describe(aws, str(name))
+        if job is None:
+            return None
+        tags = aws.call("sagemaker", "list_tags", ResourceArn=job["TrainingJobArn"])["Tags"]
+    except (AwsError, ConfigError) as error:
+        raise Unreachable(f"cannot check whether AWS has the job from an earlier submit: {error}") from None
     if request.digest_of(tags) != request.digest_of(tagged_request["Tags"]):
         raise SubmitError(f"{aws.label}: training job {name} exists already, and is another job; it stays")
     return job
@@ -131,3 +145,14 @@ def list_jobs(aws: Aws) -> list[JobSummary]:
             native, nodes = str(_native_of(aws, job, job_id)), int(job["ResourceConfig"].get("InstanceCount") or 1)
             jobs.append(JobSummary(job_id=job_id, native_id=native, name=head, nodes=nodes, created_at=created))
     return jobs
+
+
+def running(aws: Aws, jobs: Iterable[str]) -> dict[str, str]:
+    """Return the status of each of these jobs that AWS still runs. Raises Unreachable, AwsError."""
+    statuses = {}
+    for status in ("InProgress", "Stopping"):
+        for summary in aws.pages(
+            "sagemaker", "list_training_jobs", "TrainingJobSummaries", MaxResults=100, StatusEquals=status
+        ):
+            statuses[str(summary["TrainingJobName"]).rpartition("-")[2]] = f"{status} at AWS"
+    return {job_id: statuses[job_id] for job_id in jobs if job_id in statuses}

@@ -89,7 +89,7 @@ class SageMakerTarget:
         from .submit import submit
 
         spec = JobSpec.from_json(plan.settings["spec"])
-        return str(submit(self._aws, spec, self._options, plan.job_id, self._jobs.parent))
+        return str(submit(self._aws, spec, self._options, plan.job_id, self._jobs))
 
     def backends(self, jobs: Mapping[str, str | None]) -> Mapping[str, str]:
         """Return the account and region. Raises Unreachable, ConfigError."""
@@ -190,6 +190,11 @@ class SageMakerTarget:
         from .submit import list_jobs
 
         return list_jobs(self._aws)
+
+    def running(self, jobs: Mapping[str, str | None]) -> Mapping[str, str]:
+        from .submit import running
+
+        return running(self._aws, jobs)
 
     def clear(self, jobs: Mapping[str, str | None]) -> list[str]:
         """Delete the files that these jobs' containers read. Artefacts stay, and AWS keeps the jobs."""

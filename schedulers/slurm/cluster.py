@@ -234,7 +234,7 @@ class RemoteCluster:
 
     def submit(self, request: Mapping[str, Any]) -> str:
         from ..hosts import replies
-        from ..hosts.errors import RemoteError, RemoteTimeout
+        from ..hosts.errors import RemoteError, one_line
 
         try:
             completed = self.remote.run(
@@ -243,16 +243,16 @@ class RemoteCluster:
                 timeout_s=_SUBMIT_S,
                 check=False,
             )
-        except RemoteTimeout as error:
+        except RemoteError as error:  # it timed out or was killed, maybe after sbatch
             raise Unreachable(str(error)) from None
-        except RemoteError as error:
-            raise SubmitError(str(error)) from None
         if (
             completed.status in (126, 127)
             or b"ImportError" in completed.stderr
             or b"ModuleNotFoundError" in completed.stderr
         ):
             raise SubmitError(self._install_hint(completed.stderr))
+        if completed.status != 0:
+            raise Unreachable(f"{self._host.name}: the submit failed there: {one_line(completed.stderr)}")
         *_, line = completed.stdout.splitlines() or [b""]
         try:
             return replies.decode(line, replies.SlurmSubmitted, self._host.name, completed.stderr)["slurm"]

@@ -54,7 +54,10 @@ def submit(request: Mapping[str, Any]) -> str:
                 slurm = _submit(request, first, lock)
             _write_numbers(request, job_ids, slurm)
     except OSError as error:
-        raise SubmitError(str(atomic_files.store_error(error, error.filename or first, "write"))) from None
+        problem = str(atomic_files.store_error(error, error.filename or first, "write"))
+        if os.path.exists(f"{first}/slurm/submitting"):  # Slurm may have the job
+            raise Unreachable(problem) from None
+        raise SubmitError(problem) from None
     return slurm
 
 
@@ -146,6 +149,8 @@ def _sbatch(script: Path, request: Mapping[str, Any], marker: str, lock: int) ->
         out, err = process.communicate(timeout=_SBATCH_S)
     except subprocess.TimeoutExpired:
         raise Unreachable(f"sbatch did not respond within {_SBATCH_S:g} s") from None
+    if process.returncode < 0:
+        raise Unreachable(f"sbatch was killed by signal {-process.returncode}")
     if process.returncode != 0:
         raise _submit_error(commands.complaint(err.decode("utf-8", "replace")))
     output = out.decode("utf-8", "replace")

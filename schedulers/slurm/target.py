@@ -315,16 +315,24 @@ class SlurmTarget:
 
         return check(self._cluster, self._options, gpus)
 
-    def clear(self, jobs: Mapping[str, str | None]) -> list[str]:
-        """Remove the jobs' directories on the cluster, unless they are the store's own."""
-        if self._options.login is None:
-            return []
+    def running(self, jobs: Mapping[str, str | None]) -> Mapping[str, str]:
+        states = self._query_jobs("running", jobs)
+        return {job_id: f"{state.lower()} in Slurm" for job_id, state in states.items()}
+
+    def _query_jobs(self, op: str, jobs: Mapping[str, str | None]) -> dict[str, str]:
         job_steps = [
             {"job": job_id, "slurm": None if native is None else Native.parse(native).slurm}
             for job_id, native in jobs.items()
         ]
-        step = {"op": "clear", "jobs": job_steps, "clusters": self._options.clusters}
-        remaining: dict[str, str] = self._cluster.query([step])[0][0]
+        step = {"op": op, "jobs": job_steps, "clusters": self._options.clusters}
+        result: dict[str, str] = self._cluster.query([step])[0][0]
+        return result
+
+    def clear(self, jobs: Mapping[str, str | None]) -> list[str]:
+        """Remove the jobs' directories on the cluster, unless they are the store's own."""
+        if self._options.login is None:
+            return []
+        remaining = self._query_jobs("clear", jobs)
         return [f"{self._options.login} keeps job {job_id}: {problem}" for job_id, problem in remaining.items()]
 
     def close(self) -> None:

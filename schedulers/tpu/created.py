@@ -326,6 +326,16 @@ class CreatedSlices(MovingJobs, SliceTarget):
         spec = JobSpec.from_json(json.loads(plan.files["settings.json"])["spec"])
         return DiscoveredJob(native_id=f"accel-{job_id}/{job_id}", spec=spec, plan=plan)
 
+    def running(self, jobs: Mapping[str, str | None]) -> Mapping[str, str | SchedulerError]:
+        """Return the slices of those jobs whose end no client has seen."""
+        states = {job_id: self._read(job_id) for job_id in jobs}
+        unended = {job_id: state for job_id, state in states.items() if state is not None and state.end is None}
+        return {
+            job_id: f"it has slice {node_id(job_id, state.attempt)}"
+            for job_id, state in unended.items()
+            if self._stage(job_id, state)[0] != "gone"
+        }
+
     def clear(self, jobs: Mapping[str, str | None]) -> list[str]:
         """Delete the jobs' slices, also those with `keep`."""
         for node in self._api.created_nodes():
@@ -395,7 +405,10 @@ class CreatedSlices(MovingJobs, SliceTarget):
         slice_api = self._api_of(state)
         request = self._body(job_id, state.attempt, slice_api.project, host_program("tpu_slice").decode())
         state.operation = slice_api.create(node_id(job_id, state.attempt), request, queued=self._options.queued)
-        self._write(job_id, state)
+        try:
+            self._write(job_id, state)
+        except StoreError as error:  # the slice is requested
+            raise Unreachable(str(error)) from None
 
     def _body(self, job_id: str, attempt: int, project: str, script: str) -> dict[str, Any]:
         parent = f"projects/{project}/locations/{self._options.zone}"

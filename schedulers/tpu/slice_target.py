@@ -75,6 +75,11 @@ class SliceTarget(HostsTarget):
             if self._status_if_over() is None:
                 raise
 
+    def running(self, jobs: Mapping[str, str | None]) -> Mapping[str, str | SchedulerError]:
+        """Return what `HostsTarget.running` does; nothing if the slice is gone."""
+        running = super().running(jobs)
+        return {} if running and self._status_if_over() is not None else running
+
     def clear(self, jobs: Mapping[str, str | None]) -> list[str]:
         """Clear as `HostsTarget.clear` does. Report nothing if the slice is gone."""
         lines = super().clear(jobs)

@@ -259,6 +259,24 @@ def _progress(document: Any) -> Status:
     )
 
 
+def running(hosts: Hosts, jobs: Sequence[Native]) -> dict[str, str | SchedulerError]:
+    """Return where a supervisor of each job runs, or why that is unknown, by job id. One request per host."""
+    by_host: dict[Host, list[str]] = {}
+    for native in jobs:
+        for host in native.hosts:
+            by_host.setdefault(host, []).append(native.job_id)
+    steps = {host: [{"op": "status", "job": job_id} for job_id in job_ids] for host, job_ids in by_host.items()}
+    result: dict[str, str | SchedulerError] = {}
+    for host, outcome in hosts.query(steps).items():
+        if outcome.value is None:
+            error = outcome.error or RemoteError(host.name, "it did not answer")
+            result = {**dict.fromkeys(by_host[host], error), **result}
+        else:
+            replies_by_job = zip(by_host[host], outcome.value.done, strict=True)
+            result |= {job_id: f"its supervisor runs on {host}" for job_id, reply in replies_by_job if reply["alive"]}
+    return result
+
+
 def query_all(hosts: Hosts, host_list: Sequence[Host], step: Step) -> list[tuple[Host, Any, SchedulerError | None]]:
     """Send one step to each host; return each host's answer, or its error."""
     outcomes = hosts.query({host: [step] for host in host_list})
@@ -268,4 +286,4 @@ def query_all(hosts: Hosts, host_list: Sequence[Host], step: Step) -> list[tuple
     ]
 
 
-__all__ = ["Hosts", "Reply", "on_host", "query_all", "statuses"]
+__all__ = ["Hosts", "Reply", "on_host", "query_all", "running", "statuses"]

@@ -183,8 +183,7 @@ def start(
             failed[placement.job_id] = Unreachable(text)
         elif errors:
             start_error = failed[placement.job_id] = StartError(f"{text}; no host runs the job")
-            if len(errors) < len(placement.nodes):
-                start_error.native_id = native_id(placement)
+            start_error.native_id = native_id(placement)  # what was started of it is to be cancelled
     return failed
 
 

@@ -302,14 +302,24 @@ class HostsTarget(abc.ABC):
         hosts = self._candidate_hosts(".")
         return find.find(self._hosts, hosts, job_id, self.name)
 
+    def running(self, jobs: Mapping[str, str | None]) -> Mapping[str, str | SchedulerError]:
+        """Return the hosts where supervisors of these jobs run, from one conversation with each host."""
+        from .status import running
+
+        return running(self._hosts, self._sent(jobs))
+
     def clear(self, jobs: Mapping[str, str | None]) -> list[str]:
         """Remove the jobs' directories from their hosts, and blobs and environments unused for `unused_days`."""
         from . import cleanup
+
+        return cleanup.clear_jobs(self._hosts, self._options, self._sent(jobs))
+
+    def _sent(self, jobs: Mapping[str, str | None]) -> list[Native]:
+        """Return the native ids of those jobs that were sent to hosts, even if that was never confirmed."""
         from .native_id import Native
 
-        native_ids = {job_id: native_id or self._placed_native_id(job_id) for job_id, native_id in jobs.items()}
-        natives = [Native.parse(native_id) for native_id in native_ids.values() if native_id is not None]
-        return cleanup.clear_jobs(self._hosts, self._options, natives)
+        native_ids = [native_id or self._placed_native_id(job_id) for job_id, native_id in jobs.items()]
+        return [Native.parse(native_id) for native_id in native_ids if native_id is not None]
 
     def check(self, gpus: int = 0) -> CheckReport:
         """Examine all hosts of the target, as the submit of a job with so many GPUs per node would.

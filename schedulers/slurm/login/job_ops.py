@@ -352,25 +352,25 @@ def delete_secrets(directory: str) -> None:
         return
 
 
+def running(root: str, step: Step, contents: list[bytes]) -> dict[str, str]:
+    """Return the state of each of these jobs that Slurm still runs, or will, from one squeue."""
+    rows = {row["id"]: row for row in commands.queue(step) if row["state"] in LIVE}
+    states: dict[str, str] = {}
+    for job in step["jobs"] if rows else ():
+        candidates = [rows[job["slurm"]]] if job["slurm"] in rows else [] if job["slurm"] else rows.values()
+        job_marks = marks(root, job) if job["slurm"] else (COMMENT + job["job"], jobs.directory_of(root, job))
+        states.update((job["job"], row["state"]) for row in candidates if commands.is_ours(row, *job_marks))
+    return states
+
+
 def clear(root: str, step: Step, contents: list[bytes]) -> dict[str, str]:
-    """Remove the directories of finished jobs. Return those that stay, and why."""
+    """Remove the directories of jobs that are over. Return those that stay, and why."""
     remaining: dict[str, str] = {}
-    rows: list[Row] | None = None
     for job in step["jobs"]:
         directory = jobs.directory_of(root, job)
-        if not os.path.isdir(directory):
-            continue
-        if not os.path.exists(os.path.join(directory, "exit.json")):
-            rows = commands.queue(step) if rows is None else rows
-            job_marks = marks(root, job) if job["slurm"] else (COMMENT + job["job"], directory)
-            own_rows = [
-                row for row in rows if commands.is_ours(row, *job_marks) and row["id"] == (job["slurm"] or row["id"])
-            ]
-            if any(row["state"] in LIVE for row in own_rows):
-                remaining[job["job"]] = f"it is {own_rows[-1]['state'].lower()} in Slurm"
-                continue
         try:
-            shutil.rmtree(directory)
+            if os.path.isdir(directory):
+                shutil.rmtree(directory)
         except OSError as error:
             remaining[job["job"]] = f"{error.filename or directory}: {(error.strerror or str(error)).lower()}"
     return remaining
@@ -410,6 +410,7 @@ OPERATIONS = {
     "status": status,
     "find": find,
     "cancel": cancel,
+    "running": running,
     "clear": clear,
     "logs": jobs.logs,
     "at": jobs.positions_at,

@@ -3,7 +3,8 @@
 It is the reference for what `Target` asks of a target, so it is tested itself; the tests of `Job` stand on it.
 
 In the store's home, the file `unreachable` makes it unreachable, `forgetful` makes it know no job, and `calls` has a
-line for each call that it got. `backend` has the identity that an `identified` one tells (`shell=one` without it).
+line for each call that it got; with `stubborn`, its jobs survive a cancel. `backend` has the identity that an
+`identified` one tells (`shell=one` without it).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import ClassVar, Literal
 
 import pytest
 
-from schedulers.errors import SubmitError, Unreachable
+from schedulers.errors import SchedulerError, SubmitError, Unreachable
 from schedulers.job import Cursor, JobSpec, LogLine, Reason, State, Status
 from schedulers.target import DiscoveredJob, Plan, TargetContext, Waits, load_kind
 
@@ -31,11 +32,13 @@ RUNNER = 'd=$1; shift; "$@" >"$d/out" 2>&1; c=$?; echo $c >"$d/code.tmp"; mv "$d
 @dataclass(frozen=True, kw_only=True)
 class ShellOptions:
     """crash: dies, once, just before or just after it has started the job; hang: waits there for a writer of the fifo
-    `hang` in the store's home; refuse: refuses every job; whole: a job that is found lacks nothing."""
+    `hang` in the store's home; refuse: refuses every job; part: refuses one that it has started; whole: a job that is
+    found lacks nothing."""
 
     crash: Literal["before", "after"] | None = None
     hang: Literal["before", "after"] | None = None
     refuse: bool = False
+    part: bool = False
     whole: bool = True
     slots: int = 1
 
@@ -77,6 +80,10 @@ class ShellTarget:
             process.returncode = 0  # the job is nobody's child: it is not to be warned about
             (directory / "pid").write_text(str(process.pid))
             self._crash("after", plan.job_id)
+        if self._options.part:
+            error = SubmitError("a part of it is refused")
+            error.native_id = f"n-{plan.job_id}"
+            raise error
         return f"n-{plan.job_id}"
 
     def poll(self, native_ids: Sequence[str]) -> Mapping[str, Status]:
@@ -105,7 +112,7 @@ class ShellTarget:
     def cancel(self, native_id: str) -> None:
         self._called("cancel", native_id)
         directory = self._directory(native_id)
-        if not (directory / "code").exists():
+        if not (directory / "code").exists() and not (self._home / "stubborn").exists():
             (directory / "cancelled").touch()
             os.killpg(int((directory / "pid").read_text()), signal.SIGKILL)
 
@@ -172,6 +179,11 @@ class IdentifiedShellTarget(FindingShellTarget):
         self._called("backends", *jobs)
         path = self._home / "backend"
         return dict.fromkeys(jobs, path.read_text() if path.exists() else "shell=one")
+
+    def running(self, jobs: Mapping[str, str | None]) -> Mapping[str, str | SchedulerError]:
+        self._called("running", *jobs)
+        statuses = {job_id: self._status(self._directory(job_id)) for job_id in jobs}
+        return {job_id: "in the shell" for job_id, status in statuses.items() if not status.state.final}
 
 
 def install_shell(site: Path) -> None:

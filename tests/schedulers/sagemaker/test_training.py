@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 
 import schedulers
-from schedulers import Job, Reason, State
+from schedulers import Job, Reason, State, Status
 from schedulers.config.named_targets import load_target
 from schedulers.errors import ConfigError, NotReady, SubmitError
 from schedulers.jobs.prune import prune
 from schedulers.sagemaker import logs, s3
+from schedulers.sagemaker.aws import AwsError
 from schedulers.store.store import Store
 from tests.clusters.sagemaker import SageMaker
 from tests.waiting import until
@@ -247,17 +248,33 @@ def test_a_submit_that_is_repeated_makes_one_job(sagemaker: SageMaker, submit: S
     job = submit("echo up; exec sleep 600")
     target = job.waiting_target()
     assert target is not None
-    assert target.submit(job.record.plan()) == job.native_id
+    native = str(job.native_id).rpartition("/")[0]  # without its time, which is AWS's when it is found
+    assert target.submit(job.record.plan()).rpartition("/")[0] == native
     assert len(sagemaker.client("sagemaker").list_training_jobs()["TrainingJobSummaries"]) == 1
     sent = len(sagemaker.calls("s3"))
     (Path(job.spec.code) / "job.sh").write_text("something else\n")
-    assert target.submit(job.record.plan()) == job.native_id
+    assert target.submit(job.record.plan()).rpartition("/")[0] == native
     assert len(sagemaker.calls("s3")) == sent  # what the job's containers read stays as it was
     another = load_target("sagemaker", home / "jobs", overrides=target_options(sagemaker, volume_size_in_gb=31))
     with pytest.raises(SubmitError, match=r"training job .* exists already, and is another job"):
         another.submit(job.record.plan())
     runs(job, "up\n")  # a container that is being started takes no SIGTERM
     job.cancel()
+
+
+def test_what_aws_refuses_once_it_has_the_job_does_not_fail_it(sagemaker: SageMaker, submit: Submit) -> None:
+    for operation in ("sagemaker:DescribeTrainingJob", "sagemaker:ListTags"):
+        sagemaker.fail(operation, "AccessDeniedException", "no")
+    job = submit("echo up; exec sleep 600")
+    assert job.record.status.state is State.QUEUED
+    with pytest.raises(AwsError, match="does not allow sagemaker:DescribeTrainingJob"):
+        job.status()
+    runs(job, "up\n")
+    job.record.update(Status(state=State.FAILED, reason=Reason.SETUP))  # as an earlier version recorded it
+    (line,) = prune(Store.default(), keep=0).kept_reasons
+    assert line == f"job {job.id} is kept: it still runs: InProgress at AWS"
+    sagemaker.client("sagemaker").stop_training_job(TrainingJobName=str(job.native_id).split("/")[1])
+    until(lambda: prune(Store.default(), keep=0).ids == (job.id,), "it has ended")
 
 
 def test_another_machine_finds_the_job(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from schedulers import Job, State
+from schedulers import Job, Reason, State, Status, Unreachable
 from schedulers.jobs.handle import list_jobs
 from schedulers.jobs.prune import prune
 from schedulers.store.store import Record, Store
@@ -66,3 +68,40 @@ def cut_off(job: Job) -> None:
     path.write_text(first.replace(f'"pid":{os.getpid()}', dead) + "\n")
     assert dead in path.read_text()
     job.record.reload()
+
+
+def test_a_note_that_cannot_be_written_once_slurm_has_the_job(
+    slurm: Slurm, submit: Submit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """sbatch answers, and the job's number cannot be noted, as on a full disk: the job runs and is found."""
+    wrapper = tmp_path / "bin/sbatch"
+    wrapper.parent.mkdir()
+    wrapper.write_text(f'#!/bin/sh\n{shutil.which("sbatch")} "$@"\nmkdir "submitted.json.$PPID.new"\n')
+    wrapper.chmod(0o755)
+    with monkeypatch.context() as full:
+        full.setenv("PATH", f"{wrapper.parent}:{os.environ['PATH']}")
+        with pytest.raises(Unreachable, match=r"submitted\.json"):
+            submit("true")
+    record = listed()
+    assert (record.status.state, record.native_id) == (State.SUBMITTING, None)
+    job = Job(record)
+    cut_off(job)
+    (record.directory / f"slurm/submitted.json.{os.getpid()}.new").rmdir()
+    until(lambda: job.status().state is State.SUCCEEDED, "it is found, and over")
+    queue = subprocess.run(["squeue", "-h", "-t", "all", "-o", "%i %k"], check=True, capture_output=True, text=True)
+    own = [line.split()[0] for line in queue.stdout.splitlines() if line.endswith(f" accel:{job.id}")]
+    assert own == [str(job.native_id).partition("/")[0]]
+
+
+def test_prune_keeps_what_slurm_runs(slurm: Slurm, submit: Submit, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    job, over = submit(f"read line <'{gate}'"), submit("true")
+    until(lambda: job.status().state is State.RUNNING, "it runs")
+    assert over.wait(120).state is State.SUCCEEDED
+    job.record.update(Status(state=State.FAILED, reason=Reason.LOST))  # by inference, as an earlier version did
+    pruned = prune(Store.default(), keep=0)
+    assert pruned.ids == (over.id,)
+    assert pruned.kept_reasons == (f"job {job.id} is kept: it still runs: running in Slurm",)
+    gate.write_text("go\n")
+    until(lambda: prune(Store.default(), keep=0).ids == (job.id,), "it is over")

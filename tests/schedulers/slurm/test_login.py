@@ -18,7 +18,7 @@ from schedulers.jobs.attach import find_or_attach
 from schedulers.jobs.poll import restore
 from schedulers.slurm import watch as watches
 from schedulers.store.store import Store
-from schedulers.target import Checks, Clears
+from schedulers.target import Checks, Clears, Occupied
 from tests.clusters.slurm import Slurm
 from tests.needs import missing
 from tests.waiting import until
@@ -150,9 +150,11 @@ def test_what_is_kept_of_jobs_is_cleared(laptop: FromLaptop, slurm: Slurm) -> No
     assert over.wait(120).state is State.SUCCEEDED
     target = restore(over.record)
     assert isinstance(target, Clears)
-    (left,) = target.clear({over.id: over.native_id, waiting.id: None, "2mxaaaaaaaa": None})
-    assert waiting.id in left
-    assert "pending" in left
+    assert isinstance(target, Occupied)
+    jobs = {over.id: over.native_id, waiting.id: None, "2mxaaaaaaaa": None}
+    assert target.running(jobs) == {waiting.id: "pending in Slurm"}
+    del jobs[waiting.id]
+    assert target.clear(jobs) == []
     assert [path.name for path in (slurm.home() / ".accel/jobs").iterdir() if path.name in (over.id, waiting.id)] == [
         waiting.id
     ]

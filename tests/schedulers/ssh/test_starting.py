@@ -97,14 +97,14 @@ NONE = "no host runs the job"
 
 def test_a_host_that_cannot_start_anything_fails_its_own_jobs() -> None:
     assert started({"b": REFUSED}, *SWEEP) == {
-        "two": (StartError, f"{REFUSED}; {NONE}", None),
-        "three": (StartError, f"{REFUSED}; {NONE}", None),
+        "two": (StartError, f"{REFUSED}; {NONE}", "b/two"),
+        "three": (StartError, f"{REFUSED}; {NONE}", "b/three"),
         "four": (StartError, f"{REFUSED}; {NONE}", "a,b/four"),  # what was started of it is to be cancelled
     }
 
 
 def test_a_host_that_cannot_start_one_job_starts_the_others() -> None:
-    assert started({"b": {"two": REFUSED}}, *SWEEP) == {"two": (StartError, f"{REFUSED}; {NONE}", None)}
+    assert started({"b": {"two": REFUSED}}, *SWEEP) == {"two": (StartError, f"{REFUSED}; {NONE}", "b/two")}
 
 
 def test_a_host_that_is_lost_may_run_the_jobs_that_it_has_alone() -> None:
@@ -114,7 +114,7 @@ def test_a_host_that_is_lost_may_run_the_jobs_that_it_has_alone() -> None:
         "four": (StartError, f"{LOST}; {NONE}", "a,b/four"),
     }
     both = started({"a": REFUSED, "b": LOST}, job("one", "a", "b"))
-    assert both == {"one": (StartError, f"{REFUSED}; {LOST}; {NONE}", None)}
+    assert both == {"one": (StartError, f"{REFUSED}; {LOST}; {NONE}", "a,b/one")}
 
 
 CODE = Blob(digest="0" * 64, size=0, source=b"")

@@ -117,7 +117,7 @@ def test_what_cannot_be_removed_again_is_not_given_up(
     with pytest.raises(schedulers.Unreachable) as refusal:
         submit("true", options={"workload": "job", "code": "auto", "suspend": True})
     assert "may not create configmaps" in str(refusal.value)
-    assert "was created and could not be deleted" in str(refusal.value)
+    assert "was created and is not deleted yet" in str(refusal.value)
     (record,) = schedulers.list_jobs(refresh=False)
     assert isinstance(record, Record)
     assert record.status.state is State.SUBMITTING
@@ -271,12 +271,14 @@ def test_from_inside_the_cluster(submit: Submit, kubernetes: Kubernetes, namespa
 
 def test_a_job_that_runs_is_not_cleared(submit: Submit, kubernetes: Kubernetes, namespace: str) -> None:
     from schedulers.jobs.poll import restore
-    from schedulers.target import Clears
+    from schedulers.target import Clears, Occupied
 
     job = submit("sleep 600")
     until(lambda: job.status().state is State.RUNNING, "it runs")
     target = restore(job.record)
     assert isinstance(target, Clears)
-    assert target.clear({job.id: job.native_id}) == [f"target kubernetes keeps job {job.id}: it has not ended: running"]
+    assert isinstance(target, Occupied)
+    (line,) = target.running({job.id: job.native_id, "other": None}).values()
+    assert str(line).endswith(" has not ended")
     assert schedulers.find(job.id).cancel().state is State.CANCELLED
     assert target.clear({job.id: job.native_id, "other": None}) == []
