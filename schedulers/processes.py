@@ -11,10 +11,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+# The job's id, in the environment of its supervisor and of everything that the job starts.
+JOB_MARK = "ACCEL_JOB_ID"
+
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 
 _POLL_S = 0.02
+_OTHERS_S = 5.0  # for which processes of other users may take to end by themselves
 
 
 def signal_name(number: int) -> str:
@@ -224,19 +228,53 @@ def _prctl(option: int, value: int) -> None:
             raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
 
 
-def descendants(pid: int) -> list[int]:
-    """Return every live process below `pid`, without `pid` itself."""
+def descendants(pid: int, *, endable: bool = True) -> list[int]:
+    """Return the live processes of this job below `pid`, without `pid` itself.
+
+    A process with another job's mark, such as the supervisor of a job that this one submitted, is not of this job, nor
+    is what is below it; one without a readable mark (`env -i`, sudo) is. Processes that only another user may signal
+    are returned instead with `endable` off.
+    """
     children: dict[int, list[_Row]] = {}
     for row in _table():
         children.setdefault(row.parent, []).append(row)
+    own_marks = ("", os.environ.get(JOB_MARK, ""))
     descendant_pids: list[int] = []
     pending = [pid]
     while pending:
         for row in children.get(pending.pop(), ()):
-            pending.append(row.pid)
-            if row.alive:
-                descendant_pids.append(row.pid)
+            if not row.alive:
+                pending.append(row.pid)
+            elif _variable(row.pid, JOB_MARK) in own_marks:
+                pending.append(row.pid)
+                if _may_signal(row.pid) is endable:
+                    descendant_pids.append(row.pid)
     return descendant_pids
+
+
+def not_ended(pid: int) -> str:
+    """Return a warning that names the processes of this job below `pid` which only another user may end; else ''.
+
+    They have `_OTHERS_S` seconds to end by themselves.
+    """
+    deadline = time.monotonic() + _OTHERS_S
+    while others := descendants(pid, endable=False):
+        if time.monotonic() >= deadline:
+            numbers = ", ".join(map(str, sorted(others)))
+            return f"processes of the job still run that only another user may end: {numbers}"
+        time.sleep(_POLL_S)
+        _collect_children()
+    return ""
+
+
+def _may_signal(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except PermissionError:  # a set-user-id program
+        return False
+    except ProcessLookupError:
+        pass
+    return True
 
 
 def in_sessions(sessions: Iterable[int]) -> list[int]:
@@ -247,7 +285,7 @@ def in_sessions(sessions: Iterable[int]) -> list[int]:
 
 def with_variable(name: str, value: str) -> list[int]:
     """Return every live process that was started (by exec) with `name=value` in its environment."""
-    return [row.pid for row in _table() if row.alive and _has_variable(row.pid, name, value)]
+    return [row.pid for row in _table() if row.alive and _variable(row.pid, name) == value]
 
 
 def with_memory_file(name: str) -> list[int]:
@@ -272,6 +310,7 @@ def _open_files(pid: int) -> Iterator[str]:
 def end_all(find_pids: Callable[[], Iterable[int]], *, grace_s: float) -> None:
     """Send SIGTERM to all pids that `find_pids` returns, wait `grace_s` seconds, then send SIGKILL until none remains.
 
+    `find_pids` must not return processes that only another user may signal.
     Reaps this process's ended children, adopted ones included: read their exit codes before.
     """
     deadline = time.monotonic() + grace_s
@@ -339,16 +378,19 @@ def _stat(pid: int) -> list[bytes] | None:
         return None
 
 
-def _has_variable(pid: int, name: str, value: str) -> bool:
+def _variable(pid: int, name: str) -> str:
+    """Return the variable in the environment that the process was started (by exec) with; "" if it cannot be read."""
     if sys.platform != "linux":
         import psutil
 
         try:
-            return bool(psutil.Process(pid).environ().get(name) == value)
+            return str(psutil.Process(pid).environ().get(name, ""))
         except (psutil.Error, OSError):
-            return False
+            return ""
+    prefix = os.fsencode(f"{name}=")
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
-            return os.fsencode(f"{name}={value}") in file.read().split(b"\0")
+            entries = [entry for entry in file.read().split(b"\0") if entry.startswith(prefix)]
     except OSError:
-        return False
+        return ""
+    return os.fsdecode(entries[0][len(prefix) :]) if entries else ""

@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -95,7 +95,7 @@ class ForkServer:
 
     @classmethod
     def start(
-        cls, program: Program, watchdog_fd: int | None, grace_s: float, job_lock: int | None = None
+        cls, program: Program, watchdog_fd: int | None, grace_s: float, job_fds: Sequence[int] = ()
     ) -> ForkServer:
         """Fork the server from this process, which must have the ranks' modules loaded and have no threads."""
         client_sock, server_sock = socket.socketpair()
@@ -105,7 +105,7 @@ class ForkServer:
         pid = _fork()
         if pid == 0:
             client_sock.close()
-            _Server(server_sock, program, watchdog_fd, grace_s, job_lock).serve()
+            _Server(server_sock, program, watchdog_fd, grace_s, job_fds).serve()
         server_sock.close()
         return cls(client_sock, pid)
 
@@ -194,13 +194,13 @@ class _Server:
 
     def __init__(
         self, sock: socket.socket, program: Program, watchdog_fd: int | None, grace_s: float,
-        job_lock: int | None = None,
+        job_fds: Sequence[int] = (),
     ) -> None:  # fmt: skip
         self._sock = sock
         self._lines = _Lines(sock)
         self._program = program
         self._watchdog_fd = watchdog_fd
-        self._job_lock = job_lock
+        self._job_fds = job_fds
         self._grace_s = grace_s
         self._ranks: dict[int, tuple[int, int]] = {}  # pid -> local rank, descriptor of its error file
         self._launcher_lives = True  # it has not closed its end of the socket
@@ -293,7 +293,7 @@ class _Server:
             exit_with_error(error, error_fd)
         self._sock.close()
         rank_fds = [fd for _, fd in self._ranks.values()]
-        for fd in (self._wake_read, self._wake_write, self._watchdog_fd, self._job_lock, *rank_fds):
+        for fd in (self._wake_read, self._wake_write, self._watchdog_fd, *self._job_fds, *rank_fds):
             if fd is not None:
                 os.close(fd)
         run(self._program, message["env"], error_fd, preloaded=not message["spawn"])

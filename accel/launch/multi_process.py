@@ -83,7 +83,7 @@ def run_gang(run: Launch, launch_id: str) -> int:
     if not run.spawn and run.program.entry != "command":
         preload(run.program)
     watchdog_handle = watchdog.start(launch_id)
-    server = ForkServer.start(run.program, watchdog_handle.pipe, run.grace_s, run.job_lock)
+    server = ForkServer.start(run.program, watchdog_handle.pipe, run.grace_s, run.job_fds)
     # Only the launcher comes here: a rank is forked inside `start` and leaves through SystemExit.
     signals = Signals(server)
     if run.deadline is not None:

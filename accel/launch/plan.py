@@ -60,7 +60,7 @@ class Launch:
     node_0_reports: bool = False  # only node 0 exits with the failure's code, so that no pod is deleted early
     requeued: bool = False  # the scheduler requeues the job after its ranks were warned
     events: str | None = None  # path of the event log, instead of one in log_dir
-    job_lock: int | None = None  # the descriptor of a local job's lock, held by the launcher and not by ranks
+    job_fds: tuple[int, ...] = ()  # descriptors of the job's locks, held by the launcher and not by ranks
 
     @property
     def static(self) -> bool:
@@ -112,8 +112,14 @@ def plan(options: Mapping[str, Any], program: Program, env: Mapping[str, str] = 
         node_0_reports="ACCEL_NODE_0_REPORTS" in env and watchdog.LAUNCH_ID not in env,
         requeued="ACCEL_REQUEUED" in env and watchdog.LAUNCH_ID not in env,
         events=None if watchdog.LAUNCH_ID in env else env.get("ACCEL_LAUNCH_EVENTS"),
-        job_lock=int(env["ACCEL_JOB_LOCK"]) if "ACCEL_JOB_LOCK" in env and watchdog.LAUNCH_ID not in env else None,
+        job_fds=() if watchdog.LAUNCH_ID in env else _job_fds(env),
     )  # fmt: skip
+
+
+def _job_fds(env: Mapping[str, str]) -> tuple[int, ...]:
+    """Return the descriptors of the locks of the job and of its GPUs or processors, which its supervisor opened."""
+    numbers = f"{env.get('ACCEL_JOB_LOCK', '')},{env.get('ACCEL_JOB_SLOTS', '')}"
+    return tuple(int(number) for number in numbers.split(",") if number)
 
 
 def _check_program(program: Program) -> None:

@@ -23,8 +23,8 @@ def launch(run: Launch) -> int:
     this process, or the child of PID 1.
     """
     _open_standard_descriptors()
-    if run.job_lock is not None:
-        os.set_inheritable(run.job_lock, False)
+    for fd in run.job_fds:
+        os.set_inheritable(fd, False)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # inherited as ignored, it would hide children's exit codes
     run = _count_start(run)
     if run.start_message and not run.quiet:

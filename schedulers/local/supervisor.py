@@ -28,7 +28,17 @@ from ..hosts.supervisor.slots import NotEnoughSlots, Slots, lock_soon, required_
 from ..job import Reason, State, Status
 from ..node.logs import BLOCK, FULL, Clock, last_line
 from ..node.redaction import redact
-from ..processes import Identity, adopt_orphans, descendants, die_with_parent, end_all, signal_name, wake_pipe
+from ..processes import (
+    JOB_MARK,
+    Identity,
+    adopt_orphans,
+    descendants,
+    die_with_parent,
+    end_all,
+    not_ended,
+    signal_name,
+    wake_pipe,
+)
 from ..store import atomic_files
 from ..store.store import Store
 from .job_files import SCHEMA, JobFiles, progress_document
@@ -41,6 +51,7 @@ _REPORTS = ("launch.jsonl", "node-0.log")
 _WRITE_TRIES = 60
 
 _KILL_ALLOWANCE_S = 6.0
+_LEFTOVER_GRACE_S = 2.0
 _NOTE_S = 1.0
 _MAX_MESSAGE = 500
 
@@ -61,13 +72,13 @@ class Supervisor:
         self._progress = AtomicJsonFile(str(files.directory / "local/progress.json"), _NOTE_ROOM)
         self._cancel_file = str(files.directory / "local/cancel")
         self._secrets: dict[str, str] = {}
-        self._cancelled = False
+        self._cancelled = self._terminated = False
         self._woken, self._waker = wake_pipe()
         signal.set_wakeup_fd(self._waker, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        for signum in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(signum, self._on_cancel)
+        signal.signal(signal.SIGINT, self._on_cancel)
+        signal.signal(signal.SIGTERM, self._on_terminate)
 
     def run(self) -> Status:
         """Run the job from its place in the queue to its final status, which is on disk when this returns."""
@@ -108,19 +119,31 @@ class Supervisor:
                 self._slots.enqueue()
 
     def _on_cancel(self, *_: object) -> None:
-        self._cancelled = True
+        self._cancelled = True  # no cancel request could be written
+
+    def _on_terminate(self, *_: object) -> None:
+        self._terminated = True  # with a cancel request it is a cancel, else somebody else's, as at a shutdown
+
+    def _must_end(self) -> bool:
+        self._cancelled = self._cancelled or os.path.exists(self._cancel_file)
+        return self._cancelled or self._terminated
 
     def _sleep(self, seconds: float) -> None:
-        """Sleep until a signal or the end of a child; then look for a cancel request from another machine."""
+        """Sleep until a signal or the end of a child."""
         select.select([self._woken], [], [], seconds)
         with contextlib.suppress(BlockingIOError):
             os.read(self._woken, 4096)
-        self._cancelled = self._cancelled or os.path.exists(self._cancel_file)
 
-    def _check_cancelled(self) -> None:
+    def _check_end(self) -> None:
+        if self._must_end():
+            raise _NotLaunched(self._ended("cancelled before it started"))
+
+    def _ended(self, message: str, **fields: Any) -> Status:
+        """Return the final status of a job that was cancelled (`message`) or whose supervisor received SIGTERM."""
         if self._cancelled:
-            status = Status(state=State.CANCELLED, reason=Reason.USER, message="cancelled before it started")
-            raise _NotLaunched(status)
+            return Status(state=State.CANCELLED, reason=Reason.USER, message=message, **fields)
+        message = "its supervisor received SIGTERM, as at a shutdown of the machine"
+        return Status(state=State.FAILED, reason=Reason.NODE_FAILURE, message=message, **fields)
 
     def _set_status(self, state: State, message: str = "", reason: Reason = Reason.NONE) -> None:
         status = Status(state=state, reason=reason, message=message, observed_at=time.time())
@@ -137,7 +160,7 @@ class Supervisor:
             dependency = ThreadPoolExecutor(1).submit(find(job_id).wait)
             dependency.add_done_callback(lambda _: os.write(self._waker, b"\0"))
             while not dependency.done():
-                self._check_cancelled()
+                self._check_end()
                 self._sleep(_NOTE_S)
             status = dependency.result()
             if status.state is not State.SUCCEEDED:
@@ -153,7 +176,7 @@ class Supervisor:
         requests = required_slots(self._settings, devices)
         last_reason = ""
         while True:
-            self._check_cancelled()
+            self._check_end()
             try:
                 slot_names, reason = self._slots.try_acquire(requests)
             except NotEnoughSlots as error:
@@ -170,7 +193,7 @@ class Supervisor:
         env = {**os.environ, **devices, **self._settings["env"], **self._secrets}
         if self._secrets:
             env["ACCEL_SECRETS"] = ",".join(self._secrets)
-        env["ACCEL_JOB_ID"] = self._settings["job_id"]
+        env[JOB_MARK] = self._settings["job_id"]
         env["ACCEL_JOB_DIR"] = str(self._files.directory)
         return env
 
@@ -188,13 +211,17 @@ class Supervisor:
 
     def _set_up(self, devices: dict[str, str]) -> Status | None:
         """Run the setup commands; return the final status if one fails."""
-        env = self._environment(devices)
+        env, own_pid = self._environment(devices), os.getpid()
         for argv in self._settings["setup"]:
             with open(self._files.logs / "setup.log", "ab") as log:
                 command = subprocess.Popen(
-                    argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=self._directory, env=env
-                )
+                    argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=self._directory, env=env,
+                    preexec_fn=lambda: die_with_parent(signal.SIGKILL, own_pid),
+                )  # fmt: skip
             returncode = self._watch(command, None)
+            if self._must_end():
+                end_all(lambda: descendants(own_pid), grace_s=_LEFTOVER_GRACE_S)
+                return self._ended("cancelled during its setup", exit_code=_as_exit_code(returncode))
             if returncode != 0:
                 message = f"the setup command {argv[0]!r} failed with exit code {returncode}"
                 return Status(
@@ -210,17 +237,16 @@ class Supervisor:
         preallocate(f"{self._record.path}/events.jsonl", _NOTE_ROOM)
         with open(self._files.logs / "node-0.log", "ab") as log:
             launcher = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=directory, pass_fds=(self._lock,),
-                env=env | {"ACCEL_JOB_LOCK": str(self._lock)},
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=directory,
+                pass_fds=(self._lock, *self._slots.fds),
+                env=env | {"ACCEL_JOB_LOCK": str(self._lock), "ACCEL_JOB_SLOTS": ",".join(map(str, self._slots.fds))},
                 preexec_fn=lambda: die_with_parent(signal.SIGTERM, own_pid),
             )  # fmt: skip
         self._set_status(State.RUNNING)
         code = self._watch(launcher, self._settings["time_limit_s"])
-        end_all(lambda: descendants(os.getpid()), grace_s=min(self._settings["grace_s"], 2.0))
-        status = self._outcome(code)
-        if self._clock.full:
-            status = dataclasses.replace(status, message="; ".join(filter(None, (status.message, FULL))))
-        return status
+        end_all(lambda: descendants(own_pid), grace_s=min(self._settings["grace_s"], _LEFTOVER_GRACE_S))
+        status, warnings = self._outcome(code), (FULL if self._clock.full else "", not_ended(own_pid))
+        return dataclasses.replace(status, message="; ".join(filter(None, (status.message, *warnings))))
 
     def _watch(self, process: subprocess.Popen[bytes], limit_s: float | None) -> int:
         """Wait for the process to end; end it in order if the job is cancelled or its time is up."""
@@ -230,8 +256,8 @@ class Supervisor:
         self._timed_out = False
         while (code := process.poll()) is None:
             now = time.monotonic()
-            if kill_at is None and (self._cancelled or (limit is not None and now >= limit)):
-                self._timed_out = not self._cancelled
+            if kill_at is None and (self._must_end() or (limit is not None and now >= limit)):
+                self._timed_out = not self._must_end()
                 kill_at = now + grace_s + _KILL_ALLOWANCE_S
                 process.terminate()
             if kill_at is not None and now >= kill_at:
@@ -244,9 +270,8 @@ class Supervisor:
     def _outcome(self, code: int) -> Status:
         failure = self._files.failure()
         attempt = self._files.attempt()
-        if self._cancelled:
-            return Status(state=State.CANCELLED, reason=Reason.USER, exit_code=_as_exit_code(code), attempt=attempt,
-                          message="cancelled")  # fmt: skip
+        if self._must_end() and (self._cancelled or code != 0):
+            return self._ended("cancelled", exit_code=_as_exit_code(code), attempt=attempt)
         if self._timed_out:
             message = f"its time limit of {self._settings['time_limit_s']:g} s was reached"
             return Status(state=State.FAILED, reason=Reason.TIME_LIMIT, exit_code=_as_exit_code(code), attempt=attempt,

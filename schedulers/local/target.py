@@ -15,7 +15,7 @@ from ..config import secrets
 from ..errors import SchedulerError, SpecError, StoreError, SubmitError, Unreachable
 from ..job import Cursor, JobSpec, LogLine, Reason, Resources, State, Status
 from ..node.logs import last_line
-from ..processes import python_module
+from ..processes import JOB_MARK, end_all, python_module, with_variable
 from ..store import log_lines
 from ..target import Plan, TargetContext
 from .job_files import SCHEMA, JobFiles
@@ -154,11 +154,14 @@ class LocalTarget:
         if files.exit() is not None or not files.supervised():
             return
         supervisor = files.supervisor()
-        if supervisor is None or not supervisor.send(signal.SIGTERM):
-            try:
-                files.write("local/cancel", "")
-            except OSError as error:
+        try:
+            files.write("local/cancel", "")
+        except OSError as error:
+            # SIGINT stands for the request where it cannot be written, as on a full disk.
+            if supervisor is None or not supervisor.send(signal.SIGINT):
                 raise store_error(error, f"{files.directory}/local/cancel", "write") from error
+        if supervisor is not None:
+            supervisor.send(signal.SIGTERM)  # it looks for the request
 
     def wait(self, native_id: str, timeout_s: float) -> bool | None:
         """Wait for the supervisor and the launcher to end, or for the result if they are not visible from here."""
@@ -214,7 +217,9 @@ class LocalTarget:
             return final_status
         if runs:
             return files.progress()
-        supervisor = files.supervisor()
+        supervisor, job_id = files.supervisor(), files.directory.name
+        if os.environ.get(JOB_MARK) != job_id:  # what its setup commands have left; the launcher leaves nothing
+            end_all(lambda: with_variable(JOB_MARK, job_id), grace_s=0.0)
         subject = "its supervisor" if supervisor is None else f"its supervisor (process {supervisor.pid})"
         message = f"{subject} was killed, or the machine restarted, and it left no result"
         return Status(
@@ -284,7 +289,7 @@ def _start_supervisor(files: JobFiles) -> None:
         process = subprocess.Popen(
             python_module("schedulers.local.supervisor", str(files.directory)),
             stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, cwd=files.directory,
-            env=outside_any_job(os.environ),
+            env=outside_any_job(os.environ) | {JOB_MARK: files.directory.name},
         )  # fmt: skip
     # The process forks the supervisor, waits until it stands, and ends.
     status = process.wait()

@@ -29,6 +29,7 @@ LIFETIME_S = 600  # the client is long gone
 SIOCGIFCONF = 0x8912
 NVML = "libnvidia-ml.so.1"
 TOKEN_BYTES = 64
+BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
 
 def main() -> None:
@@ -76,7 +77,7 @@ def facts(request: Request) -> dict[str, Any]:
 def machine() -> str:
     """Return the same text for two names of one machine, and for nothing else (containers of one differ)."""
     parts = [socket.gethostname()]
-    for path in ("/proc/sys/kernel/random/boot_id", "/etc/machine-id"):
+    for path in (BOOT_ID, "/etc/machine-id"):
         try:
             with open(path) as file:
                 parts.append(file.read().strip())
@@ -85,6 +86,12 @@ def machine() -> str:
     if os.path.lexists("/proc/self/ns/net"):
         parts.append(os.readlink("/proc/self/ns/net"))
     return " ".join(parts)
+
+
+def boot_id() -> str:
+    with contextlib.suppress(OSError), open(BOOT_ID) as file:
+        return file.read().strip()
+    return ""
 
 
 def user() -> str:
@@ -214,7 +221,11 @@ def devices(counted: dict[str, Any]) -> dict[str, Any]:
 
 def queue(root: str) -> dict[str, Any]:
     """Return the held slots and the number of waiting jobs. Testing a lock holds it for a moment."""
-    top = os.path.join(root, "local", platform.node() or "this-machine")
+    node = platform.node() or "this-machine"
+    tops = [
+        os.path.join(root, "local", name) for name in (boot_id() or node, node)
+    ]  # earlier versions: the host's name
+    top = next(filter(os.path.isdir, tops), tops[0])
     held = [name for name in names(os.path.join(top, "slots")) if locked(os.path.join(top, "slots", name))]
     waiting = [name for name in names(os.path.join(top, "queue")) if locked(os.path.join(top, "queue", name))]
     return {"held": held, "waiting": len(waiting)}

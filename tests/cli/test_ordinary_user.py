@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import shutil
+import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests import ordinary
@@ -23,9 +28,11 @@ class Ordinary(Accel):
     """`accel` as an ordinary user, whose home is `here`."""
 
     scratch: Path
+    no_new_privs: bool = True
 
     def command(self, *argv: str) -> list[str]:
-        return ordinary.command(super().command(*argv), self.scratch)
+        command = ordinary.command(super().command(*argv), self.scratch)
+        return [word for word in command if self.no_new_privs or word != "--no-new-privs"]
 
     def env(self, **more: str) -> dict[str, str]:
         env = super().env(HOME=str(self.here), **more)
@@ -60,3 +67,31 @@ def test_a_job_from_its_submit_to_its_end(accel: Ordinary) -> None:
         os.kill(int(pid), 0)
     assert {path.stat().st_uid for path in accel.home.rglob("*")} == {user}
     assert len(accel("prune", "--keep", "0").split()) == 2
+
+
+LEAVES = """
+import subprocess
+code = "import os, time; os.setresuid(0, 0, 0); print('root', flush=True); time.sleep(1000)"
+process = subprocess.Popen([{program!r}, "-c", code], stdout=subprocess.PIPE)
+print(process.stdout.readline())
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="makes a set-user-id program: run the tests as root")
+def test_a_process_that_only_root_may_end_is_named(accel: Ordinary) -> None:
+    accel = dataclasses.replace(accel, no_new_privs=False)
+    program = accel.here / "python"
+    shutil.copy(os.path.realpath(sys.executable), program)
+    program.chmod(0o4755)
+    job = accel("submit", accel.script(LEAVES.format(program=str(program)))).strip()
+    try:
+        accel("wait", job)
+        status = json.loads(accel("status", "--json", job))
+        assert status["state"] == "succeeded"
+        named = status["message"].removeprefix("processes of the job still run that only another user may end: ")
+        (pid,) = [int(number) for number in named.split(", ")]
+    finally:
+        left = [process.pid for process in psutil.process_iter(["exe"]) if process.info["exe"] == str(program)]
+        for number in left:
+            os.kill(number, signal.SIGKILL)
+    assert left == [pid]

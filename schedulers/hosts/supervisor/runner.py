@@ -145,7 +145,7 @@ class NodeRunner:
             if code is not None and self._reaper.done(LEFTOVER_GRACE_S):
                 self._note_sizes(now=True)
                 self._process = None
-                self._set("done", code=_as_exit_code(code), report=self._report())
+                self._set("done", code=_as_exit_code(code), report=self._report(), warning=self._warning())
         elif phase == "stopping":
             now = time.monotonic()
             if self._process is not None and self._process.poll() is None:
@@ -155,7 +155,11 @@ class NodeRunner:
             if self._reaper.done(LEFTOVER_GRACE_S if now < self._grace_ends_at else 0.0):
                 self._note_sizes(now=True)
                 self._process = None
-                self._set("stopped", attempt=self._attempt_stopped)
+                self._set("stopped", attempt=self._attempt_stopped, warning=self._warning())
+
+    def _warning(self) -> str:
+        full = logs.FULL if logs.FULL in self.state["warning"] else ""
+        return "; ".join(filter(None, (full, self._reaper.warning)))
 
     def _warn(self, launcher: subprocess.Popen[bytes]) -> None:
         """Pass on a notice that this host will be taken away: the launcher warns the ranks on SIGUSR1."""
@@ -239,7 +243,9 @@ class NodeRunner:
             for name in ("launch.jsonl", f"node-{self._index}.log"):
                 preallocate(os.path.join(self._logs, name))
             self._events_from = logs.size_of(os.path.join(self._logs, "launch.jsonl"))
-            self._process = self._run(command, f"node-{self._index}.log", {"ACCEL_ATTEMPT": str(attempt)})
+            slots = ",".join(map(str, self._slots.fds))
+            variables = {"ACCEL_ATTEMPT": str(attempt), "ACCEL_JOB_SLOTS": slots}
+            self._process = self._run(command, f"node-{self._index}.log", variables, pass_fds=self._slots.fds)
             self._set("running")
         except OSError as error:
             message = f"cannot run {command[0]!r}: {error.strerror}"
@@ -270,7 +276,9 @@ class NodeRunner:
             + command[index:]
         )
 
-    def _run(self, argv: list[str], log_name: str, extra: dict[str, str]) -> subprocess.Popen[bytes]:
+    def _run(
+        self, argv: list[str], log_name: str, extra: dict[str, str], pass_fds: tuple[int, ...] = ()
+    ) -> subprocess.Popen[bytes]:
         own_pid, warned = os.getpid(), self._announcements is not None and log_name != "setup.log"
 
         def prepare_child() -> None:
@@ -299,7 +307,7 @@ class NodeRunner:
         with open(os.path.join(self._logs, log_name), "ab") as output:
             return subprocess.Popen(
                 argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd=workdir, env=env,
-                start_new_session=True, preexec_fn=prepare_child,
+                start_new_session=True, preexec_fn=prepare_child, pass_fds=pass_fds,
             )  # fmt: skip
 
     def _network(self) -> dict[str, str]:

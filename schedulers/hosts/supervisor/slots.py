@@ -3,8 +3,8 @@
     queue/<job id>    locked by a waiting job, which is behind those with smaller ids
     slots/<name>      locked by the job that has that GPU, processor or place
 
-Machines that share a home directory have lock files of their own. Nothing needs cleanup after a crash. The supervisors
-of local jobs and of jobs on hosts use this module.
+Each boot of a machine has lock files of its own, which its containers share. Nothing needs cleanup after a crash. The
+supervisors of local jobs and of jobs on hosts use this module.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Slots:
 
     def __init__(self, home: str | os.PathLike[str], job_id: str, host: str = "") -> None:
         """Create the lock directories. `host`: this machine's name in messages that are read elsewhere."""
-        root = os.path.join(os.fspath(home), "local", platform.node() or "this-machine")
+        root = _directory(os.path.join(os.fspath(home), "local"))
         self._queue, self._slots = (os.path.join(root, name) for name in ("queue", "slots"))
         for directory in (self._queue, self._slots):
             os.makedirs(directory, exist_ok=True)
@@ -136,6 +136,11 @@ class Slots:
             os.close(fd)
         self._lock_fds.clear()
 
+    @property
+    def fds(self) -> tuple[int, ...]:
+        """The descriptors of the acquired slots' locks, for the launcher, which may outlive the supervisor."""
+        return tuple(self._lock_fds)
+
     def _predecessor(self) -> str | None:
         """Return the ticket just before ours. Job ids sort by time."""
         earlier = [name for name in os.listdir(self._queue) if name < self._job_id]
@@ -176,6 +181,35 @@ class Slots:
                 self._lock_fds.append(fd)
                 names.append(name)
         return names
+
+
+def _directory(parent: str) -> str:
+    """Return the directory of this machine's queue: of this boot, whatever the host's name; it may not exist yet.
+
+    Earlier versions named it after the host. While a job of theirs holds a lock there, the new name is a link to it.
+    """
+    node = platform.node() or "this-machine"
+    path = os.path.join(parent, boot_id() or node)
+    if not os.path.lexists(path):
+        old = os.path.join(parent, node)
+        if any(_is_locked(entry.path) for name in ("queue", "slots") for entry in _entries(os.path.join(old, name))):
+            with contextlib.suppress(FileExistsError):
+                os.symlink(node, path)
+    return path
+
+
+def _entries(path: str) -> list[os.DirEntry[str]]:
+    try:
+        return list(os.scandir(path))
+    except OSError:
+        return []
+
+
+def _is_locked(path: str) -> bool:
+    fd = _lock(path, wait=False)
+    if fd is not None:
+        os.close(fd)
+    return fd is None
 
 
 def boot_id() -> str:

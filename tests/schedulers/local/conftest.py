@@ -14,7 +14,7 @@ import pytest
 import schedulers
 from schedulers import Job
 from schedulers.local.job_files import JobFiles
-from schedulers.processes import Identity, descendants
+from schedulers.processes import Identity
 from tests.waiting import until as until
 
 Submit = Callable[..., Job]
@@ -35,7 +35,7 @@ def submit(home: Path, project: Path) -> Iterator[Submit]:
     for job in jobs:
         supervisor = supervisor_of(job)
         if supervisor is not None:
-            for pid in [*descendants(supervisor.pid), supervisor.pid] if supervisor.alive() else of_job(job):
+            for pid in [*([supervisor.pid] if supervisor.alive() else []), *of_job(job)]:
                 with contextlib.suppress(ProcessLookupError):  # it was about to end
                     os.kill(pid, signal.SIGKILL)
 
@@ -65,12 +65,14 @@ def printed(job: Job, *, ranks: bool = True) -> str:
 
 
 def of_job(job: Job) -> list[int]:
-    """Every live process that was started with this job's id in its environment."""
-    found = []
+    """Every live process that was started with this job's id in its environment, but the supervisor."""
+    pids, supervisor = [], supervisor_of(job)
     for process in psutil.process_iter():
         try:
             if process.environ().get("ACCEL_JOB_ID") == job.id and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process.pid)
+                if supervisor is not None and process.pid == supervisor.pid:
+                    continue
+                pids.append(process.pid)
         except (psutil.Error, OSError):
             continue
-    return found
+    return pids

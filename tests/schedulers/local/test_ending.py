@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+import schedulers
 from schedulers import Job, Reason, State
+from schedulers.job import JobSpec
 from schedulers.local.job_files import JobFiles
 from schedulers.processes import Identity
 from tests.marks import long
@@ -94,7 +96,7 @@ from pathlib import Path
 from schedulers.local.job_files import JobFiles
 from schedulers.local.supervisor import Supervisor
 supervisor = Supervisor(JobFiles(Path(sys.argv[1])), 0)
-os.kill(os.getpid(), signal.SIGTERM)
+os.kill(os.getpid(), signal.SIGINT)
 print(supervisor.run().state.value)
 """
 
@@ -116,7 +118,7 @@ from schedulers.local.job_files import JobFiles
 supervisor = module.Supervisor(JobFiles(Path(sys.argv[1])), 0)
 Slots._acquire = lambda *_: ([], "waits")
 def write(document):
-    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGINT)
     print("whole", document["message"])
 supervisor._progress.write = write
 print(supervisor.run().state.value)
@@ -177,7 +179,7 @@ def test_the_time_limit_ends_it_in_order(submit: Submit) -> None:
     ("victims", "signum", "states"),
     [
         (("supervisor",), signal.SIGKILL, {(State.FAILED, Reason.LOST)}),
-        (("supervisor",), signal.SIGTERM, {(State.CANCELLED, Reason.USER)}),
+        (("supervisor",), signal.SIGTERM, {(State.FAILED, Reason.NODE_FAILURE)}),
         *long(
             (("supervisor",), signal.SIGINT, {(State.CANCELLED, Reason.USER)}),
             (("supervisor",), signal.SIGHUP, set()),
@@ -272,3 +274,69 @@ def test_after_waits_for_success_and_takes_over_a_failure(submit: Submit) -> Non
 
 def _directory(job: Job) -> Path:
     return Path(job.spec.code)
+
+
+def test_a_shutdown_is_no_cancel(submit: Submit) -> None:
+    """SIGTERM to the supervisors of a running and a waiting job, and to the ranks, as at a reboot."""
+    running = submit(POLITE)
+    until_printed(running, "ready")
+    waiting = submit("", after=[running.id])
+    until(lambda: waiting.status().reason is Reason.DEPENDENCY, "it waits")
+    for job in (waiting, running):
+        supervisor = JobFiles(job.record.directory).supervisor()
+        assert supervisor is not None
+        supervisor.send(signal.SIGTERM)
+    for job in (waiting, running):
+        status = job.wait(60)
+        assert (status.state, status.reason) == (State.FAILED, Reason.NODE_FAILURE)
+        assert status.message == "its supervisor received SIGTERM, as at a shutdown of the machine"
+
+
+def test_a_cancel_that_cannot_be_written_reaches_the_supervisor(submit: Submit) -> None:
+    job = submit(POLITE)
+    until_printed(job, "ready")
+    (job.record.directory / f"local/.cancel.{os.getpid()}").mkdir()  # where the request is written first
+    assert job.cancel().state is State.CANCELLED
+
+
+def setting_up(project: Path) -> Job:
+    """Return a job whose setup command has started processes in two sessions."""
+    setup = (("sh", "-c", "setsid sleep 1000 & sleep 1000"),)
+    job = schedulers.submit_spec(JobSpec(argv=("true",), entry="command", code=str(project), setup=setup), "local")
+    until(lambda: len(of_job(job)) >= 3, "the setup command runs")
+    return job
+
+
+def test_a_cancel_during_the_setup(home: Path, project: Path) -> None:
+    job = setting_up(project)
+    status = job.cancel()
+    assert (status.state, status.message) == (State.CANCELLED, "cancelled during its setup")
+    assert of_job(job) == []
+
+
+def test_a_supervisor_killed_during_the_setup_leaves_nothing(home: Path, project: Path) -> None:
+    job = setting_up(project)
+    supervisor = JobFiles(job.record.directory).supervisor()
+    assert supervisor is not None
+    supervisor.send(signal.SIGKILL)
+    assert job.wait(60).reason is Reason.LOST
+    until(lambda: of_job(job) == [], "the end of the setup command")
+
+
+@pytest.mark.parametrize("procs", [1, 2])
+def test_a_job_that_the_job_has_submitted_runs_on(submit: Submit, procs: int, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    command = f"read line <{gate}; echo $line >{tmp_path}/out"
+    job = submit(
+        "import os, schedulers\n"
+        "if os.environ.get('RANK', '0') == '0':\n"
+        f"    schedulers.submit('sh', ['-c', {command!r}], entry='command', target='local', options={{'cpu': True}})\n",
+        procs_per_node=procs,
+    )
+    assert job.wait(120).state is State.SUCCEEDED, printed(job)
+    (other,) = (listed for listed in schedulers.list_jobs() if listed.id != job.id)
+    until(lambda: schedulers.find(other.id).status().state is State.RUNNING, "it runs")
+    gate.write_text("well\n")
+    assert schedulers.find(other.id).wait(120).state is State.SUCCEEDED
+    assert (tmp_path / "out").read_text() == "well\n"

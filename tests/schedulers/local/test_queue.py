@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import itertools
+import os
 import re
 import signal
 import time
@@ -14,6 +15,7 @@ import pytest
 from schedulers import Job, Reason, State
 from schedulers.hosts.supervisor.slots import SlotRequest, Slots, required_slots
 from schedulers.local.job_files import JobFiles
+from schedulers.processes import boot_id
 from tests.nvml import fake_gpus
 from tests.waiting import until
 
@@ -153,3 +155,38 @@ def test_each_job_gets_gpus_of_its_own(submit: Submit, tmp_path: Path, monkeypat
     # The GPUs of a job that ends become free one after the other: any two of the three.
     assert re.fullmatch(r"has GPU-(aaaa,GPU-bbbb|aaaa,GPU-cccc|bbbb,GPU-cccc)\n", printed(third))
     third.cancel()
+
+
+def test_the_next_in_line_waits_for_ranks_whose_supervisor_was_killed(
+    submit: Submit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_gpus(tmp_path, monkeypatch, ["GPU-aaaa"])
+    linger = "import signal, os, time\nsignal.signal(signal.SIGTERM, lambda *_: print('told', flush=True))\n" + HOLD
+    first = submit(linger, name="first.py", gpus=1)
+    until_printed(first, "has")
+    second = submit("print('ran')", name="second.py", gpus=1)
+    supervisor = supervisor_of(first)
+    assert supervisor is not None
+    supervisor.send(signal.SIGKILL)
+    until_printed(first, "told")
+    until(lambda: second.status().reason is Reason.NO_CAPACITY, "it waits")
+    assert printed(second) == ""
+    (Path(first.spec.code) / "go").touch()
+    assert second.wait(60).state is State.SUCCEEDED
+
+
+def test_the_queue_is_this_boot_s_and_follows_an_earlier_version_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    want = [SlotRequest(what="places", count=1, slots=["place-0"])]
+    monkeypatch.setattr("schedulers.hosts.supervisor.slots.boot_id", lambda: "")
+    earlier = Slots(tmp_path, "a")
+    assert earlier.try_acquire(want) == (["place-0"], "")
+    monkeypatch.undo()
+    later = Slots(tmp_path, "b")
+    assert later.try_acquire(want)[0] == []
+    monkeypatch.setattr("platform.node", lambda: "renamed")
+    assert Slots(tmp_path, "c").try_acquire(want)[0] == []
+    earlier.release()
+    assert later.try_acquire(want) == (["place-0"], "")
+    assert sorted(path.name for path in (tmp_path / "local").iterdir()) == sorted([boot_id(), os.uname().nodename])
