@@ -33,6 +33,10 @@ class StoreError(SchedulerError):
     """The job store cannot be read or written (damaged or newer file, full disk, no permission)."""
 
 
+class StoreNotWritable(StoreError):
+    """The job store cannot be written, for instance on a full or read-only disk. It may be readable."""
+
+
 class SnapshotError(SchedulerError):
     """The code directory cannot be packed."""
 
@@ -63,6 +67,10 @@ class Unreachable(SchedulerError):
         super().__init__(message)
         self.answers = answers or {}
         self.silent = silent
+
+
+class CredentialsExpired(Unreachable):
+    """The backend does not accept the credentials any more. The message says how to sign in again."""
 
 
 def nearest(word: str, valid: Iterable[str]) -> str:

@@ -22,11 +22,16 @@ class State(enum.Enum):
     SUCCEEDED = "succeeded"
     FAILED = "failed"
     CANCELLED = "cancelled"
+    UNKNOWN = "unknown"  # written by a newer accel; read only
 
     @property
     def final(self) -> bool:
         """True for states that never change."""
         return self in (State.SUCCEEDED, State.FAILED, State.CANCELLED)
+
+    @classmethod
+    def _missing_(cls, value: object) -> State | None:
+        return cls.UNKNOWN if isinstance(value, str) else None
 
     def may_become(self, new: State) -> bool:
         """Return True if `new` may follow. A final state never changes; no other state leads back to `submitting`."""
@@ -48,6 +53,11 @@ class Reason(enum.Enum):
     DEPENDENCY = "dependency"  # waits for, or did not get, a job named in `after`
     USER = "user"
     LOST = "lost"  # the backend forgot it and it left no result
+    UNKNOWN = "unknown"  # written by a newer accel; read only
+
+    @classmethod
+    def _missing_(cls, value: object) -> Reason | None:
+        return cls.UNKNOWN if isinstance(value, str) else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,18 +87,26 @@ class Status:
 
     @classmethod
     def from_json(cls, data: object) -> Status:
-        """Parse the result of `to_json`, ignoring unknown keys. Raises ValueError for anything else."""
+        """Parse the result of `to_json`, ignoring unknown keys. Raises ValueError for anything else.
+
+        A state or reason that only a newer accel knows is UNKNOWN, and named in the message.
+        """
         if not isinstance(data, dict) or "state" not in data:
             raise ValueError("a status is an object with a state")
         code, details = data.get("exit_code"), data.get("details", {})
         if not isinstance(details, dict) or any(isinstance(detail, dict | list) for detail in details.values()):
             raise ValueError(f"details must be names and values, not {details!r}")
+        state, reason = State(data["state"]), Reason(data.get("reason", "none"))
+        message = as_text(data.get("message", ""), "message")
+        for known, key in ((state, "state"), (reason, "reason")):
+            if known.value == "unknown" != data[key]:
+                message = f"{key} {data[key]!r} was written by a newer accel" + (f"; {message}" if message else "")
         return cls(
-            state=State(data["state"]),
-            reason=Reason(data.get("reason", "none")),
+            state=state,
+            reason=reason,
             exit_code=None if code is None else as_integer(code, "exit_code", least=-_LARGEST_CODE),
             attempt=as_integer(data.get("attempt", 0), "attempt"),
-            message=as_text(data.get("message", ""), "message"),
+            message=message,
             native_state=as_text(data.get("native_state", ""), "native_state"),
             observed_at=as_timestamp(data.get("observed_at", 0.0), "observed_at"),
             details=details,

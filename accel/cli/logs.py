@@ -21,6 +21,7 @@ import base64
 import contextlib
 import sys
 import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ from schedulers.printable import printable
 
 from . import arguments, exit_status
 from .argv import UsageError
-from .output import note, print_json
+from .output import age, note, print_json
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -82,7 +83,7 @@ def run(args: Namespace) -> int:
     since = job.cursor(args.since)
     printer = LogPrinter(prefix=prefix, json=args.json, since=since, flush=args.follow)
     try:
-        with report_queue_reason(job) if args.follow else contextlib.nullcontext():
+        with report_standstill(job) if args.follow else contextlib.nullcontext():
             printer.print(job.logs(follow=args.follow, ranks=args.rank, since=since, tail=args.tail))
         if not args.follow:
             print_if_queued(job)
@@ -201,10 +202,10 @@ def max_ranks(spec: JobSpec) -> int | None:
 
 
 @contextlib.contextmanager
-def report_queue_reason(job: Job) -> Iterator[None]:
-    """Report on stderr during the block why the job is queued, if that lasts, and again after changes."""
+def report_standstill(job: Job) -> Iterator[None]:
+    """Report on stderr during the block why the job is queued, or cannot be polled, if that lasts; again on changes."""
     stopped = threading.Event()
-    threading.Thread(target=_print_reason, args=(job, stopped), name="queue reason", daemon=True).start()
+    threading.Thread(target=_print_reason, args=(job, stopped), name="reason", daemon=True).start()
     try:
         yield
     finally:
@@ -236,9 +237,12 @@ def _print_reason(job: Job, stopped: threading.Event) -> None:
             current = "submitting"
         elif status.state is State.QUEUED and status.message:
             current = f"queued: {status.message}"
+        if warning := job.record.warning:
+            current = warning
         if current and current == previous and current != reported:
             reported = current
-            note(f"job {job.id} is {current}")
+            seen = f"job {job.id} was {status.state.value} {age(time.time() - status.observed_at)} ago"
+            note(f"{seen}: {warning}" if warning else f"job {job.id} is {current}")
         previous = current
 
 

@@ -119,7 +119,8 @@ def _print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 # A sagemaker job also has
 # "details": {"secondary_status", "billable_seconds", "training_seconds", "spot_saving_percent"}.
 #
-# Times are seconds since the epoch. `state` is submitting, queued, running, succeeded, failed or cancelled.
+# Times are seconds since the epoch. `state` is submitting, queued, running, succeeded, failed or cancelled;
+# `unknown` if a newer accel wrote it.
 # `warning` is why the state may be stale (its target could not be polled), else empty.
 
 

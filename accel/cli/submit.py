@@ -152,11 +152,11 @@ def _submit(spec: JobSpec, args: Namespace) -> int:
 
 
 def _follow(job: Job, *, as_json: bool) -> int:
-    from .logs import LogPrinter, has_many_ranks, print_how_to_stop, report_queue_reason
+    from .logs import LogPrinter, has_many_ranks, print_how_to_stop, report_standstill
 
     printer = LogPrinter(prefix=has_many_ranks(job, None), json=as_json, since=None, flush=True)
     try:
-        with report_queue_reason(job):
+        with report_standstill(job):
             printer.print(job.logs(follow=True))
             status = job.wait()
     except KeyboardInterrupt:

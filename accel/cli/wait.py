@@ -60,8 +60,11 @@ def run(args: Namespace) -> int:
 
 
 def _wait(job: Job, deadline: float | None, *, quiet: bool) -> int:
+    from .logs import report_standstill
+
     try:
-        status = job.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        with report_standstill(job):
+            status = job.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
     except TimeoutError:
         note(f"job {job.id} has not ended yet; it continues")
         return exit_status.TIMED_OUT

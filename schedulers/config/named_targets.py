@@ -187,7 +187,12 @@ def resolve_target(
 
 
 def restore_target(name: str, kind: str, options: Mapping[str, Any], jobs: Path) -> Target:
-    """Construct a target as `resolve_target` once described it, whatever the files hold now. Raises ConfigError."""
+    """Construct a target as `resolve_target` once described it, whatever the files hold now. Raises ConfigError.
+
+    Ignores options that only a newer accel knows.
+    """
+    known = {field.name for field in dataclasses.fields(load_kind(kind).Options)}
+    options = {key: value for key, value in options.items() if key in known}
     return _construct(NamedTarget(name=name, kind=kind, options=options, source=f"target {name}"), jobs, {}).target
 
 

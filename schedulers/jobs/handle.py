@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ConfigError, NotReady, SpecError, SubmitError, Unreachable
+from ..errors import ConfigError, NotReady, SpecError, StoreNotWritable, SubmitError, Unreachable
 from ..job import Cursor, JobSpec, LogLine, Resources, Retry, State, Status
 from ..store.store import CorruptRecord, Record, Store
 from . import poll as polls
@@ -223,7 +223,11 @@ class Job:
         if not refresh or status.state.final:
             return status
         if self.record.incomplete:
-            return self.resume_submit()
+            try:
+                return self.resume_submit()
+            except StoreNotWritable as error:
+                self.record.warning = str(error)
+                return self.record.status
         self._problem = None
         try:
             return polls.apply_poll(self.record, polls.poll_target([self.record], self._target())[self.id])
@@ -271,7 +275,13 @@ class Job:
         if status.state.final:
             self.cancel_rest()
             return status
-        self.record.append("cancel", host=os.uname().nodename, pid=os.getpid())
+        unrecorded = ""
+        try:
+            self.record.append("cancel", host=os.uname().nodename, pid=os.getpid())
+        except StoreNotWritable as error:
+            if self.record.incomplete:
+                raise
+            unrecorded = f"the request is not recorded: {error}"
         if self.record.incomplete:
             status = self.status()  # looks for a job whose submit was cut off
         if not status.state.final and self.record.native_id is not None:
@@ -282,6 +292,7 @@ class Job:
             status = self.wait(self.spec.grace_s + _CANCEL_ALLOWANCE_S) if wait else self.status()
         except TimeoutError:
             status = self.record.status
+        self.record.warning = self.record.warning or unrecorded
         if status.state is State.SUBMITTING and not self.record.warning:
             host, pid = self.record.submitter
             self.record.warning = (

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..errors import SchedulerError, StoreError, UnknownJob, Unreachable
+from ..errors import SchedulerError, StoreError, StoreNotWritable, UnknownJob, Unreachable
 from ..job import Reason, State, Status
 from ..processes import has_ended
 
@@ -81,11 +81,22 @@ def apply_poll(record: Record, answer: Answer | Unreachable) -> Status:
 
     A job that its own backend does not know is over only if it left a result, or is still unknown a minute later; a
     job whose backend was never identified, a day later. A job that is lost or unknown after a cancel request counts as
-    cancelled. Raises Unreachable if the job was not polled, or not at its own backend; StoreError.
+    cancelled. If the store cannot be written, the status is in force for this record alone, with a warning. Raises
+    Unreachable if the job was not polled, or not at its own backend; StoreError.
     """
     record.warning = ""
     if isinstance(answer, Unreachable):
         raise answer
+    try:
+        return _apply(record, answer)
+    except StoreNotWritable as error:
+        record.warning = f"not recorded: {error}"
+        if answer.status is not None and not answer.missing:
+            record.status = _observed(answer.status, answer.at)
+        return record.status
+
+
+def _apply(record: Record, answer: Answer) -> Status:
     if answer.missing or answer.status is None:
         return _missing(record, answer)
     if answer.backend and not record.backend:

@@ -8,7 +8,7 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-from ..errors import SchedulerError, SpecError, Unreachable
+from ..errors import ConfigError, CredentialsExpired, SchedulerError, SpecError, Unreachable
 from ..job import JobSpec, Reason, State, Status
 
 if TYPE_CHECKING:
@@ -77,13 +77,20 @@ def admit(target: Target, specs: Iterable[JobSpec]) -> None:
 
 
 def create_records(store: Store, resolved: ResolvedTarget, jobs: Sequence[tuple[str, JobSpec, Plan]]) -> list[Record]:
-    """Record the intent to submit the jobs, with the backend that a submit now would use, if that can tell."""
+    """Record the intent to submit the jobs, with the backend that a submit now would use, if that can tell.
+
+    Raises ConfigError, and records nothing, if the credentials have expired.
+    """
     from ..target import Identifies
 
     backends: Mapping[str, str] = {}
     if isinstance(resolved.target, Identifies):
-        with contextlib.suppress(Unreachable):  # the submit then reports it
+        try:
             backends = resolved.target.backends({job_id: None for job_id, _, _ in jobs})
+        except CredentialsExpired as error:
+            raise ConfigError(str(error)) from None
+        except Unreachable:  # the submit then reports it
+            pass
 
     def create(job: tuple[str, JobSpec, Plan]) -> Record:
         name, kind, backend = resolved.name, resolved.kind, backends.get(job[0], "")

@@ -20,7 +20,7 @@ from ..job import JobSpec, Reason, State
 from ..printable import one_line
 from . import names
 from .client.api import Api
-from .client.errors import ApiError, Conflict, Forbidden, NotFound
+from .client.errors import ApiError, Conflict, Forbidden, NotFound, Unauthorized
 from .manifests import build
 from .manifests.build import BUILDERS
 from .manifests.code_delivery import Code, Object
@@ -94,6 +94,8 @@ def _create_all(api: Api, manifests: build.Manifests, workload: Object) -> Mappi
         for manifest in manifests.then:
             create(api, build.with_owner(build.with_digest(manifest), owner))
             created.append(manifest)
+    except Unauthorized:
+        raise
     except (ApiError, NameTaken, ConfigError) as error:
         refusal = create_rejected(error) if isinstance(error, ApiError) else error
         existing = None if new else _existing_workload(api, workload)

@@ -75,9 +75,9 @@ class KubernetesTarget:
         """Check the workload against the cluster, in the first request to it.
 
         Before the first submit (`sent` is False) an unreachable cluster raises SubmitError: no object can exist yet.
-        Later one may exist, and Unauthorized and ConfigError also become Unreachable.
+        Later one may exist, and ConfigError also becomes Unreachable.
         """
-        from .client.errors import Forbidden, Unauthorized
+        from .client.errors import Forbidden
         from .manifests import build
 
         try:
@@ -85,7 +85,7 @@ class KubernetesTarget:
             build.check_restarts(spec, self._options, api.version, self.name)
         except Forbidden:
             pass  # creating the objects reports it
-        except (Unreachable, Unauthorized, ConfigError) as error:
+        except (Unreachable, ConfigError) as error:
             if sent:
                 raise Unreachable(str(error)) from None
             if isinstance(error, Unreachable):

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ..config import secrets
-from ..errors import SchedulerError, StoreError
+from ..errors import SchedulerError, StoreError, Unreachable
 from ..hosts.supervisor.documents import AtomicJsonFile, preallocate
 from ..hosts.supervisor.slots import NotEnoughSlots, Slots, lock_soon, required_slots, visible
 from ..job import Reason, State, Status
@@ -52,6 +52,7 @@ _WRITE_TRIES = 60
 
 _KILL_ALLOWANCE_S = 6.0
 _LEFTOVER_GRACE_S = 2.0
+_AGAIN_S = 5.0
 _NOTE_S = 1.0
 _MAX_MESSAGE = 500
 
@@ -65,7 +66,8 @@ class Supervisor:
         self._lock = lock
         self._settings = files.settings()
         home = files.directory.parent.parent
-        self._record = Store(home).record(self._settings["job_id"])
+        self._store = Store(home)
+        self._record = self._store.record(self._settings["job_id"])
         self._slots = Slots(home, self._settings["job_id"])
         self._clock = Clock(str(files.logs))
         self._result = AtomicJsonFile(str(files.directory / "exit.json"), _RESULT_ROOM)
@@ -153,11 +155,9 @@ class Supervisor:
 
     def _await_dependencies(self) -> None:
         for job_id in self._settings["after"]:
-            from ..jobs.handle import find
-
             self._set_status(State.QUEUED, f"waits for job {job_id} to succeed", Reason.DEPENDENCY)
             # In a thread: a target of another kind may take long to answer, and a cancel does not wait for it.
-            dependency = ThreadPoolExecutor(1).submit(find(job_id).wait)
+            dependency = ThreadPoolExecutor(1).submit(self._wait_for, job_id)
             dependency.add_done_callback(lambda _: os.write(self._waker, b"\0"))
             while not dependency.done():
                 self._check_end()
@@ -166,6 +166,17 @@ class Supervisor:
             if status.state is not State.SUCCEEDED:
                 message = f"job {job_id} (--after) {status.state.value}"
                 raise _NotLaunched(Status(state=State.CANCELLED, reason=Reason.DEPENDENCY, message=message))
+
+    def _wait_for(self, job_id: str) -> Status:
+        """Wait until the job is over. A store or a backend that cannot be read now is asked again."""
+        from ..jobs.handle import find
+
+        while True:
+            try:
+                return find(job_id, self._store).wait()
+            except (StoreError, Unreachable) as error:
+                print(f"job {job_id}: {error}", file=sys.stderr, flush=True)
+                time.sleep(_AGAIN_S)
 
     def _await_slots(self) -> dict[str, str]:
         """Wait for the job's turn, GPUs and processors; return the environment that makes only those GPUs visible."""

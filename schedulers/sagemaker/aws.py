@@ -7,7 +7,7 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
-from ..errors import ConfigError, SchedulerError, SubmitError, Unreachable
+from ..errors import ConfigError, CredentialsExpired, SchedulerError, SubmitError, Unreachable
 from ..printable import one_line
 from .options import SageMakerOptions
 from .request import Account
@@ -94,7 +94,7 @@ class Aws:
         except (raised.NoCredentialsError, raised.PartialCredentialsError, raised.CredentialRetrievalError) as error:
             raise ConfigError(f"{self.label}: no AWS credentials: {one_line(str(error))}; {_LOGIN}") from None
         except (raised.SSOError, raised.UnauthorizedSSOTokenError, raised.TokenRetrievalError) as error:
-            raise ConfigError(f"{self.label}: the login has expired: {one_line(str(error))}; {_LOGIN}") from None
+            raise CredentialsExpired(f"{self.label}: the login has expired: {one_line(str(error))}; {_LOGIN}") from None
         except (raised.ProfileNotFound, raised.NoRegionError, raised.ConfigParseError) as error:
             raise ConfigError(f"{self.label}: {one_line(str(error))}") from None
         except raised.ClientError as error:
@@ -111,9 +111,9 @@ class Aws:
         if code in _BUSY or status >= 500:
             return Unreachable(f"{self.label}: AWS is busy ({code or status}): {message}")
         if code in _STALE:
-            return ConfigError(f"{self.label}: the credentials have expired; {_LOGIN}")
+            return CredentialsExpired(f"{self.label}: the credentials have expired; {_LOGIN}")
         if code in _UNKNOWN:
-            return ConfigError(f"{self.label}: AWS does not know these credentials ({code}); {_LOGIN}")
+            return CredentialsExpired(f"{self.label}: AWS does not know these credentials ({code}); {_LOGIN}")
         if code in _DENIED:
             return AwsError(f"{self.label}: AWS does not allow {action}: {message}", code, message)
         if code == "ResourceLimitExceeded":

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ..convert import parse_json
-from ..errors import SpecError, StoreError
+from ..errors import SpecError, StoreError, StoreNotWritable
 from ..processes import boot_id, has_ended, pid_namespace, pid_space, space_of
 
 SCHEMA = 1
@@ -36,14 +36,15 @@ _FOREIGN_LOCK_STALE_S = 600.0
 
 
 def store_error(error: OSError, path: str, action: str) -> StoreError:
-    """Return the one-line StoreError for an error of the operating system."""
+    """Return the one-line StoreError for an error of the operating system: StoreNotWritable for the action `write`."""
+    text = f"cannot {action} {path}: {error.strerror or error}"
     if error.errno in _FULL:
-        return StoreError(f"disk full: cannot {action} {path} ({error.strerror}); free space or move ACCEL_HOME")
-    if error.errno in _FORBIDDEN:
-        return StoreError(f"no permission to {action} {path} ({error.strerror})")
-    if error.errno == errno.ENOENT:
+        text = f"disk full: cannot {action} {path} ({error.strerror}); free space or move ACCEL_HOME"
+    elif error.errno in _FORBIDDEN:
+        text = f"no permission to {action} {path} ({error.strerror})"
+    elif error.errno == errno.ENOENT:
         return StoreError(f"cannot {action} {path}: not found (was the job pruned?)")
-    return StoreError(f"cannot {action} {path}: {error.strerror or error}")
+    return StoreNotWritable(text) if action == "write" else StoreError(text)
 
 
 def migrate(document: object, path: str) -> dict[str, Any]:

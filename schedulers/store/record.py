@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ..target import Plan
 
 # The order of states within an attempt: an answer older than the current status cannot move the job back.
-_ORDER = {State.SUBMITTING: 0, State.QUEUED: 1, State.RUNNING: 2}
+_ORDER = {State.SUBMITTING: 0, State.QUEUED: 1, State.RUNNING: 2, State.UNKNOWN: 1}
 _ADOPTED = "adopted"
 
 T = TypeVar("T")
@@ -160,16 +160,17 @@ class Record:
         It differs from `status` if the change is not allowed: a final state never changes, and an older answer never
         moves a job back within an attempt. With a native id, `incomplete` is stored: the submit must still be
         completed; without one, the stored value stays. Many processes may call this at once. A change only in texts or
-        `observed_at` is stored without an event. Raises StoreError.
+        `observed_at` is stored without an event, and takes no lock. Raises StoreError.
         """
+        try:
+            status = Status.from_json(status.to_json())
+        except ValueError as error:  # nothing is written that could not be read again
+            raise StoreError(f"job {self.id}: its target returned an invalid status: {error}") from None
         status = status if status.observed_at else dataclasses.replace(status, observed_at=time.time())
 
         def decide(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
             self._read(rows)
-            try:
-                new = _succession(self.status, Status.from_json(status.to_json()))
-            except ValueError as error:  # nothing is written that could not be read again
-                raise StoreError(f"job {self.id}: its target returned an invalid status: {error}") from None
+            new = _succession(self.status, status)
             native = native_id or self.native_id
             still_incomplete = self.incomplete if native_id is None else incomplete
             if _same_state(new, self.status) and (native, still_incomplete) == (self.native_id, self.incomplete):
@@ -179,7 +180,9 @@ class Record:
 
         # A status that can be polled again need not survive a crash: an fsync per job would be slow.
         durably = status.state.final or native_id is not None
-        rows, appended = atomic_files.append_line(self._events, decide, durably=durably)
+        appended = False
+        if native_id is not None or not _same_state(_succession(self.status, status), self.status):
+            rows, appended = atomic_files.append_line(self._events, decide, durably=durably)
         if appended:
             self._read(rows)
         elif _same_state(status, self.status) and not self.status.state.final:

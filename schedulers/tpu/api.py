@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ..errors import ConfigError, SubmitError, Unreachable
+from ..errors import ConfigError, CredentialsExpired, SubmitError, Unreachable
 from ..job import Reason
 from ..printable import one_line
 from .node_request import JOB_LABEL
@@ -233,7 +233,9 @@ class Api:
             raise Unreachable(f"{self.label}: Google Cloud cannot be reached: {one_line(str(error))}") from None
         except (exceptions.ServerError, exceptions.TooManyRequests) as error:
             raise Unreachable(f"{self.label}: {permission}: {_message_of(error.message)}") from None
-        except (login.GoogleAuthError, exceptions.Unauthenticated) as error:
+        except (login.RefreshError, exceptions.Unauthenticated) as error:
+            raise CredentialsExpired(f"{self.label}: the login has expired: {one_line(str(error))}; {_LOGIN}") from None
+        except login.GoogleAuthError as error:
             detail = one_line(str(error))
             raise ConfigError(f"{self.label}: no Google Cloud credentials: {detail}; {_LOGIN}") from None
         except exceptions.Forbidden as error:

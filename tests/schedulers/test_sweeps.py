@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
 import pytest
 
 from accel.cli import exit_status, main
-from schedulers import Job, JobSpec, SpecError, State, Store, sweeps
+from schedulers import Job, JobSpec, Reason, SpecError, State, Status, Store, sweeps
 from schedulers.errors import SchedulerError, StoreError, SubmitError, Unreachable
 from schedulers.jobs.submit import for_each, send_many
 from schedulers.store.record import Record
@@ -171,6 +171,10 @@ class InPart:
         if self.silent:
             raise Unreachable("h1 is silent")
 
+    def poll(self, native_ids: Sequence[str]) -> Mapping[str, Status]:
+        """The part that had started has ended."""
+        return dict.fromkeys(native_ids, Status(state=State.CANCELLED, reason=Reason.USER))
+
 
 @pytest.mark.parametrize("silent", [False, True])
 def test_a_part_of_a_sweep_that_is_refused_leaves_the_other_jobs_alone(tmp_path: Path, silent: bool) -> None:
@@ -186,7 +190,7 @@ def test_a_part_of_a_sweep_that_is_refused_leaves_the_other_jobs_alone(tmp_path:
     assert [record.incomplete for record in again] == [False, silent, True, True, False]
     assert again[1].cancel_requested  # who asks next repeats it
     assert target.cancelled == ["h1,h2/part"]
-    why = "h2 refuses; it is not cancelled: h1 is silent" if silent else "h2 refuses"
+    why = "h2 refuses; h1,h2/part may still run: h1 is silent" if silent else "h2 refuses"
     assert [record.warning for record in records] == ["", why, "h3 refuses", "h4 is silent", ""]
 
 

@@ -23,7 +23,7 @@ from importlib.util import find_spec
 from typing import Any
 from urllib.parse import quote, unquote, urlsplit
 
-from ...errors import ConfigError
+from ...errors import ConfigError, CredentialsExpired
 from ...printable import without_password
 from .kubeconfig import Access, package
 
@@ -112,7 +112,7 @@ class Credentials:
             header: str | None = configuration.get_api_key_with_prefix("BearerToken")  # renewed if needed
         if header is None and "auth-provider" in user:
             name = user["auth-provider"]["name"]
-            raise ConfigError(f"{self._label}: auth-provider {name} returned no token: sign in again")
+            raise CredentialsExpired(f"{self._label}: auth-provider {name} returned no token: sign in again")
         return header
 
     def _new_configuration(self, certificate: tuple[Any, ...]) -> Any:
@@ -222,7 +222,7 @@ class Credentials:
         except ValueError:
             raise ConfigError(f"{self._label}: {self._plugin}: {expiration!r} is not a time") from None
         if expires_at is not None and expires_at <= now:
-            raise ConfigError(
+            raise CredentialsExpired(
                 f"{self._label}: {self._plugin} returned credentials that expired at {expiration}: sign in again"
             )
         return credential, expires_at
@@ -248,7 +248,7 @@ class Credentials:
             credential = provider.run()
         except (library.ConfigException, OSError, KeyError, TypeError) as error:
             text = " ".join(str(error).removeprefix("exec: ").split())
-            raise ConfigError(f"{self._label}: {self._plugin}: {text[:_LONGEST]}") from None
+            raise CredentialsExpired(f"{self._label}: {self._plugin}: {text[:_LONGEST]}") from None
         return credential if isinstance(credential, Mapping) else {}
 
     @contextlib.contextmanager

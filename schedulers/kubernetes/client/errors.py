@@ -14,7 +14,7 @@ import ssl
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...errors import SchedulerError, Unreachable
+from ...errors import CredentialsExpired, SchedulerError, Unreachable
 from ...printable import without_password
 
 
@@ -35,7 +35,7 @@ class ApiError(SchedulerError):
         self.details = details or {}
 
 
-class Unauthorized(ApiError):
+class Unauthorized(ApiError, CredentialsExpired):
     """401: the credentials are not accepted."""
 
 

@@ -2,9 +2,9 @@
 
 It is the reference for what `Target` asks of a target, so it is tested itself; the tests of `Job` stand on it.
 
-In the store's home, the file `unreachable` makes it unreachable, `forgetful` makes it know no job, and `calls` has a
-line for each call that it got; with `stubborn`, its jobs survive a cancel. `backend` has the identity that an
-`identified` one tells (`shell=one` without it).
+In the store's home, the file `unreachable` makes it unreachable, `expired` its credentials invalid, and `forgetful`
+makes it know no job. `calls` has a line for each call that it got; with `stubborn`, its jobs survive a cancel.
+`backend` has the identity that an `identified` one tells (`shell=one` without it).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import ClassVar, Literal
 
 import pytest
 
-from schedulers.errors import SchedulerError, SubmitError, Unreachable
+from schedulers.errors import CredentialsExpired, SchedulerError, SubmitError, Unreachable
 from schedulers.job import Cursor, JobSpec, LogLine, Reason, State, Status
 from schedulers.target import DiscoveredJob, Plan, TargetContext, Waits, load_kind
 
@@ -143,6 +143,8 @@ class ShellTarget:
             file.write(" ".join(words) + "\n")
         if (self._home / "unreachable").exists():
             raise Unreachable("the shell does not answer")
+        if (self._home / "expired").exists():
+            raise CredentialsExpired("the login has expired: sign in again")
 
 
 class WaitingShellTarget(ShellTarget):

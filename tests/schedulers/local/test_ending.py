@@ -340,3 +340,26 @@ def test_a_job_that_the_job_has_submitted_runs_on(submit: Submit, procs: int, tm
     gate.write_text("well\n")
     assert schedulers.find(other.id).wait(120).state is State.SUCCEEDED
     assert (tmp_path / "out").read_text() == "well\n"
+
+
+def test_a_job_that_waits_for_another_asks_again(
+    submit: Submit, project: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a relative ACCEL_HOME nor a store that cannot be read for a while fails the waiting job."""
+    monkeypatch.chdir(home.parent)
+    monkeypatch.setenv("ACCEL_HOME", home.name)
+    text = "import os, time\nprint('ready', flush=True)\nwhile not os.path.exists('go'): time.sleep(0.01)\n"
+    first = submit(text, name="first.py", options={"concurrency": 2})
+    until_printed(first, "ready")
+    events, away = first.record.directory / "events.jsonl", first.record.directory / "away"
+    second = submit("print('ran')", name="second.py", after=(first,), options={"concurrency": 2})
+    events.rename(away)
+    events.mkdir()
+    log = second.record.directory / "logs/supervisor.txt"
+    until(lambda: f"job {first.id}: " in log.read_text(), "it has looked in vain")
+    assert second.status().reason is Reason.DEPENDENCY
+    events.rmdir()
+    away.rename(events)
+    (Path(first.spec.code) / "go").touch()
+    assert first.wait(60).state is State.SUCCEEDED
+    assert second.wait(60).state is State.SUCCEEDED

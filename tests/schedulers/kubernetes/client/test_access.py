@@ -11,6 +11,7 @@ import yaml
 
 import schedulers
 from schedulers import SchedulerError, State, SubmitError
+from schedulers.errors import ConfigError
 from schedulers.kubernetes.client.api import Api
 from schedulers.kubernetes.client.errors import Forbidden, Unauthorized
 from schedulers.kubernetes.options import KubernetesOptions
@@ -194,8 +195,9 @@ def test_a_token_that_has_expired(
     token = kubernetes.token("bot", namespace, expired=True)
     path = kubernetes.kubeconfig(service_account="bot", namespace=namespace, token=token)
     monkeypatch.setenv("KUBECONFIG", str(path))
-    with pytest.raises(Unauthorized, match="the credentials of context test are not accepted: expired, or not of this"):
+    with pytest.raises(ConfigError, match="the credentials of context test are not accepted: expired, or not of this"):
         submit("true")
+    assert schedulers.list_jobs(refresh=False) == []
 
 
 @pytest.mark.parametrize("expired", [False, True])
@@ -217,7 +219,7 @@ def test_an_exec_plug_in(
     (tmp_path / "kubeconfig").write_text(yaml.safe_dump(content))
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
     if expired:
-        with pytest.raises(Unauthorized, match="are not accepted: expired"):
+        with pytest.raises(ConfigError, match="are not accepted: expired"):
             submit("true")
     else:
         assert submit("true").wait(90).state is State.SUCCEEDED
