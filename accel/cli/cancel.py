@@ -37,10 +37,16 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: Namespace) -> int:
+    from schedulers.jobs.handle import refresh
+
     jobs = arguments.find_jobs("accel cancel", args.jobs, args)
     code = exit_status.OK
+    if len(jobs) > 1:
+        refresh(jobs)  # one query of each backend for all
     # All requests go out before the first wait, so that the grace periods overlap.
-    cancelled = [job for job in jobs if _request_cancel(job)]
+    cancelled = [job for job in jobs if _request_cancel(job, refreshed=len(jobs) > 1)]
+    if not args.no_wait and len(jobs) > 1:
+        refresh(cancelled)
     for job in cancelled:
         if not args.no_wait and not _wait_for_end(job):
             code = exit_status.ERROR
@@ -51,15 +57,18 @@ def run(args: Namespace) -> int:
     return code if len(cancelled) == len(jobs) else exit_status.ERROR
 
 
-def _request_cancel(job: Job) -> bool:
+def _request_cancel(job: Job, *, refreshed: bool) -> bool:
     """Cancel a job. Return False, with a note, if that fails, so that the other jobs are still cancelled."""
     from schedulers.errors import SchedulerError
 
     try:
-        state = job.status(refresh=not job.record.incomplete).state  # a refresh would submit an unsubmitted job
+        polled = refreshed and not job.record.warning
+        state = job.status(refresh=not polled and not job.record.incomplete).state  # a poll would submit an unsent job
         if state.final:
             suffix = "; its remaining processes are cancelled" if job.cancel_rest() else ""
             note(f"job {job.id} had already ended: {state.value}{suffix}")
+        elif polled:
+            job.request_cancel(refresh=False)
         else:
             job.cancel(wait=False)
         if job.record.warning:

@@ -186,6 +186,7 @@ class Job:
         self._cached_target = target
         self._shared = {} if shared is None else shared
         self._problem: Unreachable | None = None  # of the last poll
+        self._unrecorded = ""  # why the request to cancel is not recorded
 
     def __repr__(self) -> str:
         return f"<Job {self.id} {self.name!r} on {self.target}: {self.record.status.state.value}>"
@@ -271,33 +272,45 @@ class Job:
 
         Raises Unreachable if the backend of a job that is not over cannot be reached, and what `status` raises.
         """
-        status = self.status(refresh=not self.record.incomplete)
+        status = self.request_cancel()
+        if status.state.final:
+            return status
+        try:
+            status = self.wait(self.spec.grace_s + _CANCEL_ALLOWANCE_S) if wait else self.status()
+        except TimeoutError:
+            status = self.record.status
+        self.record.warning = self._unrecorded if status.state.final else self.record.warning or self._unrecorded
+        return status
+
+    def request_cancel(self, *, refresh: bool = True) -> Status:
+        """Record the request and send it to the backend, as `cancel` does; return the job's status before it ends.
+
+        With `refresh` off, the stored status tells whether the job is over: poll it before. `record.warning` says if
+        the request could not be recorded.
+        """
+        status = self.status(refresh=refresh and not self.record.incomplete)
         if status.state.final:
             self.cancel_rest()
             return status
-        unrecorded = ""
+        self._unrecorded = ""
         try:
             self.record.append("cancel", host=os.uname().nodename, pid=os.getpid())
         except StoreNotWritable as error:
             if self.record.incomplete:
                 raise
-            unrecorded = f"the request is not recorded: {error}"
+            self._unrecorded = f"the request is not recorded: {error}"
         if self.record.incomplete:
             status = self.status()  # looks for a job whose submit was cut off
         if not status.state.final and self.record.native_id is not None:
             self._target().cancel(self.record.native_id)
             if isinstance(self._problem, polls.OtherBackend):
                 raise self._problem
-        try:
-            status = self.wait(self.spec.grace_s + _CANCEL_ALLOWANCE_S) if wait else self.status()
-        except TimeoutError:
-            status = self.record.status
-        self.record.warning = self.record.warning or unrecorded
         if status.state is State.SUBMITTING and not self.record.warning:
             host, pid = self.record.submitter
             self.record.warning = (
                 f"process {pid} on {host} is submitting it: it is cancelled once target {self.target} has it"
             )
+        self.record.warning = self.record.warning or self._unrecorded
         return status
 
     def cancel_rest(self) -> bool:

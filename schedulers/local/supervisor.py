@@ -168,7 +168,7 @@ class Supervisor:
                 raise _NotLaunched(Status(state=State.CANCELLED, reason=Reason.DEPENDENCY, message=message))
 
     def _wait_for(self, job_id: str) -> Status:
-        """Wait until the job is over. A store or a backend that cannot be read now is asked again."""
+        """Wait until the job is over. Retry while the store or the backend cannot be read."""
         from ..jobs.handle import find
 
         while True:

@@ -38,7 +38,7 @@ def test_a_store_that_cannot_be_written_is_read_and_jobs_are_cancelled(
     assert texts(list(job.logs())) == "0 up\n"
     assert job.describe()["status"]["state"] == "queued"
     assert other.cancel().state is State.CANCELLED
-    assert other.record.warning == "not recorded: disk full: cannot write events.jsonl"
+    assert other.record.warning == "the request is not recorded: disk full: cannot write events.jsonl"
     waiting = threading.Timer(0.2, release, [place.here / "gate"])
     waiting.start()
     assert job.wait(60).state is State.SUCCEEDED
@@ -134,3 +134,12 @@ def test_expired_credentials(place: Place, capfd: pytest.CaptureFixture[str], mo
     release(gate)
     waiting.join(60)
     assert not waiting.is_alive()
+
+
+def test_a_cancel_of_many_jobs_polls_each_backend_once(place: Place) -> None:
+    jobs = [place.sh(released(place.here / name), "finding") for name in "abc"]
+    (place.home / "calls").unlink()
+    assert main(["cancel", "--no-wait", *(job.id for job in jobs)]) == exit_status.OK
+    calls = [call.split()[0] for call in place.calls()]
+    assert (calls.count("poll"), calls.count("cancel")) == (1, 3)
+    assert {job.status().state for job in jobs} == {State.CANCELLED}
