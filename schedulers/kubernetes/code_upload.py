@@ -285,7 +285,7 @@ def _obstacle(pod: Mapping[str, Any]) -> str | None:
 
 
 def _send(api: Api, pod: str, argv: list[str], data: bytes) -> None:
-    client = api.connect(pod, argv, container="loader", stdin=True, binary=True)
+    client = api.connect(pod, argv, container="loader", stdin=True)
     from websocket import WebSocketException  # installed, since there is a connection
 
     replies = _ExecReader(client, api)
