@@ -87,7 +87,7 @@ def running(api: Api, jobs: Sequence[Native]) -> dict[str, str]:
 
 def _items(api: Api, path: str, selector: str, by_label: Mapping[str, Native]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the label value and the object of each listed object of these jobs."""
-    for item in query.list_objects(api, path, {"labelSelector": selector}):
+    for item in api.items(path, {"labelSelector": selector}):
         if (label := item["metadata"]["labels"][names.JOB_ID]) in by_label:
             yield label, item
 

@@ -16,7 +16,7 @@ from .manifests.build import BUILDERS
 from .manifests.plan import KIND
 from .native_id import Native
 from .options import KubernetesOptions
-from .status import job_states, pod_states, query
+from .status import job_states, pod_states
 
 
 def find(api: Api, options: KubernetesOptions, job_id: str) -> DiscoveredJob | None:
@@ -34,7 +34,7 @@ def list_workloads(api: Api, kind: str, selector: str, *, requested: bool) -> li
     ignored = (NotFound,) if requested else (NotFound, Forbidden)
     with contextlib.suppress(*ignored):
         path = api.path(builder.API_VERSION, builder.PLURAL)
-        return list(query.list_objects(api, path, {"labelSelector": selector}))
+        return list(api.items(path, {"labelSelector": selector}))
     return []
 
 

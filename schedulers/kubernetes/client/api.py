@@ -166,6 +166,18 @@ class Api:
             if not continue_token:
                 return
 
+    def items(self, path: str, query: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+        """Yield the selected objects of a collection, page by page."""
+        for page in self.pages(path, query):
+            yield from page.get("items") or []
+
+    def get_or_none(self, path: str) -> dict[str, Any] | None:
+        """Return the object as it is now, or None if there is none."""
+        try:
+            return self.call("GET", path)
+        except NotFound:
+            return None
+
     def stream(self, path: str, *, query: Query | None = None, idle_s: float | None = None) -> Stream:
         """Return a response that is read as it arrives. Raises the errors of `call`.
 
