@@ -162,6 +162,3 @@ class _RelaySession:
         if not line.endswith(b"\n"):
             raise RemoteError(self._name, one_line(self._session.finish(timeout_s).stderr))
         return line
-
-
-__all__ = ["FROM_BYTES", "FROM_HOSTS", "FanOutResult", "fan_out", "worthwhile"]

@@ -81,6 +81,3 @@ def _deletes_pods(workload: Mapping[str, Any]) -> bool:
     spec = workload.get("spec") or {}
     policy = spec.get("runPolicy") or {}
     return "ttlSecondsAfterFinished" in {**spec, **policy} or "backoffLimit" in policy
-
-
-__all__ = ["Follower"]

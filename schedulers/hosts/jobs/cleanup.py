@@ -59,6 +59,3 @@ def clear_jobs(hosts: Hosts, options: HostOptions, jobs: Sequence[Native]) -> li
 def remove(hosts: Hosts, options: HostOptions, paths: Sequence[str], host_list: Sequence[Host]) -> None:
     """Remove these paths below `root` from the hosts that can be reached."""
     hosts.pool.map(lambda remote: Files(remote, root=options.root, python=hosts.python).remove(*paths), host_list)
-
-
-__all__ = ["clear", "clear_jobs", "remove", "unused_s"]

@@ -283,6 +283,3 @@ def query_all(hosts: Hosts, host_list: Sequence[Host], step: Step) -> list[tuple
         (host, None if outcome.value is None else outcome.value.done[0], outcome.error)
         for host, outcome in outcomes.items()
     ]
-
-
-__all__ = ["Hosts", "Reply", "on_host", "query_all", "running", "statuses"]

@@ -211,6 +211,3 @@ def _warnings(api: Api, namespace: str, jobs: dict[Native, list[Object]]) -> dic
 
 def _selector(natives: Iterable[Native]) -> str:
     return names.selector_of(names.label_value(native.job_id) for native in natives)
-
-
-__all__ = ["pod_of", "pods_of", "replaced", "statuses", "workload_of"]
