@@ -5,12 +5,11 @@ from __future__ import annotations
 import functools
 import importlib.resources
 import io
-import json
 import zipfile
 from collections.abc import Mapping
 
 from .errors import RemoteError, one_line
-from .remote_files import host_program, host_programs, program_loader
+from .remote_files import host_program, host_programs, program_call
 from .transport import Remote
 
 PROGRAM = "supervisor.pyz"
@@ -54,11 +53,8 @@ def start(
     """
     from . import replies
 
-    code = host_programs("logs", "jobs")
     steps = [{"op": "start", "nodes": dict(nodes), "secrets": dict(secrets)}]
-    argv = [python, "-I", "-S", "-c", program_loader(code)]
-    timeout_s = _START_S + len(nodes)
-    request = json.dumps({"root": root, "do": steps}).encode() + b"\n"
-    completed = remote.run(argv, stdin=code + request, timeout_s=timeout_s)
+    argv, stdin = program_call(python, host_programs("logs", "jobs"), {"root": root, "do": steps})
+    completed = remote.run(argv, stdin=stdin, timeout_s=_START_S + len(nodes))
     (problems,) = replies.decode_done(completed.stdout, steps, replies.JOBS, remote.name, completed.stderr)
     return {job: RemoteError(remote.name, one_line(problem)) for job, problem in problems.items()}

@@ -14,11 +14,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..errors import SchedulerError, SnapshotError
+from ..errors import SchedulerError
 from . import replies
 from .errors import RemoteError, one_line
 from .host_list import Host
-from .remote_files import TRANSFER_S, Blob, chunks, host_program, program_loader
+from .remote_files import TRANSFER_S, Blob, host_program, program_call, send_blob
 from .session import Session
 from .transport import Pool, Remote
 
@@ -132,11 +132,11 @@ class _RelaySession:
     def __init__(self, remote: Remote, blob: Blob, *, root: str, python: str, ports: Sequence[int], token: str) -> None:
         self._name = remote.name
         self._blob = blob
-        program = host_program("relay")
         request = {"root": root, "digest": blob.digest, "size": blob.size, "ports": list(ports), "token": token}
-        self._session: Session = remote.open([python, "-I", "-S", "-c", program_loader(program)])
+        argv, stdin = program_call(python, host_program("relay"), request)
+        self._session: Session = remote.open(argv)
         try:
-            self._session.write(program + json.dumps(request).encode() + b"\n")
+            self._session.write(stdin)
             reply = replies.decode(self._line(_REPLY_TIMEOUT_S), replies.RelayState, self._name)
         except BaseException:
             self.close()
@@ -148,12 +148,7 @@ class _RelaySession:
         """Have the host receive the blob. Raises HostUnreachable, RemoteError if it did not, SnapshotError."""
         self._session.write(json.dumps({"from": source}).encode() + b"\n")
         if source is None:
-            sent = 0
-            for chunk in chunks(self._blob.source):
-                self._session.write(chunk)
-                sent += len(chunk)
-            if sent != self._blob.size:
-                raise SnapshotError(f"the code was changed while it was sent to {self._name}")
+            send_blob(self._session, self._blob, "the code")
         problem = replies.decode(self._line(TRANSFER_S), replies.RelayResult, self._name)["error"]
         if problem is not None:
             raise RemoteError(self._name, one_line(problem))
@@ -167,6 +162,3 @@ class _RelaySession:
         if not line.endswith(b"\n"):
             raise RemoteError(self._name, one_line(self._session.finish(timeout_s).stderr))
         return line
-
-
-__all__ = ["FROM_BYTES", "FROM_HOSTS", "FanOutResult", "fan_out", "worthwhile"]

@@ -6,12 +6,17 @@ import contextlib
 import functools
 import os
 import shlex
+import subprocess
 from collections.abc import Sequence
 
-from . import known_hosts, revoked_keys
-from .errors import HostKeyRefused
+from . import known_hosts
+from .errors import HostKeyRefused, one_line
 from .known_hosts import KnownKey, Verdict
 from .ssh_config import Settings
+
+_KRL = b"SSHKRL\n\0"
+_COMMAND_TIMEOUT_S = 20
+_REVOKED = 1
 
 
 def known_keys(files: Sequence[str]) -> list[KnownKey]:
@@ -40,7 +45,7 @@ def check(settings: Settings, known: list[KnownKey], key_type: str, key: str, fi
     lookup_names = names(settings)
     verdict, lines = known_hosts.verify_key(known, lookup_names, key_type, key)
     label = f"{key_type} {fingerprint}"
-    problem = revoked_keys.problem(settings.revoked, key_type, key) if settings.revoked else None
+    problem = _revocation(settings.revoked, key_type, key) if settings.revoked else None
     if problem is not None:
         raise HostKeyRefused(settings.alias, f"its host key, {label}, {problem}")
     if verdict is Verdict.KNOWN:
@@ -64,3 +69,48 @@ def check(settings: Settings, known: list[KnownKey], key_type: str, key: str, fi
         settings.alias,
         f"its host key is not known{authority}: {settings.endpoint} has {label}; if that is right: {accept}",
     )
+
+
+# Host keys revoked by a file (`RevokedHostKeys`): a list of public keys, or a KRL of ssh-keygen.
+
+
+def _revocation(file: str, key_type: str, key: str) -> str | None:
+    """Return why this key (its base64 text) must not be trusted; None if the file does not revoke it.
+
+    As with OpenSSH, a file that cannot be read, or has a line that is no key, revokes every key.
+    """
+    try:
+        with open(file, "rb") as stream:
+            content = stream.read()
+    except OSError as error:
+        return _unreadable(file, (error.strerror or str(error)).lower())
+    if content.startswith(_KRL):
+        return _in_krl(file, key_type, key)
+    for number, line in enumerate(content.decode(errors="replace").splitlines(), 1):
+        fields = line.split()
+        if not fields or fields[0].startswith("#"):
+            continue
+        if len(fields) < 2:
+            return _unreadable(file, f"its line {number} is no public key")
+        if fields[1] == key:
+            return f"is revoked ({file}:{number})"
+    return None
+
+
+def _in_krl(file: str, key_type: str, key: str) -> str | None:
+    try:
+        completed = subprocess.run(
+            ["ssh-keygen", "-Q", "-f", file, "/dev/stdin"],
+            input=f"{key_type} {key}\n".encode(),
+            capture_output=True,
+            timeout=_COMMAND_TIMEOUT_S,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return _unreadable(file, one_line(str(error)))
+    if completed.returncode == 0:
+        return None
+    return f"is revoked ({file})" if completed.returncode == _REVOKED else _unreadable(file, one_line(completed.stderr))
+
+
+def _unreadable(file: str, reason: str) -> str:
+    return f"may be revoked: RevokedHostKeys names {file}, which cannot be used ({reason})"

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 ROOT = "~/.accel"
 FILE_MODE = 0o600
-PROGRAM_MODE = 0o700
 TRANSFER_S = 3600.0
 _REPLY_TIMEOUT_S = 60.0
 _CHUNK = 1 << 20
@@ -65,9 +64,9 @@ class Files:
         self._python = python
         self._unused_s = unused_s
 
-    def put(self, files: Mapping[str, bytes], *, mode: int = FILE_MODE) -> None:
+    def put(self, files: Mapping[str, bytes]) -> None:
         """Write files, each replaced atomically and on disk when this returns."""
-        self._do(_puts(files, mode), list(files.values()))
+        self._do(_puts(files), list(files.values()))
 
     def unpack(self, blob: Blob, path: str) -> bool:
         """Unpack the tar blob as the directory `path`, completely or not at all. Return True if it was sent.
@@ -77,12 +76,12 @@ class Files:
         """
         return self.install(blob, [path], {})
 
-    def install(self, blob: Blob, paths: Sequence[str], files: Mapping[str, bytes], *, mode: int = FILE_MODE) -> bool:
+    def install(self, blob: Blob, paths: Sequence[str], files: Mapping[str, bytes]) -> bool:
         """Run `unpack` to each of `paths`, then `put`, in one command."""
         steps: list[Mapping[str, Any]] = [
             {"op": "blob", "digest": blob.digest, "size": blob.size, "unused_s": self._unused_s},
             *({"op": "unpack", "digest": blob.digest, "path": path} for path in paths),
-            *_puts(files, mode),
+            *_puts(files),
         ]
         return self._do(steps, list(files.values()), blob=blob)[0]
 
@@ -97,7 +96,7 @@ class Files:
 
         with self._open_session(steps) as session:
             if blob is not None and replies.decode(self._line(session), replies.Need, self._remote.name)["need"]:
-                self._send(session, blob)
+                send_blob(session, blob, _source_name(blob.source))
             for content in contents:
                 session.write(content)
             session.close_stdin()
@@ -105,31 +104,50 @@ class Files:
             session.finish(_REPLY_TIMEOUT_S)
             return done
 
-    def _send(self, session: Session, blob: Blob) -> None:
-        sent = 0
-        for chunk in chunks(blob.source):
-            session.write(chunk)
-            sent += len(chunk)
-        if sent != blob.size:
-            session.close()
-            raise SnapshotError(f"{_source_name(blob.source)} was changed while it was sent to {self._remote.name}")
-
     def _open_session(self, steps: Sequence[Mapping[str, Any]]) -> Session:
-        program = host_program("files")
-        session = self._remote.open([self._python, "-I", "-S", "-c", program_loader(program)])
-        session.write(program + json.dumps({"root": self._root, "do": list(steps)}).encode() + b"\n")
+        argv, stdin = program_call(self._python, host_program("files"), {"root": self._root, "do": list(steps)})
+        session = self._remote.open(argv)
+        session.write(stdin)
         return session
 
     def _line(self, session: Session) -> bytes:
-        line = session.read_line(TRANSFER_S)
-        if not line.endswith(b"\n"):
-            completed = session.finish(_REPLY_TIMEOUT_S)
-            raise RemoteError(self._remote.name, f"{self._python}: {one_line(completed.stderr)}", completed.status)
-        return line
+        return read_reply(session, TRANSFER_S, self._remote.name, self._python)
 
 
-def _puts(files: Mapping[str, bytes], mode: int) -> list[dict[str, Any]]:
-    return [{"op": "put", "path": path, "size": len(data), "mode": mode} for path, data in files.items()]
+def _puts(files: Mapping[str, bytes]) -> list[dict[str, Any]]:
+    return [{"op": "put", "path": path, "size": len(data), "mode": FILE_MODE} for path, data in files.items()]
+
+
+def send_blob(session: Session, blob: Blob, label: str) -> None:
+    """Send the blob's content. Raises SnapshotError, with `label` for the source, if it has changed meanwhile."""
+    sent = 0
+    for chunk in chunks(blob.source):
+        session.write(chunk)
+        sent += len(chunk)
+    if sent != blob.size:
+        session.close()
+        raise SnapshotError(f"{label} was changed while it was sent to {session.host}")
+
+
+def read_reply(session: Session, timeout_s: float, host: str, python: str) -> bytes:
+    """Return the program's next line. Raises RemoteError, with its last error, if it has ended without one."""
+    line = session.read_line(timeout_s)
+    if not line.endswith(b"\n"):
+        completed = session.finish(_REPLY_TIMEOUT_S)
+        raise RemoteError(host, f"{python}: {one_line(completed.stderr)}", completed.status)
+    return line
+
+
+def program_call(
+    python: str, program: bytes, request: Mapping[str, Any], *, site: bool = False
+) -> tuple[list[str], bytes]:
+    """Return the argv, and the beginning of the standard input, for a program that handles this request on a host.
+
+    `site`: it needs the packages of its interpreter.
+    """
+    flags = ["-I"] if site else ["-I", "-S"]
+    argv = [python, *flags, "-c", program_loader(program)]
+    return argv, program + json.dumps(request).encode() + b"\n"
 
 
 def program_loader(program: bytes) -> str:

@@ -7,7 +7,7 @@ import os
 import select
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,8 +16,6 @@ from .connection import Connection
 from .errors import RemoteError, RemoteTimeout, one_line
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from typing_extensions import Self
 
 _CHUNK = 1 << 18
@@ -46,19 +44,12 @@ class Session:
     Every method that waits raises HostUnreachable if the connection is lost, and RemoteTimeout.
     """
 
-    def __init__(
-        self,
-        connection: Connection,
-        argv: Sequence[str],
-        env: Mapping[str, str],
-        directory: str | None,
-        opening_s: float,
-    ) -> None:
+    def __init__(self, connection: Connection, argv: Sequence[str], opening_s: float) -> None:
         self.host = connection.settings.alias
         self._program = argv[0] if argv else ""
         self._connection = connection
         self._mark = f"accel {os.urandom(16).hex()}"
-        script = shell_quote.script(argv, env, directory, self._mark)
+        script = shell_quote.script(argv, self._mark)
         self._channel = connection.open_session(opening_s)
         self._closed = False
         self._out = _MarkedOutput(self._mark)
@@ -75,9 +66,7 @@ class Session:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def write(self, data: bytes) -> None:

@@ -14,7 +14,7 @@ import functools
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -27,8 +27,6 @@ from .session import Result, Session
 from .ssh_config import Settings, resolve
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from typing_extensions import Self
 
 T = TypeVar("T")
@@ -75,30 +73,24 @@ class Remote:
         argv: Sequence[str],
         *,
         stdin: bytes | Iterable[bytes] = b"",
-        env: Mapping[str, str] | None = None,
-        directory: str | None = None,
         timeout_s: float | None = RUN_S,
         check: bool = True,
     ) -> Result:
         """Run a program with exactly these arguments, once; it is never retried.
 
-        `env` is added to its environment, and like `argv` appears in no command line there. Raises HostUnreachable,
-        RemoteTimeout after `timeout_s` seconds (the program may then still run), and, unless `check` is off,
-        RemoteError for a status other than 0.
+        Raises HostUnreachable, RemoteTimeout after `timeout_s` seconds (the program may then still run), and, unless
+        `check` is off, RemoteError for a status other than 0.
         """
-        with self.open(argv, env=env, directory=directory) as session:
+        with self.open(argv) as session:
             result = sessions.run(session, stdin, timeout_s)
         if check and result.status != 0:
             detail = one_line(result.stderr or result.stdout)
             raise RemoteError(self.name, f"{argv[0]} failed (status {result.status}): {detail}", result.status)
         return result
 
-    def open(
-        self, argv: Sequence[str], *, env: Mapping[str, str] | None = None, directory: str | None = None
-    ) -> Session:
+    def open(self, argv: Sequence[str]) -> Session:
         """Start a program and return its session."""
-        connection = self.connection()
-        return Session(connection, argv, env or {}, directory, self._pool.timeouts.connect_s)
+        return Session(self.connection(), argv, self._pool.timeouts.connect_s)
 
 
 class Pool:
@@ -119,9 +111,7 @@ class Pool:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def remote(self, host: Host | str) -> Remote:

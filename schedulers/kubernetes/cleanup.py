@@ -1,12 +1,15 @@
-"""Find what still runs of jobs, and remove the objects of finished ones and the leftovers of interrupted submits."""
+"""Cancel jobs, find what still runs of them, and remove finished ones and the leftovers of interrupted submits."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ..errors import SchedulerError
+from ..printable import one_line
 from . import names
 from .client.api import Api
 from .client.errors import ApiError, Forbidden, NotFound
@@ -14,9 +17,43 @@ from .manifests.build import BUILDERS, POD_GROUP
 from .manifests.trainjob import API_VERSION, RUNTIME_PLURAL
 from .native_id import Native
 from .options import KubernetesOptions
-from .status import job_states, pod_states
+from .status import job_states, pod_states, query
 
 _BATCH_SIZE = 50  # ids in one selector: it is part of a URL
+
+logger = logging.getLogger(__name__)
+
+
+def cancel(api: Api, native: Native, directory: Path) -> None:
+    """Archive the logs and delete the job's object. Do nothing if the job is gone.
+
+    A later object of the same name stays. Raises ApiError, Unreachable.
+
+    Deletes in the background: a foreground deletion ends with an UPDATE, which Trainer's webhook refuses since
+    the runtime is gone by then. This also frees an object that an earlier deletion left behind.
+    """
+    from .logs.archive import archive_job
+
+    if query.replaced(api, native):
+        return
+    warning = archive_job(api, native, directory)
+    if warning:
+        logger.warning("%s", one_line(warning))
+    path = api.path(native.api_version, native.plural, native.name, namespace=native.namespace)
+    with contextlib.suppress(NotFound):
+        api.call("DELETE", path, query={"propagationPolicy": "Background"})
+
+
+def cancel_rest(api: Api, native: Native, directory: Path) -> bool:
+    """Cancel a finished job if one of its pods still runs, as those of a failed PyTorchJob may.
+
+    Returns True if one does. Raises ApiError, Unreachable.
+    """
+    pods = query.pods_of(api, native)
+    if not any(pod_states.is_alive(pod, api.now()) for pod in pods) or query.replaced(api, native):
+        return False
+    cancel(api, native, directory)
+    return True
 
 
 def running(api: Api, jobs: Sequence[Native]) -> dict[str, str]:
@@ -50,10 +87,9 @@ def running(api: Api, jobs: Sequence[Native]) -> dict[str, str]:
 
 def _items(api: Api, path: str, selector: str, by_label: Mapping[str, Native]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the label value and the object of each listed object of these jobs."""
-    for page in api.pages(path, {"labelSelector": selector}):
-        for item in page.get("items") or []:
-            if (label := item["metadata"]["labels"][names.JOB_ID]) in by_label:
-                yield label, item
+    for item in api.items(path, {"labelSelector": selector}):
+        if (label := item["metadata"]["labels"][names.JOB_ID]) in by_label:
+            yield label, item
 
 
 def clear(api: Api, options: KubernetesOptions, jobs: Sequence[Native]) -> list[str]:
@@ -120,14 +156,14 @@ def _labelled(
     """Yield (path, job id) of objects without an owner. `jobs`: label value -> native id."""
     if not jobs:
         return
-    query = {"labelSelector": names.selector_of(jobs)}
+    selection = {"labelSelector": names.selector_of(jobs)}
     plurals = ["services"]
     plurals += ["configmaps"] if options.code in ("auto", "configmap") else []
     plurals += ["pods"] if options.code_claim is not None else []
     for plural in plurals:
         try:
             resources = (
-                api.call("GET", api.path("v1", plural, namespace=native.namespace), query=query).get("items") or []
+                api.call("GET", api.path("v1", plural, namespace=native.namespace), query=selection).get("items") or []
             )
         except Forbidden:
             continue  # without this permission none were created

@@ -237,12 +237,11 @@ class _StartReporter:
     def describe(self, live: Mapping[str, Any], summary: str) -> str:
         """Return `summary` with the reason that the pod's status or, failing that, its events give."""
         from .status import job_states, watch
-        from .status import query as queries
 
         query = {"fieldSelector": f"{watch.WARNINGS},involvedObject.name={self._pod['metadata']['name']}"}
         events: list[dict[str, Any]] = []
         with contextlib.suppress(ApiError, Unreachable):
-            events += queries.list_objects(self._api, self._api.path("v1", "events"), query)
+            events += self._api.items(self._api.path("v1", "events"), query)
         _, detail = next(iter(job_states.waiting_reason(live, events)), (None, ""))
         return f"{summary}: {detail}" if detail else summary
 
@@ -285,7 +284,7 @@ def _obstacle(pod: Mapping[str, Any]) -> str | None:
 
 
 def _send(api: Api, pod: str, argv: list[str], data: bytes) -> None:
-    client = api.connect(pod, argv, container="loader", stdin=True, binary=True)
+    client = api.connect(pod, argv, container="loader", stdin=True)
     from websocket import WebSocketException  # installed, since there is a connection
 
     replies = _ExecReader(client, api)

@@ -34,7 +34,7 @@ def list_workloads(api: Api, kind: str, selector: str, *, requested: bool) -> li
     ignored = (NotFound,) if requested else (NotFound, Forbidden)
     with contextlib.suppress(*ignored):
         path = api.path(builder.API_VERSION, builder.PLURAL)
-        return [item for page in api.pages(path, {"labelSelector": selector}) for item in page.get("items") or []]
+        return list(api.items(path, {"labelSelector": selector}))
     return []
 
 

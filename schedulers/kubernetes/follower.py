@@ -1,4 +1,4 @@
-"""Statuses and logs of a target's jobs: from a watch while somebody waits, else by polling."""
+"""A cluster and a target's jobs there, their statuses and logs: from a watch while somebody waits, else by polling."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ logger = logging.getLogger(__name__)
 
 
 class Follower:
-    """The statuses and logs of one target's jobs. Sends no request before its first use. Thread-safe.
+    """The statuses and logs of one target's jobs in a cluster. Sends no request before its first use. Thread-safe.
 
     ttl: True if the cluster removes jobs some time after their end.
     """
 
     def __init__(self, api: Api, *, ttl: bool = False) -> None:
-        self._api = api
+        self.api = api
         self._ttl = ttl
         self._reader = Reader(api)
         self._finished: set[str] = set()
@@ -36,12 +36,12 @@ class Follower:
 
         A job whose object is gone has failed. Raises ApiError for a refused query.
         """
-        statuses, unreachable = query.statuses(self._api, natives, ttl=self._ttl)
+        statuses, unreachable = query.statuses(self.api, natives, ttl=self._ttl)
         finished = {native for native, status in statuses.items() if status.state.final}
         self._finished |= finished
         for native in natives:
             if str(native) in finished:
-                watch.release(self._api, native)
+                watch.release(self.api, native)
         return statuses, unreachable
 
     def wait(self, native: Native, timeout_s: float) -> bool | None:
@@ -50,7 +50,7 @@ class Follower:
         Logs a warning if the job's logs will be deleted with its pods and the caller does not read them.
         """
         self._reader.mark_followed(native)
-        watcher = watch.shared(self._api, native)
+        watcher = watch.shared(self.api, native)
         changed = watcher.wait(timeout_s)
         wait_count = self._waits_since_read[str(native)] = self._waits_since_read.get(str(native), 0) + 1
         if wait_count == 2 and (snapshot := watcher.snapshot()) is not None and _deletes_pods(snapshot[0] or {}):
@@ -73,7 +73,7 @@ class Follower:
     def close(self) -> None:
         """Close the watches and connections. They are reopened when needed."""
         self._reader.close()
-        watch.release(self._api)
+        watch.release(self.api)
 
 
 def _deletes_pods(workload: Mapping[str, Any]) -> bool:
@@ -81,6 +81,3 @@ def _deletes_pods(workload: Mapping[str, Any]) -> bool:
     spec = workload.get("spec") or {}
     policy = spec.get("runPolicy") or {}
     return "ttlSecondsAfterFinished" in {**spec, **policy} or "backoffLimit" in policy
-
-
-__all__ = ["Follower"]

@@ -99,9 +99,8 @@ def run(api: Api, native: Native, options: KubernetesOptions, node: int, argv: S
     elif sys.stdin is not None:
         command = [options.python or "python3", "-c", FEEDER, *command]
     client = api.connect(
-        pod, command, container=container, tty=terminal, stdin=sys.stdin is not None, namespace=native.namespace,
-        binary=True,
-    )  # fmt: skip
+        pod, command, container=container, tty=terminal, stdin=sys.stdin is not None, namespace=native.namespace
+    )
     from websocket import WebSocketException  # installed, since there is a connection
 
     session = _Session(client, framed=not terminal)

@@ -123,7 +123,7 @@ def _get_or_create(api: Api, manifest: Object) -> tuple[dict[str, Any], bool]:
         except ApiError as error:
             already_exists = isinstance(error, Conflict) and error.api_reason == "AlreadyExists"
             try:
-                live = _get_existing(api, manifest)
+                live = api.get_or_none(path_of(api, manifest))
             except Forbidden as forbidden:
                 raise forbidden if already_exists else error from None
             if live is not None:
@@ -177,18 +177,10 @@ def warning(api: Api, manifest: Object, text: str) -> str:
     return one_line(f"{api.label}: {object_label(manifest)}: the API server warns: {text}")
 
 
-def _get_existing(api: Api, manifest: Object) -> dict[str, Any] | None:
-    """Return the existing object of that name, or None."""
-    try:
-        return api.call("GET", path_of(api, manifest))
-    except NotFound:
-        return None
-
-
 def _existing_workload(api: Api, workload: Object) -> Object | None:
     """Return the job's object if an earlier submit created it, else None. Raises Unreachable."""
     try:
-        live = _get_existing(api, workload)
+        live = api.get_or_none(path_of(api, workload))
         return None if live is None else _with_kind(_check_ours(api, workload, live), workload)
     except (ApiError, NameTaken):
         return None
@@ -196,12 +188,11 @@ def _existing_workload(api: Api, workload: Object) -> Object | None:
 
 def _has_started(api: Api, workload: Object) -> bool:
     """Return True if a pod has started or the pods cannot be listed."""
-    from .status import job_states
-    from .status import query as queries  # only a refused submit needs it
+    from .status import job_states  # only a refused submit needs it
 
     query = {"labelSelector": f"{names.JOB_ID}={workload['metadata']['labels'][names.JOB_ID]}"}
     try:
-        pods = list(queries.list_objects(api, api.path("v1", "pods"), query))
+        pods = list(api.items(api.path("v1", "pods"), query))
     except ApiError:
         return True
     return job_states.status_of(workload, pods).state is not State.QUEUED
@@ -262,7 +253,7 @@ def _remove(api: Api, manifests: Sequence[Object]) -> str | None:
 def _is_gone(api: Api, manifest: Object) -> bool:
     """Wait until a deleted object is gone, which its finalizers may delay. Return False if it stays."""
     deadline = time.monotonic() + _GONE_S
-    while (live := _get_existing(api, manifest)) is not None and live["metadata"].get("deletionTimestamp"):
+    while (live := api.get_or_none(path_of(api, manifest))) is not None and live["metadata"].get("deletionTimestamp"):
         if time.monotonic() > deadline:
             return False
         time.sleep(_MIN_PAUSE_S)

@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from ..errors import ConfigError, SchedulerError, SubmitError, Unreachable
 from ..job import Cursor, JobSpec, LogLine, Status
 from ..target import CheckReport, DiscoveredJob, JobSummary, Plan, TargetContext, parse_ids
+from . import cluster_ref, tpu_slices
 from . import options as kubernetes_options
-from . import tpu_slices
 from .manifests import plan as plans
+from .native_id import Native
 from .options import KubernetesOptions
 
 if TYPE_CHECKING:
     from .client.api import Api
     from .cluster_ref import ClusterRef
     from .follower import Follower
-    from .native_id import Native
-
-
-@dataclass
-class _Cluster:
-    """A cluster that jobs of this target were sent to, and the follower of those jobs."""
-
-    api: Api
-    follower: Follower | None = None
 
 
 class KubernetesTarget:
@@ -39,7 +30,7 @@ class KubernetesTarget:
         self.name = context.name
         self._options: KubernetesOptions = context.options
         self._jobs = context.jobs
-        self._clusters: dict[tuple[str | None, ...], _Cluster] = {}
+        self._clusters: dict[tuple[str | None, ...], Follower] = {}
         kubernetes_options.check(self._options, self.name)
 
     def sized(self, spec: JobSpec) -> JobSpec:
@@ -57,7 +48,6 @@ class KubernetesTarget:
         Unreachable if the outcome is unknown or incomplete: a repeated call completes it.
         """
         from . import cluster_ref, code_upload, submit
-        from .native_id import Native
 
         spec = JobSpec.from_json(plan.settings["spec"])
         previous = cluster_ref.read(self._jobs, plan.job_id)
@@ -97,9 +87,6 @@ class KubernetesTarget:
 
         Raises Unreachable, ApiError, ConfigError.
         """
-        from . import cluster_ref
-        from .native_id import Native
-
         identities: dict[tuple[int, str], str] = {}
         result = {}
         for job_id, native_id in jobs.items():
@@ -119,12 +106,12 @@ class KubernetesTarget:
         """
         statuses: dict[str, Status] = {}
         placements, unreachable = parse_ids(self._native_and_cluster, native_ids)
-        groups: dict[int, tuple[_Cluster, list[Native]]] = {}
+        groups: dict[int, tuple[Follower, list[Native]]] = {}
         for native, cluster in placements.values():
             groups.setdefault(id(cluster), (cluster, []))[1].append(native)
         for cluster, natives in groups.values():
             try:
-                cluster_statuses, problems = self._follower(cluster).statuses(natives)
+                cluster_statuses, problems = cluster.statuses(natives)
             except SchedulerError as error:
                 if len(groups) == 1:
                     raise
@@ -138,29 +125,29 @@ class KubernetesTarget:
     def wait(self, native_id: str, timeout_s: float) -> bool | None:
         """Wait until the job may be over (True) or the timeout (False). Return None if it cannot be watched."""
         native, cluster = self._native_and_cluster(native_id)
-        return self._follower(cluster).wait(native, timeout_s)
+        return cluster.wait(native, timeout_s)
 
     def logs(self, native_id: str, since: Cursor | None = None) -> Iterator[LogLine]:
         native, cluster = self._native_and_cluster(native_id)
-        yield from self._follower(cluster).logs(native, since, self._jobs / native.job_id)
+        yield from cluster.logs(native, since, self._jobs / native.job_id)
 
     def cursor_at(self, native_id: str, when: float) -> Cursor:
         native, cluster = self._native_and_cluster(native_id)
-        return self._follower(cluster).cursor_at(native, when, self._jobs / native.job_id)
+        return cluster.cursor_at(native, when, self._jobs / native.job_id)
 
     def cancel(self, native_id: str) -> None:
         """Archive the logs and delete the job's object, which terminates its pods gracefully. Raises Unreachable."""
-        from . import cancel
+        from . import cleanup
 
         native, cluster = self._native_and_cluster(native_id)
-        cancel.cancel(cluster.api, native, self._jobs / native.job_id)
+        cleanup.cancel(cluster.api, native, self._jobs / native.job_id)
 
     def cancel_rest(self, native_id: str) -> bool:
         """Delete the object of a finished job if one of its pods still runs. Raises Unreachable."""
-        from . import cancel
+        from . import cleanup
 
         native, cluster = self._native_and_cluster(native_id)
-        return cancel.cancel_rest(cluster.api, native, self._jobs / native.job_id)
+        return cleanup.cancel_rest(cluster.api, native, self._jobs / native.job_id)
 
     def shell(self, native_id: str, node: int, argv: Sequence[str], *, terminal: bool) -> int:
         """Run `argv` in the pod of that node. Raises SubmitError, ApiError, Unreachable."""
@@ -214,9 +201,9 @@ class KubernetesTarget:
                 result |= {native.job_id: error for native in natives}
         return result
 
-    def _sent(self, jobs: Mapping[str, str | None]) -> list[tuple[_Cluster, list[Native]]]:
+    def _sent(self, jobs: Mapping[str, str | None]) -> list[tuple[Follower, list[Native]]]:
         """Return the clusters that these jobs were sent to, and the native ids of each."""
-        groups: dict[int, tuple[_Cluster, list[Native]]] = {}
+        groups: dict[int, tuple[Follower, list[Native]]] = {}
         for job_id, native_id in jobs.items():
             native = self._native(job_id, native_id)
             if native is not None:
@@ -227,16 +214,13 @@ class KubernetesTarget:
     def close(self) -> None:
         """Close the connections and the watch. They are reopened when needed."""
         for cluster in self._clusters.values():
-            if cluster.follower is not None:
-                cluster.follower.close()
+            cluster.close()
             cluster.api.close()
 
     def _native(self, job_id: str, native_id: str | None) -> Native | None:
         """Return the native id of a job that was sent, even if its submit was never confirmed; else None."""
         from .. import object_names
         from ..store.record import read_record
-        from . import cluster_ref
-        from .native_id import Native
 
         if native_id is not None:
             return Native.parse(native_id)
@@ -246,30 +230,20 @@ class KubernetesTarget:
         name = read_record(job_id, str(self._jobs / job_id)).name
         return Native(self._options.workload, ref.namespace, object_names.object_name(name, job_id), job_id)
 
-    def _native_and_cluster(self, native_id: str) -> tuple[Native, _Cluster]:
-        from .native_id import Native
-
+    def _native_and_cluster(self, native_id: str) -> tuple[Native, Follower]:
         native = Native.parse(native_id)
         return native, self._cluster_of(native)
 
-    def _cluster_of(self, native: Native) -> _Cluster:
-        from . import cluster_ref
-
+    def _cluster_of(self, native: Native) -> Follower:
         return self._cluster(cluster_ref.read(self._jobs, native.job_id))
 
-    def _cluster(self, ref: ClusterRef | None) -> _Cluster:
+    def _cluster(self, ref: ClusterRef | None) -> Follower:
         """Return the cluster that a job was sent to, or for None the one that the options select."""
         from .client.api import Api
+        from .follower import Follower
 
         key = () if ref is None else (ref.kubeconfig, ref.context, ref.namespace)
         if key not in self._clusters:
             options = self._options if ref is None else ref.options(self._options)
-            self._clusters[key] = _Cluster(Api(options, self.name))
+            self._clusters[key] = Follower(Api(options, self.name), ttl=self._options.ttl_s is not None)
         return self._clusters[key]
-
-    def _follower(self, cluster: _Cluster) -> Follower:
-        if cluster.follower is None:
-            from .follower import Follower
-
-            cluster.follower = Follower(cluster.api, ttl=self._options.ttl_s is not None)
-        return cluster.follower

@@ -19,14 +19,19 @@ import os
 import re
 import shutil
 import stat
+import subprocess
 import sys
 import time
+
+try:
+    from . import jobs
+except ImportError:  # sent to a host, with this
+    import jobs  # type: ignore[import-not-found, no-redef]
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-JOB = re.compile(r"[A-Za-z0-9_-]+\Z")
 DIGEST = re.compile(r"[0-9a-f]{64}\Z")
 GRAVE = ".old-"
 ABANDONED_S = 86400
@@ -45,18 +50,21 @@ def main() -> None:
         clear_environments(root, cutoff)
         line: dict[str, Any] = {"kept": kept_jobs}
     except OSError as error:
-        line = {"error": "{}: {}".format(error.filename or "a file", (error.strerror or str(error)).lower())}
-    sys.stdout.write(json.dumps(line) + "\n")
+        line = {"error": jobs.describe_error(error)}
+    jobs.write_reply(line, [])
 
 
 def clear_job(root: str, job: str) -> str | None:
     """Delete the job's directory; return why, if it cannot be. A missing one is no error."""
-    if not JOB.match(job):
+    if not jobs.JOB.match(job):
         return "not a job id"
     directory = os.path.join(root, "jobs", job)
-    if supervised(directory):
+    if jobs.holds_lock(directory):
         return "its supervisor still runs"
-    end_remaining(directory)
+    if jobs.is_left(directory):
+        with contextlib.suppress(subprocess.TimeoutExpired):  # its result is deleted in any case
+            argv = jobs.tidy_argv(directory)
+            subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=ENDING_S)
     # Renamed first: a half removed directory must not look like a job.
     grave = os.path.join(root, "jobs", f"{GRAVE}{job}-{os.urandom(3).hex()}")
     with contextlib.suppress(FileNotFoundError):
@@ -64,32 +72,6 @@ def clear_job(root: str, job: str) -> str | None:
     remove(grave)
     remove(directory + ".claims")
     return f"{grave} cannot be removed" if os.path.lexists(grave) else None
-
-
-def end_remaining(directory: str) -> None:
-    """End what still runs of a job whose supervisor was killed, or whose host has restarted."""
-    state, result, program = (os.path.join(directory, name) for name in ("state.json", "exit.json", "supervisor.pyz"))
-    if os.path.exists(state) and not os.path.exists(result):
-        import subprocess
-
-        with contextlib.suppress(subprocess.TimeoutExpired):  # its result is deleted in any case
-            argv = [sys.executable, "-I", program, directory]
-            subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=ENDING_S)
-
-
-def supervised(directory: str) -> bool:
-    """Return True while the job's supervisor lives, which holds its lock for that long, and no longer."""
-    try:
-        lock = os.open(os.path.join(directory, "supervisor.lock"), os.O_RDWR)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(lock)
-    return False
 
 
 def remove(path: str) -> None:

@@ -138,13 +138,22 @@ def status(root: str, step: Step, contents: list[bytes]) -> dict[str, Any]:
 
 def tidy(directory: str) -> None:
     """Start the cleanup after a killed supervisor; a later query may find the job's result."""
-    state, result, program = (os.path.join(directory, name) for name in ("state.json", "exit.json", "supervisor.pyz"))
-    if os.path.exists(state) and not os.path.exists(result):
+    if is_left(directory):
         import subprocess
 
         null = subprocess.DEVNULL
-        argv = [sys.executable, "-I", program, directory]
-        subprocess.Popen(argv, stdin=null, stdout=null, stderr=null, start_new_session=True)
+        subprocess.Popen(tidy_argv(directory), stdin=null, stdout=null, stderr=null, start_new_session=True)
+
+
+def is_left(directory: str) -> bool:
+    """Return True for a job that was started and has no result: without a supervisor, parts of it may still run."""
+    state, result = (os.path.join(directory, name) for name in ("state.json", "exit.json"))
+    return os.path.exists(state) and not os.path.exists(result)
+
+
+def tidy_argv(directory: str) -> list[str]:
+    """Return the command that ends what still runs of a job without a supervisor, killed or lost in a restart."""
+    return [sys.executable, "-I", os.path.join(directory, "supervisor.pyz"), directory]
 
 
 def document(path: str) -> Any:
@@ -161,9 +170,12 @@ def document(path: str) -> Any:
 
 
 def has_supervisor(directory: str) -> bool:
-    """Return True while the job has a supervisor here, which holds its lock for that long, and no longer."""
-    if not os.path.exists(os.path.join(directory, "state.json")):
-        return False  # one that is just starting must find its lock free
+    """Return True while the job has a supervisor here. One that is just starting must find its lock free."""
+    return os.path.exists(os.path.join(directory, "state.json")) and holds_lock(directory)
+
+
+def holds_lock(directory: str) -> bool:
+    """Return True while the job's supervisor lives, which holds its lock for that long, and no longer."""
     try:
         lock = os.open(os.path.join(directory, "supervisor.lock"), os.O_RDWR)
     except (FileNotFoundError, NotADirectoryError):

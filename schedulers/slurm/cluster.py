@@ -8,10 +8,9 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ..errors import SchedulerError, SpecError, SubmitError, Unreachable
-from ..job import Cursor, LogLine
 from .native_id import Native
 
 if TYPE_CHECKING:
@@ -29,43 +28,6 @@ _SUBMIT_S = 300.0
 _SUBMIT = "import sys; sys.path[:] = [p for p in sys.path if p]; from schedulers.slurm.submitting import main; main()"
 
 
-class Cluster(Protocol):
-    """A machine that has Slurm's commands and sees the shared file system."""
-
-    def place(self) -> tuple[str, str]:
-        """Return the absolute directory that holds `jobs/`, and the nodes' interpreter. Raises Unreachable."""
-
-    def name(self) -> str:
-        """Return the name of the cluster whose controller the commands use. Raises Unreachable, SchedulerError."""
-
-    def query(self, steps: Sequence[Step]) -> tuple[list[Any], bytes]:
-        """Return the result of each step (`login/job_ops.py`) and log bytes. Raises Unreachable, SchedulerError."""
-
-    def unpack(self, archive: Path, job_id: str) -> None:
-        """Unpack the snapshot there as the job's `code`."""
-
-    def submit(self, request: Mapping[str, Any]) -> str:
-        """Submit and return Slurm's job number. Raises SubmitError, Unreachable."""
-
-    def missing_package(self) -> str | None:
-        """Return one line if the interpreter that submits lacks a package."""
-
-    def read(self, job_id: str, since: Cursor | None, *, finished: bool) -> Iterator[LogLine]:
-        """Yield the job's lines from the cursor on. `finished`: its logs are complete."""
-
-    def cursor_at(self, job_id: str, when: float) -> Cursor:
-        """Return the position of its logs at that time."""
-
-    def tail_at(self, job_id: str, since: Cursor, count: int, *, finished: bool) -> Cursor:
-        """Return the position at which the last `count` lines of each rank begin."""
-
-    def wait(self, native: Native, timeout_s: float) -> bool:
-        """Wait until the job has left its result or Slurm has ended it. Return False on a timeout."""
-
-    def close(self) -> None:
-        """Close connections."""
-
-
 class LocalCluster:
     """A cluster whose login node is this machine. Job directories are those of the store."""
 
@@ -75,14 +37,17 @@ class LocalCluster:
         self._clusters = options.clusters
 
     def place(self) -> tuple[str, str]:
+        """Return the absolute directory that holds `jobs/`, and the nodes' interpreter. Raises Unreachable."""
         import sys
 
         return os.path.dirname(self._jobs), os.path.expanduser(self._python or sys.executable)
 
     def name(self) -> str:
+        """Return the name of the cluster whose controller the commands use. Raises Unreachable, SchedulerError."""
         return str(self.query([{"op": "cluster"}])[0][0])
 
     def query(self, steps: Sequence[Step]) -> tuple[list[Any], bytes]:
+        """Return the result of each step (`login/job_ops.py`) and log bytes. Raises Unreachable, SchedulerError."""
         from .login import job_ops, slurm_commands
 
         contents: list[bytes] = []
@@ -96,44 +61,27 @@ class LocalCluster:
         return replies, b"".join(contents)
 
     def unpack(self, archive: Path, job_id: str) -> None:
+        """Unpack the snapshot there as the job's `code`."""
         from ..store import snapshot
 
         snapshot.unpack(archive, Path(self._jobs) / job_id / "code")
 
     def submit(self, request: Mapping[str, Any]) -> str:
+        """Submit and return Slurm's job number. Raises SubmitError, Unreachable."""
         from . import submit
 
         return submit.submit(request)
 
     def missing_package(self) -> str | None:
+        """Return one line if the interpreter that submits lacks a package."""
         try:
             import submitit  # noqa: F401
         except ImportError as error:
             return f"submitit is missing ({error.name} cannot be imported): pip install 'accel-launch[slurm]'"
         return None
 
-    def read(self, job_id: str, since: Cursor | None, *, finished: bool) -> Iterator[LogLine]:
-        from ..store import log_lines
-
-        complete = finished or self._has_result(job_id)
-        yield from log_lines.read(Path(self._jobs) / job_id / "logs", since, complete=complete)
-
-    def cursor_at(self, job_id: str, when: float) -> Cursor:
-        from ..store import log_lines
-
-        return log_lines.cursor_at(Path(self._jobs) / job_id / "logs", when)
-
-    def tail_at(self, job_id: str, since: Cursor, count: int, *, finished: bool) -> Cursor:
-        from ..store import log_lines
-
-        complete = finished or self._has_result(job_id)
-        return log_lines.tail_at(Path(self._jobs) / job_id / "logs", since, count, complete=complete)
-
-    def _has_result(self, job_id: str) -> bool:
-        """Return True if the result exists. Call it before reading the logs: later lines are read next time."""
-        return (Path(self._jobs) / job_id / "exit.json").exists()
-
     def wait(self, native: Native, timeout_s: float) -> bool:
+        """Wait until the job has left its result or Slurm has ended it. Return False on a timeout."""
         from .login import job_ops
 
         jobs = {native.job_id: native.to_json()}
@@ -147,7 +95,7 @@ class LocalCluster:
         return True
 
     def close(self) -> None:
-        return
+        """Close connections."""
 
 
 class RemoteCluster:
@@ -220,11 +168,9 @@ class RemoteCluster:
 
     def _program(self, request: Mapping[str, Any]) -> tuple[list[str], bytes]:
         """Return the argv and the input of the login node's program that handles the request."""
-        from ..hosts.remote_files import program_loader
+        from ..hosts.remote_files import program_call
 
-        program = host_programs()
-        argv = [self.python, "-I", "-S", "-c", program_loader(program)]
-        return argv, program + json.dumps(request).encode() + b"\n"
+        return program_call(self.python, host_programs(), request)
 
     def unpack(self, archive: Path, job_id: str) -> None:
         from ..hosts.remote_files import Blob, Files
@@ -271,20 +217,6 @@ class RemoteCluster:
         remedy = f"{python} -m pip install 'accel-launch[slurm]' there, or set `python:` in the target"
         return f"{self._host.name}: {one_line(stderr)}: {remedy}"
 
-    def read(self, job_id: str, since: Cursor | None, *, finished: bool) -> Iterator[LogLine]:
-        from .logs import read
-
-        yield from read(self.query, job_id, since, finished=finished)
-
-    def cursor_at(self, job_id: str, when: float) -> Cursor:
-        offsets: dict[str, int] = self.query([{"op": "at", "job": job_id, "when": when}])[0][0]
-        return Cursor({name: str(offset) for name, offset in offsets.items()})
-
-    def tail_at(self, job_id: str, since: Cursor, count: int, *, finished: bool) -> Cursor:
-        from .logs import tail_at
-
-        return tail_at(self.query, job_id, since, count, finished=finished)
-
     def wait(self, native: Native, timeout_s: float) -> bool:
         if self._watch is None:
             from .watch import Watch
@@ -297,6 +229,10 @@ class RemoteCluster:
         self._watch = None
         if pool is not None:
             pool.close()
+
+
+# A machine that has Slurm's commands and sees the shared file system.
+Cluster = LocalCluster | RemoteCluster
 
 
 def login_host(options: SlurmOptions, name: str) -> Host:

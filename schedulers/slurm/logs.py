@@ -1,4 +1,4 @@
-"""A job's log lines from the login node: byte-exact, from a cursor, no line lost, doubled or cut."""
+"""A job's log lines, read on the login node: byte-exact, from a cursor, no line lost, doubled or cut."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..job import Cursor, LogLine
 from ..node.logs import order
 from ..store import log_lines
 
-# `RemoteCluster.query`: steps -> the reply to each, and the bytes of the logs.
+# `query` of a cluster: steps -> the reply to each, and the bytes of the logs.
 Query: TypeAlias = "Callable[[list[dict[str, Any]]], tuple[list[Any], bytes]]"
 
 # The bytes of one log, and of all logs, in one reply.
@@ -34,6 +34,12 @@ def read(query: Query, job_id: str, since: Cursor | None, *, finished: bool) -> 
             if not at_end:
                 step["only"].append(file["name"])
         more = bool(step["only"])
+
+
+def cursor_at(query: Query, job_id: str, when: float) -> Cursor:
+    """Return the position of its logs at that time."""
+    offsets: dict[str, int] = query([{"op": "at", "job": job_id, "when": when}])[0][0]
+    return Cursor({name: str(offset) for name, offset in offsets.items()})
 
 
 def tail_at(query: Query, job_id: str, since: Cursor, count: int, *, finished: bool) -> Cursor:

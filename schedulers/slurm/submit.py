@@ -10,6 +10,7 @@ JSON response.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -22,15 +23,17 @@ from typing import Any
 
 from ..clean_env import for_sbatch
 from ..errors import SchedulerError, SubmitError, Unreachable
+from ..hosts.bundle import pack
 from ..node import jobs
 from ..store import atomic_files
-from . import batch_program
+from .batch import shared_files
 from .batch.unanswered import is_unanswered
 from .login import job_ops
 from .login import slurm_commands as commands
 from .login.squeue_cache import try_lock
 
 SCHEMA = 1
+PROGRAM = "slurm/batch.py"
 _SBATCH_S = 180.0
 _LOCK_S = 60.0
 
@@ -118,12 +121,21 @@ def _submit(request: Mapping[str, Any], first: str, lock: int) -> str:
         raise
 
 
+@functools.cache
+def program() -> bytes:
+    """Return the program that a batch script runs on a job's first node, for the job's directory.
+
+    It is a zip file, despite its name, that any Python from 3.8 on runs: `python -I batch.py DIRECTORY`.
+    """
+    return pack("schedulers.slurm.batch", "main(sys.argv[1:])")
+
+
 def _write_job(directory: str, job: Mapping[str, Any], secrets: Mapping[str, str]) -> None:
     for name in ("slurm", "logs"):
         os.makedirs(f"{directory}/{name}", mode=0o700, exist_ok=True)
     _write(f"{directory}/slurm/settings.json", json.dumps(job["settings"], indent=2) + "\n")
     _write(f"{directory}/slurm/spec.json", json.dumps(job["spec"]) + "\n")
-    _write(f"{directory}/slurm/batch.py", batch_program.program())
+    atomic_files.replace_file(f"{directory}/{PROGRAM}", program())
     if secrets:
         _write(f"{directory}/slurm/secrets.json", json.dumps(dict(secrets)))
 
@@ -176,23 +188,13 @@ def _write_numbers(request: Mapping[str, Any], job_ids: Sequence[str], slurm: st
         _write(f"{directory}/slurm/submitted.json", json.dumps(document) + "\n", durable=task == 0)
 
 
-def _write(path: str, content: str | bytes, *, durable: bool = False) -> None:
+def _write(path: str, content: str, *, durable: bool = False) -> None:
     """Write the file atomically; with `durable`, also to disk."""
-    partial = f"{path}.{os.getpid()}.new"
-    fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    try:
-        with open(fd, "wb") as file:
-            file.write(content.encode("utf-8", "surrogateescape") if isinstance(content, str) else content)
-            file.flush()
-            if durable:
-                os.fsync(fd)
-        os.replace(partial, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            os.unlink(partial)
-        raise
     if durable:
+        shared_files.write(path, content)
         atomic_files.sync_directory(os.path.dirname(path))
+    else:
+        atomic_files.replace_file(path, content.encode("utf-8", "surrogateescape"))
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..config import secrets
-from ..errors import ConfigError, SchedulerError, SpecError, StoreError, SubmitError, Unreachable
+from ..errors import ConfigError, SchedulerError, SpecError, StoreError, SubmitError, UnknownJob, Unreachable
 from ..job import Cursor, JobSpec, LogLine, Reason, Status
 from ..store import atomic_files
 from ..target import CheckReport, DiscoveredJob, Plan, TargetContext, parse_ids
@@ -270,14 +270,21 @@ class SlurmTarget:
         return statuses
 
     def logs(self, native_id: str, since: Cursor | None = None) -> Iterator[LogLine]:
-        yield from self._cluster.read(Native.parse(native_id).job_id, since, finished=self._poller.is_over(native_id))
+        from . import logs
+
+        job_id, finished = Native.parse(native_id).job_id, self._poller.is_over(native_id)
+        yield from logs.read(self._cluster.query, job_id, since, finished=finished)
 
     def cursor_at(self, native_id: str, when: float) -> Cursor:
-        return self._cluster.cursor_at(Native.parse(native_id).job_id, when)
+        from . import logs
+
+        return logs.cursor_at(self._cluster.query, Native.parse(native_id).job_id, when)
 
     def tail_at(self, native_id: str, since: Cursor, count: int) -> Cursor:
+        from . import logs
+
         job_id, finished = Native.parse(native_id).job_id, self._poller.is_over(native_id)
-        return self._cluster.tail_at(job_id, since, count, finished=finished)
+        return logs.tail_at(self._cluster.query, job_id, since, count, finished=finished)
 
     def cancel(self, native_id: str) -> None:
         """Cancel a running job gracefully, or remove a waiting one from the queue. Raises Unreachable."""
@@ -290,10 +297,18 @@ class SlurmTarget:
         return self._cluster.wait(Native.parse(native_id), timeout_s)
 
     def find(self, job_id: str) -> DiscoveredJob | None:
-        """Find a job that any machine submitted to the same root through the same login node."""
-        from .find import find
+        """Find a job that any machine submitted to the same root through the same login node.
 
-        return find(self._cluster, self.name, job_id, self._in_sweep(job_id))
+        Raises UnknownJob if it was sent there and Slurm has no number for it, and what `query` raises.
+        """
+        reply = self._cluster.query([{"op": "find", "job": job_id, **self._in_sweep(job_id)}])[0][0]
+        if reply is None:
+            return None
+        if reply["slurm"] is None:
+            problem = f"job {job_id} is still being submitted to target {self.name}, or Slurm never received it"
+            raise UnknownJob(problem)
+        native_id = str(Native(reply["slurm"], job_id))
+        return DiscoveredJob.of(native_id, lambda: reply["spec"], target=self.name, kind=KIND, job_id=job_id)
 
     def _in_sweep(self, job_id: str) -> dict[str, Any]:
         """Return the first job of this job's sweep and its index there; empty for any other job."""

@@ -15,6 +15,9 @@ _PORTS_BETWEEN_STEPS = 101
 # (slurm.h: SLURM_BATCH_SCRIPT and its neighbours; before 20.11 the two highest numbers).
 _SPECIAL_STEPS = 0xFFFF_FFF0
 _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?\Z")
+_PART = re.compile(r"[^\[\],\s]+|\[[^\[\]]*\]")
+_RANGE = re.compile(r"(?P<first>\d+)(?:-(?P<last>\d+))?\Z")
+_LIMIT = 1 << 17
 
 
 def from_slurm(env: Mapping[str, str]) -> Topology:
@@ -89,8 +92,6 @@ def _check_one_task_a_node(env: Mapping[str, str], nodes: int) -> None:
 
 
 def _names(env: Mapping[str, str], nodes: int) -> list[str]:
-    from .nodelist import expand
-
     text = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST", "")
     if not text:
         raise SpecError(f"Slurm says that this step has {nodes} nodes, but SLURM_STEP_NODELIST is not set")
@@ -102,3 +103,66 @@ def _names(env: Mapping[str, str], nodes: int) -> list[str]:
 
 def _attempt(env: Mapping[str, str]) -> int:
     return number(env, "SLURM_RESTART_COUNT", default=0)
+
+
+# Slurm's compressed node lists, `gpu[01-03,07],login`, without `scontrol`, which containers lack.
+
+
+def expand(text: str) -> list[str]:
+    """Return the names in `text`, in its order, as `scontrol show hostnames` prints them.
+
+    Numbers keep the width of the first of their range. Several brackets in one name vary as digits do, the last
+    one fastest. Raises SpecError for an invalid list.
+    """
+    names = [name for token in _split_commas(text) for name in _names_of_token(token, text)]
+    if len(names) > _LIMIT:
+        raise SpecError(f"node list {text[:60]!r}… has {len(names)} nodes, more than {_LIMIT}")
+    return names
+
+
+def _split_commas(text: str) -> list[str]:
+    """Split the text at the commas outside brackets."""
+    tokens, depth, start = [], 0, 0
+    for index, char in enumerate(text):
+        depth += (char == "[") - (char == "]")
+        if depth not in (0, 1):
+            raise _parse_error(text, "its brackets do not match")
+        if char == "," and not depth:
+            tokens.append(text[start:index])
+            start = index + 1
+    tokens.append(text[start:])
+    if depth:
+        raise _parse_error(text, "its brackets do not match")
+    if not all(tokens):
+        raise _parse_error(text, "a name is missing")
+    return tokens
+
+
+def _names_of_token(token: str, text: str) -> list[str]:
+    parts = _PART.findall(token)
+    if "".join(parts) != token:
+        raise _parse_error(text, f"{token!r} is not a name")
+    names = [""]
+    for part in parts:
+        values = _values(part, text) if part.startswith("[") else [part]
+        if len(names) * len(values) > _LIMIT:
+            raise _parse_error(text, "it has too many nodes")
+        names = [name + value for name in names for value in values]
+    return names
+
+
+def _values(bracket: str, text: str) -> list[str]:
+    values: list[str] = []
+    for item in bracket[1:-1].split(","):
+        match = _RANGE.match(item)
+        if match is None:
+            raise _parse_error(text, f"{item!r} is not a range of numbers")
+        first, last = match["first"], match["last"] or match["first"]
+        if int(last) < int(first) or int(last) - int(first) > _LIMIT:
+            raise _parse_error(text, f"{item!r} is not a range of numbers")
+        values += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+    return values
+
+
+def _parse_error(text: str, problem: str) -> SpecError:
+    return SpecError(f"not a list of Slurm's nodes: {text[:80]!r}: {problem}")

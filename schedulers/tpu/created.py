@@ -13,17 +13,16 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ..errors import SchedulerError, SpecError, StoreError, SubmitError, UnknownJob, Unreachable
-from ..hosts.jobs.moving import JobPlacement, MovingJobs
 from ..hosts.jobs.target import HostsTarget
 from ..hosts.remote_files import host_program
-from ..job import JobSpec, Reason, State, Status
+from ..job import Cursor, JobSpec, LogLine, Reason, State, Status
 from ..store import atomic_files
 from ..target import CheckReport, DiscoveredJob, Plan, TargetContext
 from . import api, slices
@@ -66,8 +65,27 @@ class _Slice:
     project: str = ""
 
 
-class CreatedSlices(MovingJobs, SliceTarget):
-    """A target that creates a slice for each job. A job's native id is `accel-JOB/JOB` in every attempt."""
+@dataclass(frozen=True)
+class JobPlacement:
+    """A job on its current hosts: the target that runs it there, and its native id there.
+
+    prefix: begins the names of its log sources, to distinguish these hosts from earlier ones.
+    """
+
+    target: HostsTarget
+    native_id: str
+    prefix: str
+
+    def lines(self, since: Cursor) -> Iterator[LogLine]:
+        for line in self.target.logs(self.native_id, since.below(self.prefix)):
+            yield replace(line, source=self.prefix + line.source)
+
+
+class CreatedSlices(SliceTarget):
+    """A target that creates a slice for each job. A job's native id is `accel-JOB/JOB` in every attempt.
+
+    A job gets its hosts after the submit and may move: its logs distinguish the hosts, and outlive them.
+    """
 
     def __init__(self, context: TargetContext) -> None:
         super().__init__(context)
@@ -299,6 +317,45 @@ class CreatedSlices(MovingJobs, SliceTarget):
 
     # Other operations of the target.
 
+    def _archive_logs(self, placement: JobPlacement, path: str) -> None:
+        """Archive the lines that the hosts have now."""
+        with open(f"{path}.new", "wb") as file, contextlib.suppress(Unreachable):
+            for line in placement.lines(Cursor()):
+                file.write(json.dumps(dataclasses.asdict(line)).encode() + b"\n")
+        os.replace(f"{path}.new", path)
+
+    def logs(self, native_id: str, since: Cursor | None = None) -> Iterator[LogLine]:
+        """Yield the hosts' lines or, if the hosts are gone, the archived ones."""
+        start, placement = since or Cursor(), self._current_placement(native_id)
+        if placement is not None:
+            yield from placement.lines(start)
+        elif os.path.exists(path := self._file(_job(native_id), "slice.log")):
+            with open(path, "rb") as file:
+                lines = (LogLine(**json.loads(line)) for line in file)
+                yield from (line for line in lines if int(line.position) > int(start.position(line.source) or 0))
+
+    def cursor_at(self, native_id: str, when: float) -> Cursor:
+        placement = self._current_placement(native_id)
+        return (
+            Cursor()
+            if placement is None
+            else placement.target.cursor_at(placement.native_id, when).under(placement.prefix)
+        )
+
+    def tail_at(self, native_id: str, since: Cursor, count: int) -> Cursor | None:
+        placement = self._current_placement(native_id)
+        if placement is None:
+            return None
+        cursor = since.moved({})
+        host_cursor = placement.target.tail_at(placement.native_id, since.below(placement.prefix), count)
+        cursor.move((host_cursor or Cursor()).under(placement.prefix))
+        return cursor
+
+    def wait(self, native_id: str, timeout_s: float) -> bool | None:
+        """As `HostsTarget.wait`; None if the job has no hosts."""
+        placement = self._current_placement(native_id)
+        return None if placement is None else placement.target.wait(placement.native_id, timeout_s)
+
     def cancel(self, native_id: str) -> None:
         """Cancel a running job gracefully. Delete the slice if no job runs there or its hosts are unreachable."""
         job_id = _job(native_id)
@@ -397,9 +454,6 @@ class CreatedSlices(MovingJobs, SliceTarget):
         if state is None or native is None:
             return None
         return JobPlacement(self._target(job_id, state), native, f"{state.attempt}.")
-
-    def _archive_path(self, native_id: str) -> str:
-        return self._file(_job(native_id), "slice.log")
 
     def _create(self, job_id: str, state: _Slice) -> None:
         slice_api = self._api_of(state)

@@ -175,7 +175,7 @@ class SliceTarget(HostsTarget):
                 f"target {self.name}: --nodes {requested}: {self._options.name} has {len(hosts)} hosts; leave it out"
             )
         if self._options.transport == "ssh":
-            from .sign_in import install_key
+            from .slices import install_key
 
             install_key(self._api, str(self._options.name), self._hosts.pool, hosts)
         return len(hosts)

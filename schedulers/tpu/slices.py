@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
 import subprocess
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, SchedulerError, SubmitError
-from ..hosts.errors import one_line
+from ..hosts.errors import LoginRefused, one_line
 from ..hosts.host_list import Host
 from ..job import Reason, State, Status
 from ..store import atomic_files
 from .options import TpuOptions
 
+if TYPE_CHECKING:
+    from ..hosts.transport import Pool
+    from .api import Api
+
 _GCLOUD_S = 120.0
 _MAX_WORKERS = 32
 _READY = "READY"
+_KEYS = "ssh-keys"
+_KEY_ACCEPTED_S = 60.0  # for the guest agent to install it
+_KEY_RETRY_S = 1.0
 # State of a node -> reason and phrase for a job whose hosts do not respond. In other states the job may still run.
 _ENDS: Mapping[str, tuple[Reason, str]] = {
     "PREEMPTED": (Reason.PREEMPTED, "was preempted"),
@@ -29,6 +38,8 @@ _ENDS: Mapping[str, tuple[Reason, str]] = {
     "STOPPED": (Reason.NODE_FAILURE, "was stopped"),
     "DELETING": (Reason.NODE_FAILURE, "was deleted"),
 }
+
+progress = logging.getLogger("schedulers.progress")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,3 +205,47 @@ def _ssh_config_lines(options: TpuOptions) -> list[str]:
 
 def _quoted(path: Path) -> str:
     return f'"{path}"'
+
+
+# The user's public key in a slice's metadata, from which the workers' guest agent installs it.
+
+
+def install_key(api: Api, name: str, pool: Pool, hosts: Sequence[Host]) -> None:
+    """Connect to a slice's workers. If one refuses the user's key, add it to the node's metadata and wait for all.
+
+    Raises LoginRefused without a public key in a file, if the metadata has the key already, or if a worker still
+    refuses it after 60 s. Ignores unreachable workers: the next login reports them.
+    """
+    refusals = _rejecting_hosts(pool, hosts)
+    if not refusals:
+        return
+    node = api.node(name)
+    host, error = next(iter(refusals.items()))
+    line = _public_key_line(pool, host)
+    ssh_keys = str(node.metadata.get(_KEYS, ""))
+    if line is None or line in ssh_keys.splitlines():
+        raise error
+    progress.info("adding your public key to %s", api.label.replace("target", "the slice of target"))
+    api.set_metadata(node, {**node.metadata, _KEYS: "\n".join(filter(None, (ssh_keys.rstrip("\n"), line)))})
+    deadline = time.monotonic() + _KEY_ACCEPTED_S
+    while refusals := _rejecting_hosts(pool, refusals):
+        if time.monotonic() > deadline:
+            raise error
+        time.sleep(_KEY_RETRY_S)
+
+
+def _rejecting_hosts(pool: Pool, hosts: Iterable[Host]) -> dict[Host, LoginRefused]:
+    outcomes = pool.map(lambda remote: remote.connection(), hosts)
+    return {outcome.host: outcome.error for outcome in outcomes if isinstance(outcome.error, LoginRefused)}
+
+
+def _public_key_line(pool: Pool, host: Host) -> str | None:
+    """Return `user:key` for the first key that SSH would try and whose public half is in a file, or None."""
+    settings = pool.settings(host)
+    for path in settings.identities:
+        try:
+            text = Path(f"{path}.pub").read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):
+            continue
+        return f"{settings.user}:{text.strip()}"
+    return None

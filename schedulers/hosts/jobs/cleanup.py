@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from .. import replies
 from ..host_list import Host
-from ..remote_files import Files, host_program, program_loader
+from ..remote_files import Files, host_programs, program_call
 from ..transport import Remote
 from .native_id import Native
 
@@ -29,10 +28,9 @@ def clear(remote: Remote, *, root: str, python: str, unused_s: float, jobs: Sequ
 
     Returns the reason for each job that was not removed. Raises HostUnreachable, RemoteError.
     """
-    program = host_program("cleanup")
     request = {"root": root, "jobs": list(jobs), "unused_s": unused_s}
-    argv = [python, "-I", "-S", "-c", program_loader(program)]
-    completed = remote.run(argv, stdin=program + json.dumps(request).encode() + b"\n", timeout_s=_CLEANUP_S)
+    argv, stdin = program_call(python, host_programs("logs", "jobs", "cleanup"), request)
+    completed = remote.run(argv, stdin=stdin, timeout_s=_CLEANUP_S)
     return replies.decode(completed.stdout, replies.CleanupResult, remote.name, completed.stderr)["kept"]
 
 
@@ -61,6 +59,3 @@ def clear_jobs(hosts: Hosts, options: HostOptions, jobs: Sequence[Native]) -> li
 def remove(hosts: Hosts, options: HostOptions, paths: Sequence[str], host_list: Sequence[Host]) -> None:
     """Remove these paths below `root` from the hosts that can be reached."""
     hosts.pool.map(lambda remote: Files(remote, root=options.root, python=hosts.python).remove(*paths), host_list)
-
-
-__all__ = ["clear", "clear_jobs", "remove", "unused_s"]

@@ -62,6 +62,3 @@ def _job_hosts(settings_by_host: Mapping[Host, Settings]) -> list[Host]:
     by_number = {int(host_settings["node"]): host for host, host_settings in settings_by_host.items()}
     names = [str(node["name"]) for node in (*settings["nodes"], *settings["spares"])]
     return [by_number.get(number) or parse_hosts(name, source="the job")[0] for number, name in enumerate(names)]
-
-
-__all__ = ["find"]

@@ -15,7 +15,7 @@ from ...job import Reason, State, Status
 from .. import replies
 from ..errors import HostUnreachable, RemoteError, one_line
 from ..host_list import Host
-from ..remote_files import host_programs, program_loader
+from ..remote_files import host_programs, program_call
 from ..transport import Outcome, Pool, Remote
 from .native_id import Native
 from .options import HostOptions, python_of
@@ -114,10 +114,9 @@ class Hosts:
             pool.close()
 
     def _query_host(self, remote: Remote, steps: Sequence[Step]) -> Reply:
-        program = host_programs("logs", "jobs")
-        request = json.dumps({"root": self._options.root, "do": list(steps)}).encode()
-        argv = [self.python, "-I", "-S", "-c", program_loader(program)]
-        completed = remote.run(argv, stdin=program + request + b"\n", timeout_s=_REPLY_TIMEOUT_S)
+        request = {"root": self._options.root, "do": list(steps)}
+        argv, stdin = program_call(self.python, host_programs("logs", "jobs"), request)
+        completed = remote.run(argv, stdin=stdin, timeout_s=_REPLY_TIMEOUT_S)
         line, _, data = completed.stdout.partition(b"\n")
         return Reply(replies.decode_done(line, steps, replies.JOBS, remote.name, completed.stderr), data)
 
@@ -284,6 +283,3 @@ def query_all(hosts: Hosts, host_list: Sequence[Host], step: Step) -> list[tuple
         (host, None if outcome.value is None else outcome.value.done[0], outcome.error)
         for host, outcome in outcomes.items()
     ]
-
-
-__all__ = ["Hosts", "Reply", "on_host", "query_all", "running", "statuses"]

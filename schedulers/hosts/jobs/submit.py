@@ -16,10 +16,9 @@ from ..host_list import Host
 from ..remote_files import Blob, Files
 from ..transport import Remote
 from .cleanup import remove, unused_s
-from .free_slots import queue_settings
 from .native_id import Native
 from .options import HostOptions, port_range
-from .placement import Placement, progress
+from .placement import Placement, progress, queue_settings
 from .status import Hosts, query_all
 
 _PORTS_TRIED = 16

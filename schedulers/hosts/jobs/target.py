@@ -17,13 +17,13 @@ from ...store import atomic_files
 from ...target import CheckReport, DiscoveredJob, Plan, TargetContext, parse_ids
 from ..bundle import PROGRAM
 from . import options as host_options
+from .native_id import Native
 from .options import HostOptions
 
 if TYPE_CHECKING:
     from ..facts import HostRequirements
     from ..host_list import Host
     from ..preflight import Report
-    from .native_id import Native
     from .status import Hosts
     from .venvs import Environments
     from .watch import Watch
@@ -177,7 +177,6 @@ class HostsTarget(abc.ABC):
         """Submit jobs that differ in arguments and names only. Returns their native ids, or errors."""
         from ..remote_files import Blob
         from . import submit
-        from .native_id import Native
         from .placement import common_slots, place
 
         common = plans[0].settings
@@ -212,7 +211,6 @@ class HostsTarget(abc.ABC):
 
         A job without a native id is missing, as its hosts are not chosen, and so is one with an unreachable host.
         """
-        from .native_id import Native
         from .status import query_all
 
         natives = {job_id: Native.parse(native_id) for job_id, native_id in jobs.items() if native_id}
@@ -238,7 +236,6 @@ class HostsTarget(abc.ABC):
 
         Raises Unreachable, with the other statuses, if the hosts of a job could not tell.
         """
-        from .native_id import Native
         from .status import statuses
 
         natives, invalid = parse_ids(Native.parse, native_ids)
@@ -250,19 +247,16 @@ class HostsTarget(abc.ABC):
 
     def logs(self, native_id: str, since: Cursor | None = None) -> Iterator[LogLine]:
         from . import logs
-        from .native_id import Native
 
         yield from logs.read(self._hosts, Native.parse(native_id), since)
 
     def cursor_at(self, native_id: str, when: float) -> Cursor:
         from . import logs
-        from .native_id import Native
 
         return logs.cursor_at(self._hosts, Native.parse(native_id), when)
 
     def tail_at(self, native_id: str, since: Cursor, count: int) -> Cursor | None:
         from . import logs
-        from .native_id import Native
 
         return logs.tail_at(self._hosts, Native.parse(native_id), since, count)
 
@@ -272,13 +266,11 @@ class HostsTarget(abc.ABC):
         Raises Unreachable if no host that has the job could be reached.
         """
         from . import submit
-        from .native_id import Native
 
         submit.cancel(self._hosts, Native.parse(native_id))
 
     def wait(self, native_id: str, timeout_s: float) -> bool | None:
         """Long-poll two of the job's hosts, and others after these have closed."""
-        from .native_id import Native
         from .watch import Watch
 
         if self._watch is None:
@@ -294,8 +286,6 @@ class HostsTarget(abc.ABC):
 
         native_id = self._placed_native_id(job_id)
         if native_id is not None:
-            from .native_id import Native
-
             return find.find(self._hosts, Native.parse(native_id).hosts, job_id, self.name)
         if os.path.isdir(os.path.dirname(self._placement_path(job_id))):
             return None  # this machine submits it, and has started nothing
@@ -316,8 +306,6 @@ class HostsTarget(abc.ABC):
 
     def _sent(self, jobs: Mapping[str, str | None]) -> list[Native]:
         """Return the native ids of those jobs that were sent to hosts, even if that was never confirmed."""
-        from .native_id import Native
-
         native_ids = [native_id or self._placed_native_id(job_id) for job_id, native_id in jobs.items()]
         return [Native.parse(native_id) for native_id in native_ids if native_id is not None]
 
@@ -395,7 +383,6 @@ class HostsTarget(abc.ABC):
         record = self._read_placement(job_id)
         if record is None:
             return None
-        from .native_id import Native
         from .status import query_all
 
         native = Native.parse(record[0])

@@ -6,7 +6,6 @@ With a `version` it is of another Python and has only its own packages.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,15 +13,14 @@ from dataclasses import dataclass, field
 
 from ...errors import ConfigError
 from .. import replies
-from ..errors import RemoteError, one_line
+from ..errors import RemoteError
 from ..host_list import Host
-from ..remote_files import host_program, program_loader
+from ..remote_files import host_program, program_call, read_reply
 from ..transport import Pool, Remote
 from .cleanup import clear
 
 MAIN = "requirements.txt"
 _CREATE_S = 3600.0
-_REPLY_TIMEOUT_S = 60.0
 
 _COMMENT = re.compile(r"(?:^|\s)#.*$")
 _OPTION = re.compile(r"(?P<name>--[a-z-]+|-[a-z])(?:\s*=\s*|\s+|(?<=^-[a-z]))(?P<value>\S.*)")
@@ -154,15 +152,12 @@ class Environments:
         return [outcome.host for outcome in outcomes if outcome.error is None and outcome.value is None]
 
     def _query(self, remote: Remote, *, make: bool) -> str | None:
-        program = host_program("venv")
         files = dict(self._requirements.files)
         request = {"root": self._root, "files": files, "version": self._version, "make": make}
-        with remote.open([self._python, "-I", "-c", program_loader(program)]) as session:
-            session.write(program + json.dumps(request).encode() + b"\n")
-            line = session.read_line(_CREATE_S)
-            if not line.endswith(b"\n"):
-                completed = session.finish(_REPLY_TIMEOUT_S)
-                raise RemoteError(remote.name, f"{self._python}: {one_line(completed.stderr)}", completed.status)
+        argv, stdin = program_call(self._python, host_program("venv"), request, site=True)
+        with remote.open(argv) as session:
+            session.write(stdin)
+            line = read_reply(session, _CREATE_S, remote.name, self._python)
         try:
             reply = replies.decode(line, replies.VenvResult, remote.name)
         except RemoteError as error:

@@ -137,6 +137,3 @@ class _HostWatch(threading.Thread):
         with contextlib.suppress(SchedulerError):  # the thread that reads raises it
             self._session.write("".join(f"{job_id}\n" for job_id in self._waiting).encode())
         self._waiting.clear()
-
-
-__all__ = ["Watch"]

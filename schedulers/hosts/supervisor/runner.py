@@ -11,10 +11,10 @@ import resource
 import shutil
 import signal
 import subprocess
+import threading
 import time
 
 from . import wire
-from .announcements import Announcements
 from .documents import log, preallocate
 from .reaper import MARKER, ProcessReaper
 from .slots import NotEnoughSlots, Slots, required_slots, visible
@@ -30,6 +30,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import Any
+    from urllib.request import OpenerDirector
 
 PR_SET_PDEATHSIG = 1
 ALLOWANCE_S = 6.0  # for `accel launch` to end its ranks after their grace
@@ -40,6 +41,8 @@ FILES_LIMIT = resource.getrlimit(resource.RLIMIT_NOFILE)
 UMASK = os.umask(0o077)
 os.umask(UMASK)
 _MAX_MESSAGE = 500
+_QUIET = {"maintenance-event": "NONE", "preempted": "FALSE"}
+_WAIT_S, _ALLOWANCE_S, _RETRY_S = 60, 30.0, 5.0
 _SESSION_VARIABLES = ("SSH_CLIENT", "SSH_CONNECTION", "SSH_TTY", "SSH_AUTH_SOCK", "SSH_ORIGINAL_COMMAND")
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -391,3 +394,41 @@ def _interpreter_env(python: str, path: str) -> dict[str, str]:
 
 def _as_exit_code(code: int) -> int:
     return code if code >= 0 else 128 - code
+
+
+class Announcements:
+    """Maintenance and preemption notices from Google Cloud's metadata server, by threads that end with the process.
+
+    https://cloud.google.com/compute/docs/metadata/getting-live-migration-notice and …/docs/instances/create-use-spot
+    """
+
+    def __init__(self, server: str) -> None:
+        from http.client import HTTPException
+        from urllib import request  # slower to import than all else in a supervisor
+
+        self._errors = (OSError, ValueError, HTTPException)
+
+        self._new: list[str] = []
+        opener = request.build_opener(request.ProxyHandler({}))  # the server is this machine's own
+        opener.addheaders = [("Metadata-Flavor", "Google")]
+        for key in _QUIET:
+            url = f"http://{server}/computeMetadata/v1/instance/{key}"
+            threading.Thread(target=self._poll_server, args=(opener, key, url), daemon=True).start()
+
+    def take(self) -> str:
+        """Return a notice that has come since the last call; empty if there is none."""
+        return self._new.pop(0) if self._new else ""
+
+    def _poll_server(self, opener: OpenerDirector, key: str, url: str) -> None:
+        etag, previous = "0", _QUIET[key]
+        while True:
+            query = f"{url}?wait_for_change=true&timeout_sec={_WAIT_S}&last_etag={etag}"
+            try:
+                with opener.open(query, timeout=_WAIT_S + _ALLOWANCE_S) as response:
+                    etag, event = response.headers.get("ETag", "0"), response.read().decode().strip()
+            except self._errors:
+                time.sleep(_RETRY_S)
+                continue
+            if event not in (previous, _QUIET[key]):
+                self._new.append(f"{key}: {event}")
+            previous = event

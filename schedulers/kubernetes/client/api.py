@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlencode
 
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
 _RETRY_DELAYS_S = (0.1, 0.4, 1.0)
 _LONGEST_WAIT_S = 5.0
-# Idempotent methods: repeated even if the first request may have arrived.
 _RETRIED_METHODS = ("GET", "PUT", "DELETE", "HEAD")
 _BUSY = (429, 500, 502, 503, 504)
 _PIECE = 1 << 16
@@ -34,6 +34,23 @@ _PAGE = "500"
 _CONNECT_S = 10.0
 
 Query = Mapping[str, str | Sequence[str]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Request:
+    """A request. `timeout_s`: the longest silence, or None without a limit."""
+
+    method: str
+    path: str
+    query: Query | None
+    body: object = None
+    headers: Mapping[str, str]
+    timeout_s: float | None
+
+    @property
+    def repeatable(self) -> bool:
+        """True if it may be repeated even if the first one may have arrived."""
+        return self.method in _RETRIED_METHODS
 
 
 class Api:
@@ -122,7 +139,8 @@ class Api:
             "accept-encoding": "gzip",
             **({} if body is None else {"content-type": content_type}),
         }
-        response, warnings = self._body_of(method, path, query, body, headers, timeout_s)
+        request = _Request(method=method, path=path, query=query, body=body, headers=headers, timeout_s=timeout_s)
+        response, warnings = self._body_of(request)
         try:
             reply = json.loads(response) if response.strip() else {}
         except ValueError:
@@ -148,13 +166,25 @@ class Api:
             if not continue_token:
                 return
 
+    def items(self, path: str, query: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+        """Yield the selected objects of a collection, page by page."""
+        for page in self.pages(path, query):
+            yield from page.get("items") or []
+
+    def get_or_none(self, path: str) -> dict[str, Any] | None:
+        """Return the object as it is now, or None if there is none."""
+        try:
+            return self.call("GET", path)
+        except NotFound:
+            return None
+
     def stream(self, path: str, *, query: Query | None = None, idle_s: float | None = None) -> Stream:
         """Return a response that is read as it arrives. Raises the errors of `call`.
 
         Reading raises Unreachable when the connection breaks, or when nothing has arrived for `idle_s` seconds.
         """
-        response = self._respond("GET", path, query, None, {"accept": "*/*"}, idle_s)
-        return Stream(response, self)
+        request = _Request(method="GET", path=path, query=query, headers={"accept": "*/*"}, timeout_s=idle_s)
+        return Stream(self._respond(request), self)
 
     def versions(self) -> set[str]:
         """Return the API versions of the cluster: `v1`, `batch/v1`, `kubeflow.org/v1`, …. Queried once."""
@@ -177,7 +207,7 @@ class Api:
 
     def connect(
         self, pod: str, argv: Sequence[str], *, container: str | None = None, tty: bool = False, stdin: bool = False,
-        namespace: str | None = None, binary: bool = False,
+        namespace: str | None = None,
     ) -> Any:  # fmt: skip
         """Run a program in a pod's container and return its streams, a `kubernetes.stream.ws_client.WSClient`.
 
@@ -191,7 +221,7 @@ class Api:
             query["container"] = container
         url = self._url(self.path("v1", "pods", pod, "exec", namespace), query)
         auth_headers = self._credentials().headers()
-        return open_exec(self._credentials().configuration(), self.access, auth_headers, url, self.label, binary=binary)
+        return open_exec(self._credentials().configuration(), self.access, auth_headers, url, self.label)
 
     def close(self) -> None:
         """Close the idle connections. They are reopened when needed."""
@@ -232,39 +262,29 @@ class Api:
     def _url(self, path: str, query: Query | None) -> str:
         return f"{self.server}{path}{'?' + urlencode(query, doseq=True) if query else ''}"
 
-    def _body_of(
-        self, method: str, path: str, query: Query | None, body: object, headers: dict[str, str], timeout_s: float
-    ) -> tuple[bytes, list[str]]:
+    def _body_of(self, request: _Request) -> tuple[bytes, list[str]]:
         """Return the body and the warnings of the response."""
         import urllib3
 
         for wait in (*_RETRY_DELAYS_S, None):
-            response = self._respond(method, path, query, body, headers, timeout_s)
+            response = self._respond(request)
             try:
                 return bytes(response.read()), warnings_of(response.headers.getlist("warning"))
             except (urllib3.exceptions.HTTPError, OSError) as error:
-                if method not in _RETRIED_METHODS or wait is None:
+                if not request.repeatable or wait is None:
                     raise self.unreachable(error) from None
                 time.sleep(wait)
             finally:
                 response.release_conn()
         raise AssertionError
 
-    def _respond(
-        self,
-        method: str,
-        path: str,
-        query: Query | None,
-        body: object,
-        headers: dict[str, str],
-        timeout_s: float | None,
-    ) -> urllib3.BaseHTTPResponse:
+    def _respond(self, request: _Request) -> urllib3.BaseHTTPResponse:
         """Send the request, with retries. Return the successful response, its body unread."""
         renewed = False
         pauses = list(_RETRY_DELAYS_S)
         while True:
             credential = self._credentials().plugin_status()
-            response = self._send_once(method, path, query, body, headers, timeout_s, pauses)
+            response = self._send_once(request, pauses)
             if 200 <= response.status < 300:
                 return response
             error_body = self._rest(response)
@@ -272,7 +292,7 @@ class Api:
                 renewed = True
                 self.close()  # a new certificate needs new connections
                 continue
-            if response.status in _BUSY and pauses and (method in _RETRIED_METHODS or response.status == 429):
+            if response.status in _BUSY and pauses and (request.repeatable or response.status == 429):
                 _pause(pauses.pop(0), response.headers.get("retry-after"))
                 continue
             refusal = error_of(response.status, error_body, subject=self.label, user=self.access.user_label)
@@ -283,31 +303,20 @@ class Api:
                 )
             raise refusal
 
-    def _send_once(
-        self,
-        method: str,
-        path: str,
-        query: Query | None,
-        body: object,
-        headers: dict[str, str],
-        timeout_s: float | None,
-        pauses: list[float],
-    ) -> urllib3.BaseHTTPResponse:
+    def _send_once(self, request: _Request, pauses: list[float]) -> urllib3.BaseHTTPResponse:
         client = self._client()
         from email.utils import mktime_tz, parsedate_tz
 
         from kubernetes.client.exceptions import ApiException
         from urllib3 import HTTPHeaderDict, exceptions
 
-        request_headers = HTTPHeaderDict({"user-agent": "accel", **headers})
-        request_headers.extend(self._credentials().headers())
-        timeouts = (_CONNECT_S, timeout_s)
+        headers = HTTPHeaderDict({"user-agent": "accel", **request.headers})
+        headers.extend(self._credentials().headers())
+        url, timeouts = self._url(request.path, request.query), (_CONNECT_S, request.timeout_s)
         while True:
             sent_at = time.time()
             try:
-                reply = client.call_api(
-                    method, self._url(path, query), request_headers, body, _request_timeout=timeouts
-                )
+                reply = client.call_api(request.method, url, headers, request.body, _request_timeout=timeouts)
                 response: urllib3.BaseHTTPResponse = reply.response
                 if (date := parsedate_tz(response.headers.get("date"))) is not None:
                     self._ahead_s = _ahead(mktime_tz(date), sent_at, time.time())
@@ -315,12 +324,7 @@ class Api:
             except (ApiException, exceptions.HTTPError, OSError) as error:  # ApiException is the client's error for TLS
                 never_sent = isinstance(error, exceptions.NewConnectionError)
                 timed_out = isinstance(error, exceptions.TimeoutError) and not never_sent
-                if (
-                    not pauses
-                    or timed_out
-                    or isinstance(error, ApiException)
-                    or not (never_sent or method in _RETRIED_METHODS)
-                ):
+                if not pauses or timed_out or isinstance(error, ApiException) or not (never_sent or request.repeatable):
                     raise self.unreachable(error) from None
                 time.sleep(pauses.pop(0))
             except ValueError as error:  # an invalid URL or header
@@ -390,9 +394,7 @@ def _ahead(date: float, sent: float, received: float) -> float:
 # Exec: a program in a running container, over the official client's websocket.
 
 
-def open_exec(
-    configuration: Any, access: Access, auth_headers: list[tuple[str, str]], url: str, subject: str, *, binary: bool
-) -> Any:
+def open_exec(configuration: Any, access: Access, auth_headers: list[tuple[str, str]], url: str, subject: str) -> Any:
     """Return the client's WSClient, authenticated by `auth_headers`. Raises ApiError, Unreachable, ConfigError."""
     import websocket
     from kubernetes.stream import ws_client
@@ -403,7 +405,7 @@ def open_exec(
     headers = {**dict(auth_headers), "sec-websocket-protocol": protocols + extra_lines}
     client_class: Any = ws_client.WSClient
     try:
-        return client_class(configuration, "ws" + url.removeprefix("http"), headers, capture_all=False, binary=binary)
+        return client_class(configuration, "ws" + url.removeprefix("http"), headers, capture_all=False, binary=True)
     except websocket.WebSocketBadStatusException as error:
         body = error.resp_body or b""
         raise error_of(error.status_code, bytes(body), subject=subject, user=access.user_label) from None

@@ -203,6 +203,3 @@ class Informer:
 
 def name_of(resource: Mapping[str, Any]) -> str:
     return str((resource.get("metadata") or {}).get("name"))
-
-
-__all__ = ["Informer", "Object", "name_of"]

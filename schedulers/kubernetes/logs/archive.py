@@ -315,6 +315,3 @@ def _try_lock(fd: int, operation: int) -> bool:
     except OSError:
         return True
     return True
-
-
-__all__ = ["Archive", "ArchivedLog", "archive_job", "archived_logs", "finished"]

@@ -301,6 +301,3 @@ def _split_lines(part: bytes, *, complete: bool) -> Iterator[tuple[bytes, bool]]
 
 def _is_after(position: Position, reference: Position) -> bool:
     return (position.lines, position.bytes) > (reference.lines, reference.bytes)
-
-
-__all__ = ["ABSENT", "LAUNCH_LINE", "LogChunk", "Position", "TimestampParser", "format_stamp", "parse_stamp"]

@@ -585,6 +585,3 @@ class _ReadPass:
 def _pods_of(api: Api, native: Native) -> list[dict[str, Any]]:
     """Return the job's current pods; none if a later object has its name, and so its label."""
     return [] if query.replaced(api, native) else query.pods_of(api, native)
-
-
-__all__ = ["Reader"]

@@ -244,6 +244,3 @@ def _attempt_of(pod: Object) -> int | None:
 def _metadata_values(pod: Object) -> dict[str, str]:
     metadata = pod.get("metadata") or {}
     return {**(metadata.get("annotations") or {}), **(metadata.get("labels") or {})}
-
-
-__all__ = ["Source", "is_continuation", "is_launcher_line", "is_truncated", "list_sources", "rank_of"]

@@ -353,6 +353,3 @@ def _open(
         query["follow"] = "true"
     path = api.path("v1", "pods", source.pod, "log", native.namespace)
     return api.stream(path, query=query, idle_s=_IDLE_S)
-
-
-__all__ = ["ContainerLogStream", "LogResponse", "fetch"]

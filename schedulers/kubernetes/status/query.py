@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...errors import Unreachable
 from ...job import State, Status
 from ...printable import one_line
 from .. import names
-from ..client.errors import ApiError, Forbidden, NotFound
+from ..client.errors import ApiError, Forbidden
 from ..native_id import Native
 from . import job_states, pod_states, watch
 
@@ -74,32 +74,17 @@ def replaced(api: Api, native: Native) -> bool:
 
 
 def _get_workload(api: Api, native: Native) -> Object | None:
-    return _get_or_none(api, api.path(native.api_version, native.plural, native.name, namespace=native.namespace))
+    return api.get_or_none(api.path(native.api_version, native.plural, native.name, namespace=native.namespace))
 
 
 def pod_of(api: Api, native: Native, name: str) -> Object | None:
     """Return the job's pod of that name as it is now, or None."""
-    return _get_or_none(api, api.path("v1", "pods", name, namespace=native.namespace))
-
-
-def _get_or_none(api: Api, path: str) -> Object | None:
-    try:
-        return api.call("GET", path)
-    except NotFound:
-        return None
+    return api.get_or_none(api.path("v1", "pods", name, namespace=native.namespace))
 
 
 def pods_of(api: Api, native: Native) -> list[Object]:
     """Return the job's pods as they are now."""
-    return list(
-        list_objects(api, api.path("v1", "pods", namespace=native.namespace), {"labelSelector": native.selector})
-    )
-
-
-def list_objects(api: Api, path: str, query: dict[str, str]) -> Iterator[Object]:
-    """Yield the selected objects of a collection, page by page."""
-    for page in api.pages(path, query):
-        yield from page.get("items") or []
+    return list(api.items(api.path("v1", "pods", namespace=native.namespace), {"labelSelector": native.selector}))
 
 
 def _cached_snapshot(api: Api, native: Native) -> tuple[Object, list[Object]] | None:
@@ -121,7 +106,7 @@ def _list_statuses(api: Api, namespace: str, natives: Sequence[Native], *, ttl: 
     workloads = _workloads(api, namespace, natives)
     existing = [native for native in natives if native.name in workloads and native.owns(workloads[native.name])]
     pods: dict[str, list[Object]] = {}
-    for pod in list_objects(api, api.path("v1", "pods", namespace=namespace), {"labelSelector": _selector(natives)}):
+    for pod in api.items(api.path("v1", "pods", namespace=namespace), {"labelSelector": _selector(natives)}):
         pods.setdefault(((pod.get("metadata") or {}).get("labels") or {}).get(names.JOB_ID, ""), []).append(pod)
     job_pods = {native: pods.get(names.label_value(native.job_id), []) for native in natives}
     status_by_native = {native: _status(api, native, workloads[native.name], job_pods[native]) for native in existing}
@@ -194,7 +179,7 @@ def _workloads(api: Api, namespace: str, natives: Sequence[Native]) -> dict[str,
         return {} if single is None else {natives[0].name: single}
     path = api.path(natives[0].api_version, natives[0].plural, namespace=namespace)
     query = {"labelSelector": _selector(natives)}
-    workloads = {str(workload["metadata"]["name"]): workload for workload in list_objects(api, path, query)}
+    workloads = {str(workload["metadata"]["name"]): workload for workload in api.items(path, query)}
     # An object without the label still exists: query by name what the list lacks.
     for native in natives:
         if native.name not in workloads and (live := _get_workload(api, native)) is not None:
@@ -214,7 +199,7 @@ def _warnings(api: Api, namespace: str, jobs: dict[Native, list[Object]]) -> dic
     try:
         for name in filter_names:
             query = {"fieldSelector": watch.WARNINGS + (f",involvedObject.name={name}" if name else _EVENT_SELECTOR)}
-            for entry in list_objects(api, path, query):
+            for entry in api.items(path, query):
                 events.setdefault(str((entry.get("involvedObject") or {}).get("name")), []).append(entry)
     except Forbidden as error:
         logger.warning("%s; why a job waits or stands still may be left out", one_line(str(error)))
@@ -226,6 +211,3 @@ def _warnings(api: Api, namespace: str, jobs: dict[Native, list[Object]]) -> dic
 
 def _selector(natives: Iterable[Native]) -> str:
     return names.selector_of(names.label_value(native.job_id) for native in natives)
-
-
-__all__ = ["list_objects", "pod_of", "pods_of", "replaced", "statuses", "workload_of"]

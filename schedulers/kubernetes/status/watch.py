@@ -175,6 +175,3 @@ def _forget() -> None:
 
 
 os.register_at_fork(after_in_child=_forget)
-
-
-__all__ = ["WARNINGS", "Watcher", "release", "running", "shared", "strip_pod", "workload_and_pods"]

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from schedulers.hosts import bundle
 from schedulers.hosts.supervisor import leader
 from schedulers.hosts.supervisor.leader import Leader
-from schedulers.slurm import batch_program
+from schedulers.slurm import submit as slurm_submit
 
 from .supervised import start_command
 
@@ -392,7 +392,7 @@ def test_the_program_is_one_file_that_older_pythons_read() -> None:
             assert roots <= {*sys.stdlib_module_names, "supervisor", "logs", "redaction"}, name
 
 
-@pytest.mark.parametrize("program", [bundle.program, batch_program.program])
+@pytest.mark.parametrize("program", [bundle.program, slurm_submit.program])
 def test_a_packed_program_finds_what_is_packed_with_it(program: Callable[[], bytes]) -> None:
     """Beyond its package it finds nothing where it is installed alone, which Python 3.8 calls a ValueError."""
     with zipfile.ZipFile(io.BytesIO(program())) as archive:

@@ -17,7 +17,7 @@ from schedulers import node as node_programs
 from schedulers.errors import SnapshotError
 from schedulers.hosts.errors import HostUnreachable, RemoteError
 from schedulers.hosts.host_list import parse_hosts
-from schedulers.hosts.remote_files import PROGRAM_MODE, Blob, Files
+from schedulers.hosts.remote_files import Blob, Files
 from schedulers.hosts.transport import Pool
 from schedulers.slurm import login
 from schedulers.store.snapshot import pack
@@ -54,7 +54,6 @@ def test_programs_for_hosts_need_no_more_than_python_3_8() -> None:
 def test_files_are_written_whole_and_privately(files: Files, there: Path) -> None:
     odd = 'it\'s a "file" $(x)\n.txt'
     files.put({"jobs/a/plan.json": b"{}", f"jobs/{odd}": b"\0\xff", "empty": b""})
-    files.put({"run": b"#!/bin/sh\n"}, mode=PROGRAM_MODE)
     assert (there / "jobs/a/plan.json").read_bytes() == b"{}"
     assert (there / "jobs" / odd).read_bytes() == b"\0\xff"
     assert (there / "empty").read_bytes() == b""
@@ -63,7 +62,7 @@ def test_files_are_written_whole_and_privately(files: Files, there: Path) -> Non
         "jobs": 0o700,
         "a": 0o700,
     }
-    assert ((there / "empty").stat().st_mode & 0o777, (there / "run").stat().st_mode & 0o777) == (0o600, 0o700)
+    assert (there / "empty").stat().st_mode & 0o777 == 0o600
     files.put({"empty": b"no more"})
     assert (there / "empty").read_bytes() == b"no more"
     assert not list(there.rglob("*.part"))

@@ -50,21 +50,17 @@ def test_hostile_arguments_arrive_bit_for_bit(pool: Pool, ssh_hosts: SshHosts) -
         assert not list(ssh_hosts.home("node1", user).iterdir())
 
 
-def test_environment_directory_and_input_arrive(pool: Pool) -> None:
-    done = pool.remote("node1").run(
-        ["sh", "-c", 'pwd; printf %s "$SECRET"; cat'], env={"SECRET": "s'3\n"}, directory="/dev/shm", stdin=b"\0\xff\n"
-    )
-    assert done.stdout == b"/dev/shm\ns'3\n\0\xff\n"
+def test_the_input_arrives(pool: Pool) -> None:
+    assert pool.remote("node1").run(["cat"], stdin=b"\0\xff\n").stdout == b"\0\xff\n"
 
 
 def test_nothing_of_a_command_stands_in_a_command_line_but_the_program_itself(pool: Pool) -> None:
-    with pool.remote("node1").open(["cat"], env={"TOKEN": "hush-hush"}, directory="/tmp") as session:
+    with pool.remote("node1").open(["cat"]) as session:
         session.write(b"there\n")
         assert session.read_line(10) == b"there\n"
         lines = pool.remote("node1").run(["ps", "axww", "-o", "args="]).stdout.decode()
     assert "cat" in lines.splitlines()
     assert "eval" in lines
-    assert "hush-hush" not in lines
 
 
 def test_both_outputs_come_back_whole_and_apart(pool: Pool) -> None:

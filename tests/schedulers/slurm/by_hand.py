@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from schedulers.slurm.batch_program import PROGRAM, program
 from schedulers.slurm.node import NodeMain
+from schedulers.slurm.submit import PROGRAM, program
 from tests.clusters.netns import wait_until
 from tests.clusters.slurm import Slurm
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from schedulers import Job, Reason, State, Status, Unreachable
+from schedulers import Job, Reason, State, Status
 from schedulers.jobs.handle import list_jobs
 from schedulers.jobs.prune import prune
 from schedulers.store.store import Record, Store
@@ -70,23 +71,29 @@ def cut_off(job: Job) -> None:
     job.record.reload()
 
 
-def test_a_note_that_cannot_be_written_once_slurm_has_the_job(
-    slurm: Slurm, submit: Submit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+SUBMIT = """
+import schedulers
+try:
+    schedulers.submit("true", entry="command", target="slurm", procs_per_node=1, cpus=1, options={"cpu": True})
+except schedulers.Unreachable as error:
+    print(error)
+"""
+
+
+def test_a_note_that_cannot_be_written_once_slurm_has_the_job(slurm: Slurm, home: Path, tmp_path: Path) -> None:
     """sbatch answers, and the job's number cannot be noted, as on a full disk: the job runs and is found."""
     wrapper = tmp_path / "bin/sbatch"
     wrapper.parent.mkdir()
-    wrapper.write_text(f'#!/bin/sh\n{shutil.which("sbatch")} "$@"\nmkdir "submitted.json.$PPID.new"\n')
+    wrapper.write_text(f'#!/bin/sh\n{shutil.which("sbatch")} "$@"\nprlimit --pid $PPID --fsize=0\n')
     wrapper.chmod(0o755)
-    with monkeypatch.context() as full:
-        full.setenv("PATH", f"{wrapper.parent}:{os.environ['PATH']}")
-        with pytest.raises(Unreachable, match=r"submitted\.json"):
-            submit("true")
+    ended = subprocess.run(
+        [sys.executable, "-c", SUBMIT], env={**os.environ, "PATH": f"{wrapper.parent}:{os.environ['PATH']}"},
+        cwd=tmp_path, capture_output=True, text=True,
+    )  # fmt: skip
+    assert ended.stdout.startswith("disk full: cannot write"), ended.stderr
     record = listed()
     assert (record.status.state, record.native_id) == (State.SUBMITTING, None)
     job = Job(record)
-    cut_off(job)
-    (record.directory / f"slurm/submitted.json.{os.getpid()}.new").rmdir()
     until(lambda: job.status().state is State.SUCCEEDED, "it is found, and over")
     queue = subprocess.run(["squeue", "-h", "-t", "all", "-o", "%i %k"], check=True, capture_output=True, text=True)
     own = [line.split()[0] for line in queue.stdout.splitlines() if line.endswith(f" accel:{job.id}")]

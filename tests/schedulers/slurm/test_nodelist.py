@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schedulers.errors import SpecError
-from schedulers.slurm.nodelist import expand
+from schedulers.slurm.topology import expand
 from tests.needs import missing
 
 

@@ -16,7 +16,7 @@ import pytest
 from schedulers.job import Status
 from schedulers.slurm.batch import shared_files, slurm
 from schedulers.slurm.batch.outcome import Observations, decide_outcome, restart_limit_status
-from schedulers.slurm.batch_program import program
+from schedulers.slurm.submit import program
 
 RUNNING = {"JobState": "RUNNING", "Reason": "None", "Restarts": "0", "PreemptTime": "None", "TimeLimit": "01:00:00"}
 GOING = {**RUNNING, "JobState": "COMPLETING"}

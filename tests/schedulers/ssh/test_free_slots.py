@@ -8,7 +8,7 @@ import pytest
 
 from schedulers.hosts.facts import Devices, Facts, Gpus, Queue
 from schedulers.hosts.host_list import Host
-from schedulers.hosts.jobs.free_slots import Capacity, choose, host_capacity, queue_settings
+from schedulers.hosts.jobs.placement import Capacity, choose, host_capacity, queue_settings
 
 GPUS = Devices(kind="cuda", ids=("GPU-a", "GPU-b", "MIG/c", "GPU-d"), cpus=16)
 CPUS = Devices(kind="cpu", ids=("cpu",), cpus=4)

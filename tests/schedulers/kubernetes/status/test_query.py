@@ -15,7 +15,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from schedulers import Reason, State, Status
-from schedulers.kubernetes import cancel, cleanup
+from schedulers.kubernetes import cleanup
 from schedulers.kubernetes.native_id import Native
 from schedulers.kubernetes.status import query
 from tests.schedulers.kubernetes.shapes import condition, event, pod, running, terminated, workload
@@ -91,7 +91,7 @@ def test_times_of_the_cluster_are_compared_with_its_own_clock(make: MakeApi, ahe
         plain = _labelled(pod(0, running(name="node")))
         with serving(_cluster({"pods": [deleted], "run1": None}, ahead_s)) as server:
             gone = query.statuses(make(server.url), [_NATIVE])[0][str(_NATIVE)]
-            assert cancel.cancel_rest(make(server.url), _NATIVE, tmp_path) is ends
+            assert cleanup.cancel_rest(make(server.url), _NATIVE, tmp_path) is ends
         assert gone.state is (State.RUNNING if ends else State.FAILED)
         native = Native("job", "team", "run1", _NATIVE.job_id)
         with serving(_cluster({"pods": [plain], "run1": failed, "events": []}, ahead_s)) as server:
@@ -154,8 +154,8 @@ def test_a_later_object_of_the_same_name_is_not_the_job(make: MakeApi, tmp_path:
     assert (lost.state, lost.reason, lost.native_state) == (State.FAILED, Reason.LOST, "Deleted")
     assert _status(make, objects, dataclasses.replace(native, uid="u-2")).state is State.RUNNING
     with serving(_cluster(objects)) as server:
-        assert not cancel.cancel_rest(make(server.url), native, tmp_path)
-        cancel.cancel(make(server.url), native, tmp_path)
+        assert not cleanup.cancel_rest(make(server.url), native, tmp_path)
+        cleanup.cancel(make(server.url), native, tmp_path)
         assert not any(each.startswith("DELETE") for each in server.asked)
     over = _labelled(workload("Job", condition("Complete"), uid="u-2", labels={}))
     for uid, deletes in (("u-1", False), ("u-2", True)):
@@ -168,7 +168,7 @@ def test_a_later_object_of_the_same_name_is_not_the_job(make: MakeApi, tmp_path:
 def test_deletion_is_in_the_background_and_frees_an_object_that_hangs(make: MakeApi, tmp_path: Path) -> None:
     """In the foreground Trainer's webhook keeps the garbage collector from the last step."""
     with serving(_cluster({"pods": [], _NATIVE.name: {"kind": "TrainJob"}})) as server:
-        cancel.cancel(make(server.url), _NATIVE, tmp_path)
+        cleanup.cancel(make(server.url), _NATIVE, tmp_path)
         (deleted,) = [path for path in server.asked if path.startswith("DELETE")]
     assert parse_qs(urlsplit(deleted).query) == {"propagationPolicy": ["Background"]}
 
@@ -179,7 +179,7 @@ def test_what_runs_on_after_the_end_is_cancelled(make: MakeApi, tmp_path: Path) 
     waits = _labelled(pod(0, running(name="node")))
     for pods, still_runs in (([ended], False), ([ended, waits], True)):
         with serving(_cluster({"pods": pods, "log": b"", _NATIVE.name: {"kind": "TrainJob"}})) as server:
-            assert cancel.cancel_rest(make(server.url), _NATIVE, tmp_path) is still_runs
+            assert cleanup.cancel_rest(make(server.url), _NATIVE, tmp_path) is still_runs
             assert any(each.startswith("DELETE") for each in server.asked) is still_runs
 
 

@@ -273,7 +273,7 @@ def test_only_the_job_s_own_objects_are_watched(server: Server, follower: Follow
     first, second = (server.submit() for _ in range(2))
     watched(follower, first, second)
     for native in (first, second):
-        watcher = watch.running(follower._api, native)
+        watcher = watch.running(follower.api, native)
         assert watcher is not None
         assert set(watcher._workloads.objects) == {native.name}
 
@@ -427,7 +427,7 @@ def test_what_keeps_pods_from_being_made_is_seen_where_it_is_warned_of(server: S
         until(lambda job=job: status(follower, job).reason is Reason.NO_CAPACITY, "the reason")  # type: ignore[misc]
         assert "quota does not allow its pods" in status(follower, job).message
     alone = Follower(server.api("admin", namespace="elsewhere"))  # asks, since nobody watches
-    watch.release(follower._api)
+    watch.release(follower.api)
     assert status(alone, native).reason is Reason.NO_CAPACITY
 
 
