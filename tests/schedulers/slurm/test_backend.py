@@ -91,7 +91,8 @@ def test_a_note_that_cannot_be_written_once_slurm_has_the_job(slurm: Slurm, home
         cwd=tmp_path, capture_output=True, text=True,
     )  # fmt: skip
     assert ended.stdout.startswith("disk full: cannot write"), ended.stderr
-    record = listed()
+    (record,) = list_jobs(refresh=False)
+    assert isinstance(record, Record)
     assert (record.status.state, record.native_id) == (State.SUBMITTING, None)
     job = Job(record)
     until(lambda: job.status().state is State.SUCCEEDED, "it is found, and over")
