@@ -289,6 +289,7 @@ def run(command: Sequence[str], uploads: Uploads) -> int:
 def main() -> int:
     """Restore, launch and upload. Arguments: the URI, and Python's own: `accel launch` with its flags."""
     uri, *launch = sys.argv[1:]
+    os.environ.pop("ACCEL_JOB_SLOTS", None)  # this process holds these descriptors while the launcher runs
     uri = uri.replace("{id}", os.environ["ACCEL_JOB_ID"])
     root = os.environ.setdefault(ROOT, os.path.join(os.environ["ACCEL_JOB_DIR"], "checkpoints"))
     node, nodes = (int(launch[launch.index(flag) + 1]) for flag in ("--machine_rank", "--num_machines"))
