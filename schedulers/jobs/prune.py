@@ -103,12 +103,16 @@ def _running(records: Sequence[Record], shared: dict[str, Target]) -> dict[str, 
     reasons: dict[str, str] = {}
     for group in groups.values():
         unstated = [record for record in group if not _has_stated_end(record)]
+        backends: Mapping[str, str] = {}
+        answers: Mapping[str, str | SchedulerError] = {}
         try:
             target = any_target(group, shared)
-            answers = target.running({r.id: r.native_id for r in group}) if isinstance(target, Occupied) else {}
-            backends = identify(target, unstated)
+            if isinstance(target, Occupied):
+                answers = target.running({record.id: record.native_id for record in group})
+            with contextlib.suppress(SchedulerError, OSError):  # what runs is known all the same
+                backends = identify(target, unstated)
         except (SchedulerError, OSError) as error:
-            answers, backends = {record.id: SchedulerError(str(error)) for record in group}, {}
+            answers = {record.id: SchedulerError(str(error)) for record in group}
         reasons |= {job_id: f"it still runs: {answer}" for job_id, answer in answers.items() if isinstance(answer, str)}
         for record in unstated:
             if record.id not in reasons and (problem := _doubt(record, answers.get(record.id), backends)):

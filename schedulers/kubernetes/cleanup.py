@@ -45,9 +45,9 @@ def cancel(api: Api, native: Native, directory: Path) -> None:
 
 
 def cancel_rest(api: Api, native: Native, directory: Path) -> bool:
-    """Cancel a finished job if one of its pods still runs, as those of a failed PyTorchJob may.
+    """Cancel a finished job if one of its pods still runs; return True if one does.
 
-    Returns True if one does. Raises ApiError, Unreachable.
+    The pods of a failed PyTorchJob may. Raises ApiError, Unreachable.
     """
     pods = query.pods_of(api, native)
     if not any(pod_states.is_alive(pod, api.now()) for pod in pods) or query.replaced(api, native):

@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from tests import ordinary
+from tests.needs import missing
 
 from .conftest import Accel
 
@@ -77,8 +78,9 @@ print(process.stdout.readline())
 """
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="makes a set-user-id program: run the tests as root")
 def test_a_process_that_only_root_may_end_is_named(accel: Ordinary) -> None:
+    if os.geteuid() != 0:
+        missing("root, who makes a set-user-id program", "run the tests as root on Linux")
     accel = dataclasses.replace(accel, no_new_privs=False)
     program = accel.here / "python"
     shutil.copy(os.path.realpath(sys.executable), program)

@@ -68,17 +68,18 @@ class ProcessReaper:
                 _collect(pid if parents[pid] == own_pid else 0)
             else:
                 start_times[pid] = fields[_STARTTIME_FIELD]
+        marks = {pid: _mark_of(pid) for pid in start_times}
         return {
             (pid, started)
             for pid, started in start_times.items()
-            if pid != own_pid and self._is_ours(pid, own_pid, parents)
+            if pid != own_pid and self._is_ours(pid, own_pid, parents, marks)
         }
 
-    def _is_ours(self, pid: int, own_pid: int, parents: dict[int, int]) -> bool:
+    def _is_ours(self, pid: int, own_pid: int, parents: dict[int, int], marks: dict[int, bytes]) -> bool:
         """Return True for a process with the job's mark, or with no readable mark below one of the job."""
         seen: set[int] = set()
         while pid != own_pid:
-            mark = _mark_of(pid)
+            mark = marks.get(pid, b"")  # a process that has ended has none
             if mark or pid in seen or pid not in parents:
                 return mark == self._mark
             seen.add(pid)

@@ -416,7 +416,7 @@ class Announcements:
             threading.Thread(target=self._poll_server, args=(opener, key, url), daemon=True).start()
 
     def take(self) -> str:
-        """Return a notice that has come since the last call; empty if there is none."""
+        """Return the oldest notice that was not returned before, or ""."""
         return self._new.pop(0) if self._new else ""
 
     def _poll_server(self, opener: OpenerDirector, key: str, url: str) -> None:

@@ -172,7 +172,7 @@ class Api:
             yield from page.get("items") or []
 
     def get_or_none(self, path: str) -> dict[str, Any] | None:
-        """Return the object as it is now, or None if there is none."""
+        """Return the object at `path`, or None on 404. Raises as `call`."""
         try:
             return self.call("GET", path)
         except NotFound:

@@ -1,4 +1,4 @@
-"""What belongs to a job is told by its mark, on hosts and in every other place where accel ends processes."""
+"""Processes of a job, identified by its mark wherever accel ends them; those of other jobs go on."""
 
 from __future__ import annotations
 

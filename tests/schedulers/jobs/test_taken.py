@@ -1,4 +1,4 @@
-"""Once a backend has taken a job, only the backend ends it; what may still run is not pruned."""
+"""Jobs that a backend has taken: only the backend ends them, and those that may still run are not pruned."""
 
 from __future__ import annotations
 
@@ -110,3 +110,24 @@ def ended(place: Place, jobs: list[Job]) -> None:
     from tests.waiting import until
 
     until(lambda: all((job.record.directory / "shell/code").exists() for job in jobs), "they have ended")
+
+
+def test_what_runs_is_kept_where_the_backend_cannot_be_identified(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from .test_handle_target import IdentifiedShellTarget
+
+    def fails(*_: object) -> None:
+        raise Unreachable("the controller does not answer")
+
+    lost, failed = (place.sh(released(place.here / name), "identified") for name in "ab")
+    lost.record.update(LOST)
+    failed.record.update(Status(state=State.FAILED, reason=Reason.SETUP))
+    monkeypatch.setattr(IdentifiedShellTarget, "backends", fails)
+    assert prune(place.store, keep=0).ids == ()
+    for name in "ab":
+        release(place.here / name)
+    ended(place, [lost, failed])
+    pruned = prune(place.store, keep=0)
+    assert pruned.ids == (failed.id,)
+    assert "cannot tell which backend it uses now" in pruned.kept_reasons[0]
