@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from schedulers import JobSpec, Reason, State, SubmitError
-from schedulers.hosts import fanout
+from schedulers.hosts import fanout, remote_files
 from schedulers.hosts.bundle import PROGRAM, program
 from schedulers.hosts.errors import RemoteError
 from schedulers.hosts.fanout import FanOutResult, fan_out
@@ -286,7 +286,7 @@ def test_a_client_that_goes_away_leaves_nobody_listening(
         yield b"x" * 1_000_000
         closed.wait(60)
 
-    monkeypatch.setattr(fanout, "chunks", half)
+    monkeypatch.setattr(remote_files, "chunks", half)
     pool = Pool(config=str(ssh_hosts.config))
     thread = threading.Thread(target=lambda: fan_out(pool, blob=tarball, **way))
     thread.start()
