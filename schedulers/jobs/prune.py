@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -80,9 +81,10 @@ def prune(
 def _in_use(records: Sequence[Record | CorruptRecord]) -> dict[str, str]:
     """Return why each of these jobs may still run in its directory."""
     reasons: dict[str, str] = {}
+    load = functools.cache(load_kind)
     for record in records:
         with contextlib.suppress(SchedulerError, OSError):  # a plug-in that is gone: its processes are unknown
-            kind = load_kind(record.kind if isinstance(record, Record) else _kind(record.path))
+            kind = load(record.kind if isinstance(record, Record) else _kind(record.path))
             if isinstance(kind, RunsInPlace) and (reason := kind.in_use(record.directory)):
                 reasons[record.id] = reason
     return reasons

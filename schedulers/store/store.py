@@ -195,7 +195,8 @@ class Store:
             raise StoreError("nothing selected to prune: give older_than_s, keep or ids")
         all_records = self.records()
         records = [record for record in all_records if isinstance(record, Record)]
-        requested = None if ids is None else {self.resolve(ref) for ref in ids}
+        known = {record.id for record in all_records}
+        requested = None if ids is None else {ref if ref in known else self.resolve(ref) for ref in ids}
         if requested is not None and not force:
             _reject_live(records, requested)
         needed = {job_id for record in records if not record.status.state.final for job_id in record.after}
