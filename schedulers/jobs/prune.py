@@ -72,9 +72,7 @@ def prune(
     if dry_run or not chosen:
         return Pruned(ids=tuple(chosen), kept_reasons=tuple(kept_reasons))
     kept_reasons += _clear(records, shared, include_adopted=ids is not None)
-    stored_ids = set(store.ids())  # another process may have pruned some of them meanwhile
-    to_delete = [job_id for job_id in chosen if job_id in stored_ids]
-    pruned = store.prune(ids=to_delete, force=force) if to_delete else []
+    pruned = store.prune(ids=chosen, force=force, missing_ok=True)  # another process may have pruned some of them
     return Pruned(ids=tuple(pruned), kept_reasons=tuple(kept_reasons))
 
 

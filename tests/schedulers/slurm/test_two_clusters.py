@@ -87,7 +87,7 @@ def test_two_machines_poll_and_prune_the_jobs_of_one(
     jobs = [submit(f"while [ ! -e '{go}' ]; do echo up; sleep 1; done") for _ in range(EACH)]
     # Two run; the cluster has no room for the others.
     jobs += [submit_to_kubernetes("sleep 1000") for _ in range(2)]
-    jobs += [submit_to_kubernetes("true", mem_gb=10_000) for _ in range(EACH - 2)]
+    jobs += [submit_to_kubernetes("true", cpus=1000) for _ in range(EACH - 2)]
     until(lambda: [job.status().state for job in jobs].count(State.RUNNING) >= 10, "some run", 180)
 
     argv = [sys.executable, "-c", CLIENT, str(ROUNDS), str(over)]
