@@ -13,7 +13,7 @@ metadata:
     {{- end }}
   {{- $stays := or (gt (mul (include "job.processes" $ | int64) (int64 $values.nodes)) 1) .launch $values.timeLimit }}
   annotations:
-    {{- merge (deepCopy $values.annotations) (default dict .annotations) (dict "accel.dev/report" (ternary "launcher" "none" (not (not $stays)))) | toYaml | nindent 4 }}
+    {{- merge (deepCopy $values.annotations) (default dict .annotations) (dict "accel.dev/report" (ternary "none" "launcher" (empty $stays))) | toYaml | nindent 4 }}
 spec:
   {{- with .restartPolicy }}
   restartPolicy: {{ . }}
