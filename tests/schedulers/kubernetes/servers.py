@@ -35,6 +35,7 @@ def reply(handler: BaseHTTPRequestHandler, body: object) -> None:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     handler.send_response(200)
     handler.send_header("Content-Type", "application/json")
+    handler.send_header("Connection", "close")  # as the server does then: else a PATCH may meet its end
     handler.send_header("Content-Length", str(len(data)))
     handler.end_headers()
     handler.wfile.write(data)
