@@ -9,7 +9,7 @@ import zipfile
 from collections.abc import Mapping
 
 from .errors import RemoteError, one_line
-from .remote_files import host_program, host_programs, program_call
+from .remote_files import JOBS, host_program, host_programs, program_call
 from .transport import Remote
 
 PROGRAM = "supervisor.pyz"
@@ -32,7 +32,7 @@ def pack(module: str, call: str) -> bytes:
     """
     folder, package = importlib.resources.files(module), module.rpartition(".")[2]
     sources = {f"{package}/{file.name}": file.read_bytes() for file in folder.iterdir() if file.name.endswith(".py")}
-    sources |= {f"{name}.py": host_program(name) for name in ("logs", "redaction")}
+    sources |= {f"{name}.py": host_program(name) for name in ("listen", "logs", "redaction")}
     main = f"import sys\nfrom {package}.main import main\n{call}\n"
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -54,7 +54,7 @@ def start(
     from . import replies
 
     steps = [{"op": "start", "nodes": dict(nodes), "secrets": dict(secrets)}]
-    argv, stdin = program_call(python, host_programs("logs", "jobs"), {"root": root, "do": steps})
+    argv, stdin = program_call(python, host_programs(*JOBS), {"root": root, "do": steps})
     completed = remote.run(argv, stdin=stdin, timeout_s=_START_S + len(nodes))
     (problems,) = replies.decode_done(completed.stdout, steps, replies.JOBS, remote.name, completed.stderr)
     return {job: RemoteError(remote.name, one_line(problem)) for job, problem in problems.items()}

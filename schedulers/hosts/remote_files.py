@@ -27,6 +27,7 @@ FILE_MODE = 0o600
 TRANSFER_S = 3600.0
 _REPLY_TIMEOUT_S = 60.0
 _CHUNK = 1 << 20
+JOBS = ("logs", "listen", "jobs")  # `node/jobs.py` and its imports, for `host_programs`
 _DONE = dict.fromkeys(("put", "blob", "unpack", "remove"), bool)
 
 

@@ -253,4 +253,4 @@ def host_programs() -> bytes:
 
     batch = ("slurm.batch.shared_files", "slurm.batch.unanswered")
     login = ("slurm.login.slurm_commands", "slurm.login.squeue_cache", "slurm.login.job_ops", "slurm.login.main")
-    return files.host_programs(*batch, "logs", "jobs", *login)
+    return files.host_programs(*batch, *files.JOBS, *login)

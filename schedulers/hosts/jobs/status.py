@@ -15,7 +15,7 @@ from ...job import Reason, State, Status
 from .. import replies
 from ..errors import HostUnreachable, RemoteError, one_line
 from ..host_list import Host
-from ..remote_files import host_programs, program_call
+from ..remote_files import JOBS, host_programs, program_call
 from ..transport import Outcome, Pool, Remote
 from .native_id import Native
 from .options import HostOptions, python_of
@@ -115,7 +115,7 @@ class Hosts:
 
     def _query_host(self, remote: Remote, steps: Sequence[Step]) -> Reply:
         request = {"root": self._options.root, "do": list(steps)}
-        argv, stdin = program_call(self.python, host_programs("logs", "jobs"), request)
+        argv, stdin = program_call(self.python, host_programs(*JOBS), request)
         completed = remote.run(argv, stdin=stdin, timeout_s=_REPLY_TIMEOUT_S)
         line, _, data = completed.stdout.partition(b"\n")
         return Reply(replies.decode_done(line, steps, replies.JOBS, remote.name, completed.stderr), data)

@@ -15,6 +15,11 @@ import time
 from .outcome import is_requeued
 from .unanswered import is_unanswered
 
+try:
+    from ...node.listen import server_family
+except (ImportError, ValueError):  # in the file that is sent with a job; ValueError: Python 3.8
+    from listen import server_family  # type: ignore[import-not-found, no-redef]
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -90,8 +95,7 @@ def hold_port(job: int) -> tuple[int, socket.socket]:
     The socket does not listen. A second bind needs SO_REUSEADDR on both sockets: a search for a free port does
     not set it, but a server does.
     """
-    # `has_ipv6` is about the interpreter: a kernel without IPv6 still refuses such a socket.
-    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    family = server_family()
     for number in range(PORTS):
         port = FIRST_PORT + (job + number) % PORTS
         sock = socket.socket(family, socket.SOCK_STREAM)

@@ -17,6 +17,7 @@ from schedulers.hosts.bundle import PROGRAM, program
 from schedulers.hosts.supervisor import wire
 from schedulers.hosts.supervisor.documents import AtomicJsonFile
 from schedulers.hosts.transport import Pool
+from schedulers.node.listen import listen
 from tests.clusters.ssh import SshHosts
 from tests.marks import long
 from tests.ports import free_port
@@ -145,7 +146,7 @@ def test_a_document_that_is_read_while_it_is_written_is_whole(tmp_path: Path) ->
 
 def test_the_ranks_port_is_of_the_range_or_there_is_none() -> None:
     taken, free = free_port(), free_port()
-    with wire.listen(taken):
+    with listen(taken):
         assert wire.free_port(free, taken, taken) == free
         assert wire.free_port(taken, free, free) == wire.free_port(None, free, free) == free
         assert wire.free_port(taken, taken, taken) == 0

@@ -151,21 +151,6 @@ def test_a_start_too_many_says_how_the_last_one_ended() -> None:
     assert restart_limit_status({"nodes": 1, "max_restarts": 1}, 2, None)["reason"] == "node_failure"
 
 
-def test_a_kernel_without_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with `ipv6.disable=1`: Python is built with IPv6, and the system refuses such a socket."""
-    new = socket.socket
-
-    def refusing(family: int = socket.AF_INET, *rest: Any) -> socket.socket:
-        if family == socket.AF_INET6:
-            raise OSError(errno.EAFNOSUPPORT, os.strerror(errno.EAFNOSUPPORT))
-        return new(family, *rest)
-
-    monkeypatch.setattr(socket, "socket", refusing)
-    port, held = slurm.hold_port(4712)
-    assert (held.family, held.getsockname()[1]) == (socket.AF_INET, port)
-    held.close()
-
-
 def test_a_held_port_is_for_its_job_alone() -> None:
     first, held = slurm.hold_port(4711)
     second, other = slurm.hold_port(4711)
