@@ -263,6 +263,17 @@ class Sweeps(Target, Protocol):
 
 
 @runtime_checkable
+class LimitsSweeps(Sweeps, Protocol):
+    """A target whose backend limits the number of jobs in one request."""
+
+    def admit_many(self, count: int) -> None:
+        """Check the number of a sweep's jobs after `Identifies.backends` and before they are recorded.
+
+        Raises SpecError if the backend would refuse them; none is then recorded.
+        """
+
+
+@runtime_checkable
 class Grows(Protocol):
     """A target whose jobs may grow, from `JobSpec.nodes` to `max_nodes`."""
 

@@ -54,6 +54,6 @@ def test_a_kernel_without_ipv6(no_ipv6: None) -> None:
     free = free_port()
     assert wire.free_port(free, free, free) == free
     assert jobs.port("", {"ports": [free]}, []) == free
-    found = probe.listen_on_first({"ports": [0], "token": "a token"})
-    with socket.create_connection(("127.0.0.1", found["port"]), timeout=20) as client:
+    reply = probe.listen_on_first({"ports": [0], "token": "a token"})
+    with socket.create_connection(("127.0.0.1", reply["port"]), timeout=20) as client:
         assert client.recv(100) == b"a token"

@@ -401,9 +401,9 @@ def check(root: str, step: Step, contents: list[bytes]) -> dict[str, Any]:
     return facts
 
 
-def cluster(root: str, step: Step, contents: list[bytes]) -> str:
-    """Return the cluster's name, by its controller. Raises commands.Unanswered."""
-    return commands.cluster_name()
+def cluster(root: str, step: Step, contents: list[bytes]) -> dict[str, Any]:
+    """Return what the cluster's controller says of itself. Raises commands.Unanswered."""
+    return commands.cluster()
 
 
 OPERATIONS = {
