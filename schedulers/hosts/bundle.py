@@ -32,7 +32,7 @@ def pack(module: str, call: str) -> bytes:
     """
     folder, package = importlib.resources.files(module), module.rpartition(".")[2]
     sources = {f"{package}/{file.name}": file.read_bytes() for file in folder.iterdir() if file.name.endswith(".py")}
-    sources |= {f"{name}.py": host_program(name) for name in ("listen", "logs", "redaction")}
+    sources |= {f"{name}.py": host_program(name) for name in ("listen", "logs", "process_table", "redaction")}
     main = f"import sys\nfrom {package}.main import main\n{call}\n"
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:

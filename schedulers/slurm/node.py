@@ -24,7 +24,7 @@ from typing import Any
 
 from ..node import logs
 from ..node.redaction import redact
-from ..processes import adopt_orphans, descendants, die_with_parent, end_all, wake_pipe
+from ..processes import adopt_orphans, as_exit_code, descendants, die_with_parent, end_all, wake_pipe
 from . import network
 from .batch import shared_files
 
@@ -236,7 +236,7 @@ class Node:
                 process.kill()
             select.select([self._woken], [], [], 0.5)
             self._drain()
-        return code if code >= 0 else 128 - code
+        return as_exit_code(code)
 
     def _end_requested(self) -> bool:
         """Return True if the node must end. Checks files now and then; signals are recorded as they arrive."""

@@ -15,8 +15,10 @@ from .outcome import Observations
 
 try:
     from ...node import logs
+    from ...node.process_table import as_exit_code
 except (ImportError, ValueError):  # in the file that is sent with a job; ValueError: Python 3.8
     import logs  # type: ignore[import-not-found, no-redef]
+    from process_table import as_exit_code  # type: ignore[import-not-found, no-redef]
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -128,7 +130,7 @@ class Step:
         self._srun_output.read()
         self._check_files(now=True)
         code = self._srun.returncode
-        self._observations.srun = code if code >= 0 else 128 - code
+        self._observations.srun = as_exit_code(code)
         if self._observations.srun and len(self._observations.reports) < self._settings["nodes"]:
             self._observations.last_message = (
                 self._last_error() or self._srun_output.complaint or self._srun_output.first
