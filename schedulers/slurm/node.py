@@ -86,7 +86,7 @@ class Node:
         # Nodes do not write to one file together: over NFS they would write over each other.
         rank_events = os.path.join(self._marks, f"{self._rank}.jsonl")
         self._events = os.path.join(self._logs, "launch.jsonl") if self._rank == 0 else rank_events
-        self._read_from = _size(self._events)
+        self._read_from = logs.size_of(self._events)
         self._next_file_check = 0.0
 
     def run(self) -> int:
@@ -267,7 +267,7 @@ class Node:
 
     def _report(self, code: int, message: str, reason: str | None) -> None:
         failure, started = None, False
-        for event in shared_files.lines(self._events, self._read_from):
+        for event in logs.json_lines(self._events, self._read_from):
             if event.get("event") == "failure" and event["failure"]["attempt"] >= self._attempt:
                 failure = event["failure"]
             elif event.get("event") == "attempt":
@@ -303,10 +303,3 @@ class Node:
 def _text(path: str) -> str:
     with open(path, encoding="utf-8") as file:
         return file.read()
-
-
-def _size(path: str) -> int:
-    try:
-        return os.stat(path).st_size
-    except OSError:
-        return 0

@@ -12,7 +12,7 @@ from ..config import secrets
 from ..errors import ConfigError, SchedulerError, SpecError, StoreError, SubmitError, UnknownJob, Unreachable
 from ..job import Cursor, JobSpec, LogLine, Reason, Status
 from ..store import atomic_files
-from ..target import CheckReport, DiscoveredJob, Plan, TargetContext, parse_ids
+from ..target import CheckReport, DiscoveredJob, Plan, TargetContext, parse_ids, require_answers
 from . import options as slurm_options
 from . import script
 from .native_id import Native
@@ -276,9 +276,7 @@ class SlurmTarget:
         natives, invalid = parse_ids(Native.parse, native_ids)
         statuses, unreachable = self._poller.statuses(list(natives)) if natives else ({}, {})
         unreachable |= invalid
-        if unreachable:
-            raise Unreachable("; ".join(dict.fromkeys(unreachable.values())), answers=statuses, silent=unreachable)
-        return statuses
+        return require_answers(statuses, unreachable)
 
     def logs(self, native_id: str, since: Cursor | None = None) -> Iterator[LogLine]:
         from . import logs

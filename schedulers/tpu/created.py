@@ -24,7 +24,7 @@ from ..hosts.jobs.target import HostsTarget
 from ..hosts.remote_files import host_program
 from ..job import Cursor, JobSpec, LogLine, Reason, State, Status
 from ..store import atomic_files
-from ..target import CheckReport, DiscoveredJob, Plan, TargetContext
+from ..target import CheckReport, DiscoveredJob, Plan, TargetContext, require_answers
 from . import api, slices
 from . import options as tpu_options
 from .node_request import JOB_LABEL, body, node_id, result_url
@@ -138,9 +138,7 @@ class CreatedSlices(SliceTarget):
             outcomes = dict(zip(native_ids, pool.map(self._polled, native_ids), strict=True))
         unreachable = {key: str(outcome) for key, outcome in outcomes.items() if isinstance(outcome, SchedulerError)}
         statuses = {key: outcome for key, outcome in outcomes.items() if isinstance(outcome, Status)}
-        if unreachable:
-            raise Unreachable("; ".join(dict.fromkeys(unreachable.values())), answers=statuses, silent=unreachable)
-        return statuses
+        return require_answers(statuses, unreachable)
 
     def _polled(self, native_id: str) -> Status | SchedulerError | None:
         try:

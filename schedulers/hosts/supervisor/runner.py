@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import resource
@@ -29,7 +28,6 @@ except (ImportError, ValueError):  # sent to a host, with this; ValueError: Pyth
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from typing import Any
     from urllib.request import OpenerDirector
 
@@ -322,7 +320,12 @@ class NodeRunner:
         return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
 
     def _report(self) -> dict[str, Any]:
-        events = [event for event in self._events() if event.get("event") in ("failure", "refused", "attempt")]
+        path = os.path.join(self._logs, "launch.jsonl")
+        events = [
+            event
+            for event in logs.json_lines(path, self._events_from)
+            if event.get("event") in ("failure", "refused", "attempt")
+        ]
         attempt = self.state["attempt"]
         failures = [event["failure"] for event in events if event["event"] == "failure"]
         failures = [failure for failure in failures if failure["attempt"] == attempt]
@@ -334,20 +337,6 @@ class NodeRunner:
             "words": self._last_log_line(),
             "ended": time.time(),
         }
-
-    def _events(self) -> Iterator[dict[str, Any]]:
-        """Yield the events that this attempt's launcher has written."""
-        try:
-            with open(os.path.join(self._logs, "launch.jsonl"), "rb") as file:
-                file.seek(self._events_from)
-                lines = file.read().splitlines()
-        except OSError:
-            return
-        for line in lines:
-            try:
-                yield json.loads(line)
-            except ValueError:  # cut short by a crash
-                continue
 
     def _last_log_line(self) -> str:
         line = logs.last_line(os.path.join(self._logs, f"node-{self._index}.log"), logs.BLOCK)

@@ -156,7 +156,7 @@ class Step:
             self._next_note = clock + _GLANCE_S + len(self._clock.sizes) / 100
 
     def _read_nodes(self) -> None:
-        for name in _entries(self._nodes):
+        for name in logs.entries(self._nodes):
             match = _MARK.match(name)
             if match is None:
                 continue
@@ -253,10 +253,3 @@ class _SrunOutput:
                 if text.startswith(_ERROR) and not self.complaint:
                     self.complaint = text[len(_ERROR) :]
             del self._partial[_MAX_HELD:]  # of a line that does not end
-
-
-def _entries(path: str) -> list[str]:
-    try:
-        return os.listdir(path)
-    except OSError:
-        return []

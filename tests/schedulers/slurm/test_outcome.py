@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from schedulers.job import Status
+from schedulers.node import logs
 from schedulers.slurm.batch import shared_files, slurm
 from schedulers.slurm.batch.outcome import Observations, decide_outcome, restart_limit_status
 from schedulers.slurm.submit import program
@@ -181,7 +182,7 @@ def test_a_torn_line_is_no_document(tmp_path: Path) -> None:
     with open(path, "ab") as file:
         file.write(b'{"a": 2')
     shared_files.append(path, {"a": 3})
-    assert [line["a"] for line in shared_files.lines(path)] == [1, 3]
+    assert [line["a"] for line in logs.json_lines(path)] == [1, 3]
 
 
 def test_a_full_disk_gives_up_what_was_kept_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
