@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.resources
 import io
+import os
 import zipfile
 from collections.abc import Mapping
 
@@ -15,6 +16,7 @@ from .transport import Remote
 PROGRAM = "supervisor.pyz"
 _PACKAGE = "schedulers.hosts.supervisor"
 _CALL = "main(*sys.argv[1:])"
+_IMPORTED = ("listen", "logs", "process_table", "redaction")  # of `schedulers.node`
 _START_S = 60.0
 _DATE = (1980, 1, 1, 0, 0, 0)
 
@@ -30,10 +32,12 @@ def pack(module: str, call: str) -> bytes:
 
     `call` is the expression that calls its `main`.
     """
-    folder, package = importlib.resources.files(module), module.rpartition(".")[2]
-    sources = {f"{package}/{file.name}": file.read_bytes() for file in folder.iterdir() if file.name.endswith(".py")}
-    sources |= {f"{name}.py": host_program(name) for name in ("listen", "logs", "process_table", "redaction")}
-    main = f"import sys\nfrom {package}.main import main\n{call}\n"
+    files, folder = importlib.resources.files(module).iterdir(), module.replace(".", "/")
+    sources = {f"{folder}/{file.name}": file.read_bytes() for file in files if file.name.endswith(".py")}
+    sources |= {f"schedulers/node/{name}.py": host_program(name) for name in _IMPORTED}
+    packages = ("schedulers", "schedulers/node", os.path.dirname(folder))
+    sources |= {f"{package}/__init__.py": b"" for package in packages}
+    main = f"import sys\nfrom {module}.main import main\n{call}\n"
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, content in sorted({**sources, "__main__.py": main.encode()}.items()):

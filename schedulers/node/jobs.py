@@ -23,12 +23,8 @@ import re
 import sys
 import time
 
-try:
-    from . import logs as files
-    from .listen import listen
-except ImportError:  # sent to a host, with these
-    import logs as files  # type: ignore[import-not-found, no-redef]
-    from listen import listen  # type: ignore[import-not-found, no-redef]
+from . import logs as files
+from .listen import listen
 
 TYPE_CHECKING = False  # typing itself would take as long to import as all the rest
 if TYPE_CHECKING:

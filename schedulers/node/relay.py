@@ -28,10 +28,7 @@ import sys
 import threading
 import time
 
-try:
-    from .listen import listen
-except ImportError:  # sent to a host, with this
-    from listen import listen  # type: ignore[import-not-found, no-redef]
+from .listen import listen
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -20,17 +20,12 @@ import sys
 import time
 import traceback
 
+from ...node.listen import listen
+from ...node.process_table import adopt_orphans
 from .documents import SCHEMA, AtomicJsonFile, log, preallocate
 from .member import Supervisor
 from .reaper import ProcessReaper
 from .slots import lock_soon
-
-try:
-    from ...node.listen import listen
-    from ...node.process_table import adopt_orphans
-except (ImportError, ValueError):  # sent to a host, with this; ValueError: Python 3.8
-    from listen import listen  # type: ignore[import-not-found, no-redef]
-    from process_table import adopt_orphans  # type: ignore[import-not-found, no-redef]
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

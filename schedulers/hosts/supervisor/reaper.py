@@ -7,10 +7,7 @@ import os
 import signal
 import time
 
-try:
-    from ...node import process_table
-except (ImportError, ValueError):  # sent to a host, with this; ValueError: Python 3.8
-    import process_table  # type: ignore[import-not-found, no-redef]
+from ...node import process_table
 
 
 class ProcessReaper:

@@ -12,19 +12,13 @@ import subprocess
 import threading
 import time
 
+from ...node import logs
+from ...node.process_table import JOB_MARK, as_exit_code, die_with_parent
+from ...node.redaction import redact
 from . import wire
 from .documents import log, preallocate
 from .reaper import ProcessReaper
 from .slots import NotEnoughSlots, Slots, required_slots, visible
-
-try:
-    from ...node import logs
-    from ...node.process_table import JOB_MARK, as_exit_code, die_with_parent
-    from ...node.redaction import redact
-except (ImportError, ValueError):  # sent to a host, with this; ValueError: Python 3.8
-    import logs  # type: ignore[import-not-found, no-redef]
-    from process_table import JOB_MARK, as_exit_code, die_with_parent  # type: ignore[import-not-found, no-redef]
-    from redaction import redact  # type: ignore[import-not-found, no-redef]
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -19,10 +19,7 @@ import random
 import socket
 import time
 
-try:
-    from ...node.listen import listen
-except (ImportError, ValueError):  # sent to a host, with this; ValueError: Python 3.8
-    from listen import listen  # type: ignore[import-not-found, no-redef]
+from ...node.listen import listen
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -18,13 +18,9 @@ import sys
 import time
 import traceback
 
+from ...node import logs
 from . import outcome, shared_files, slurm
 from .step import Step
-
-try:
-    from ...node import logs
-except (ImportError, ValueError):  # in the file that is sent with a job; ValueError: Python 3.8
-    import logs  # type: ignore[import-not-found, no-redef]
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -12,13 +12,9 @@ import subprocess
 import sys
 import time
 
+from ...node.listen import server_family
 from .outcome import is_requeued
 from .unanswered import is_unanswered
-
-try:
-    from ...node.listen import server_family
-except (ImportError, ValueError):  # in the file that is sent with a job; ValueError: Python 3.8
-    from listen import server_family  # type: ignore[import-not-found, no-redef]
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

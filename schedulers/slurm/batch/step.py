@@ -10,15 +10,10 @@ import signal
 import subprocess
 import time
 
+from ...node import logs
+from ...node.process_table import as_exit_code
 from . import shared_files, slurm
 from .outcome import Observations
-
-try:
-    from ...node import logs
-    from ...node.process_table import as_exit_code
-except (ImportError, ValueError):  # in the file that is sent with a job; ValueError: Python 3.8
-    import logs  # type: ignore[import-not-found, no-redef]
-    from process_table import as_exit_code  # type: ignore[import-not-found, no-redef]
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -10,17 +10,10 @@ import os
 import shutil
 import time
 
-try:
-    from ...node import jobs, logs
-    from ..batch import shared_files as documents
-    from . import slurm_commands as commands
-    from . import squeue_cache as slurm_queue
-except ImportError:  # on a host, next to this file
-    import jobs  # type: ignore[import-not-found, no-redef]
-    import logs  # type: ignore[import-not-found, no-redef]
-    import shared_files as documents  # type: ignore[import-not-found, no-redef]
-    import slurm_commands as commands  # type: ignore[import-not-found, no-redef]
-    import squeue_cache as slurm_queue  # type: ignore[import-not-found, no-redef]
+from ...node import jobs, logs
+from ..batch import shared_files as documents
+from . import slurm_commands as commands
+from . import squeue_cache as slurm_queue
 
 TYPE_CHECKING = False  # typing itself would take as long to import as all the rest
 if TYPE_CHECKING:

@@ -9,10 +9,7 @@ import os
 import re
 import subprocess
 
-try:
-    from ..batch.unanswered import is_unanswered
-except ImportError:  # on a host, next to this file
-    from unanswered import is_unanswered  # type: ignore[import-not-found, no-redef]
+from ..batch.unanswered import is_unanswered
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -30,7 +30,8 @@ CROWD = 64
 # Every time the wall clock is asked, it is another day.
 # Supervisors of one job on one computer have an id each (see below), and still are of one job for each other.
 ONE_JOB = (
-    "import os,sys;sys.path.insert(0,os.path.join(sys.argv[1],'supervisor.pyz'));from supervisor.wire import Party;"
+    "import os,sys;sys.path.insert(0,os.path.join(sys.argv[1],'supervisor.pyz'));"
+    "from schedulers.hosts.supervisor.wire import Party;"
     "made=Party.__init__;Party.__init__=lambda self,job,token,own:made(self,'crowd',token,own);"
 )
 JUMPS = "import time;t=time.time;n=iter(range(1,10**9));time.time=lambda:t()+86400*next(n)*(-1)**next(n);"
