@@ -115,7 +115,7 @@ class Status:
 
     @classmethod
     def of_result(cls, document: object, place: str = "") -> Status:
-        """Return the final status in a job's result (parsed JSON); `failed (lost)` if there is none in it.
+        """Return the final status of a job from its result (parsed JSON), or `failed (lost)` for a damaged one.
 
         place: where the result was read, for the message, such as " on node1".
         """
