@@ -5,8 +5,6 @@ Kubernetes' limit on a Job deletes its pods, and the limit on a pod starts again
 
 from __future__ import annotations
 
-import contextlib
-import os
 import signal
 import time
 from collections.abc import Mapping
@@ -18,9 +16,7 @@ from schedulers.topology import number
 from . import watchdog
 from .console import print_message
 from .errors import LaunchConfigError
-
-# Kubernetes shows this file's text as the container's termination message, even for exit code 0.
-_TERMINATION_LOG = "/dev/termination-log"
+from .termination import TerminationReport
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,17 +36,13 @@ class Deadline:
         """Schedule SIGALRM to this process for when the limit passes."""
         signal.setitimer(signal.ITIMER_REAL, max(0.001, self.first_at + self.limit_s - time.time()))
 
-    def end(self, quiet: bool) -> int:
+    def end(self, quiet: bool, report: TerminationReport) -> int:
         """Report that the time limit has passed. Return the launcher's exit code."""
-        line = f"accel launch: the time limit of {self.limit_s} s is over; all ranks on this node were terminated"
+        report.record({"reason": "time_limit", "limit_s": self.limit_s, "message": "its time limit passed"})
         if not quiet:
-            print_message(line)
-        with contextlib.suppress(OSError):
-            descriptor = os.open(_TERMINATION_LOG, os.O_WRONLY)
-            try:
-                os.write(descriptor, line.encode())
-            finally:
-                os.close(descriptor)
+            print_message(
+                f"accel launch: the time limit of {self.limit_s} s is over; all ranks on this node were terminated"
+            )
         return self.exit_code
 
 

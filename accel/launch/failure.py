@@ -86,6 +86,24 @@ class Failure:
         field_names = {field.name for field in dataclasses.fields(cls)}
         return cls(**{key: value for key, value in data.items() if key in field_names})
 
+    @property
+    def _subject(self) -> str:
+        return f"rank {self.rank}" if self.rank is not None else "the launcher"
+
+    @property
+    def _has_message(self) -> bool:
+        """True if the message says more than the headline."""
+        return self.message not in ("", f"{self._subject} {self.how}")
+
+    def summary(self) -> dict[str, Any]:
+        """Return the fields of a `TerminationReport`, as short as their reader (`pod_states`) shows them."""
+        fields = {"reason": self.reason, "exit_code": self.exit_code, "attempt": self.attempt}
+        if self.reason == "preempted":
+            return {**fields, "message": self.cause}
+        message = self.message[:300] if self._has_message else self.how
+        message = f"{message} ({self.cause})" if self.cause else message
+        return {**fields, "rank": self.rank, "node": self.node, "message": message}
+
     def text_for(self, node: int | None, *, merged: bool = False, printed: bool = False) -> str:
         """Return a node's report: in full on node 0 and where the failure happened, else one line.
 
@@ -102,19 +120,19 @@ class Failure:
         attempt = "" if self.attempt is None else f" in attempt {self.attempt}"
         if self.reason == "preempted":
             return f"accel launch: preempted{attempt}: {self.cause} (exit code {self.exit_code})"
-        subject = f"rank {self.rank}" if self.rank is not None else "the launcher"
         comma = "," if attempt else ""
-        return f"accel launch: {subject} on node {self.node} ({self.host}) failed first{comma}{attempt}: {self.how}"
+        return (
+            f"accel launch: {self._subject} on node {self.node} ({self.host}) failed first{comma}{attempt}: {self.how}"
+        )
 
     def text(self, *, traceback: bool = True) -> str:
         """Return the report. Its first line is a summary."""
         if self.reason == "preempted":
             return self.headline()
         lines = [self.headline()]
-        subject = f"rank {self.rank}" if self.rank is not None else "the launcher"
         trace = self.traceback.rstrip().splitlines()[-12:] if traceback else []
         lines += [f"  | {line}" for line in trace]
-        if not trace and self.message not in ("", f"{subject} {self.how}"):
+        if not trace and self._has_message:
             lines.append(f"  error:  {self.message}")
         if self.cause:
             lines.append(f"  cause:  {self.cause}")

@@ -89,15 +89,16 @@ def run_gang(run: Launch, launch_id: str) -> int:
     if run.deadline is not None:
         run.deadline.arm()
     tee = Tee(run.tee, run.log_dir)
-    try:
-        return _run_agent(run, server, signals, tee)
-    finally:
-        tee.close()
-        server.close()
-        end_all(lambda: watchdog_handle.other_processes(descendants(os.getpid())), grace_s=run.grace_s)
-        watchdog_handle.dismiss()
-        for signum in _TERMINATION_SIGNALS:  # else death by a late signal would change the code
-            signal.signal(signum, signal.SIG_IGN)
+    with run.report.written():
+        try:
+            return _run_agent(run, server, signals, tee)
+        finally:
+            tee.close()
+            server.close()
+            end_all(lambda: watchdog_handle.other_processes(descendants(os.getpid())), grace_s=run.grace_s)
+            watchdog_handle.dismiss()
+            for signum in _TERMINATION_SIGNALS:  # else death by a late signal would change the code
+                signal.signal(signum, signal.SIG_IGN)
 
 
 def _run_agent(run: Launch, server: ForkServer, signals: Signals, tee: Tee) -> int:
@@ -115,9 +116,11 @@ def _run_agent(run: Launch, server: ForkServer, signals: Signals, tee: Tee) -> i
             _observer(run, tee)("failure", failure=failure, restarts_left=0)
             return _report_failure(run, tee, failure)
         received = signals.received or int(error.sigval)
+        message = f"{error}; all ranks on this node were terminated"
+        run.report.record({"message": message})
         if not run.quiet:
             tee.close()
-            print_message(f"accel launch: {error}; all ranks on this node were terminated")
+            print_message(f"accel launch: {message}")
         return 128 + received
     except ServerGone as error:
         raise LaunchError(str(error)) from None
@@ -155,12 +158,13 @@ def _leave(handler: Peers | None) -> bool:
 def _stop_at_deadline(run: Launch, tee: Tee) -> int:
     assert run.deadline is not None
     tee.close()
-    code = run.deadline.end(run.quiet)
+    code = run.deadline.end(run.quiet, run.report)
     _await_cluster_update(run)
     return code
 
 
 def _report_failure(run: Launch, tee: Tee, failure: failures.Failure) -> int:
+    run.report.record(failure.summary())
     if not run.quiet:
         tee.close()
         print_message(_report(run, failure))

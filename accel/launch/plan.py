@@ -21,6 +21,7 @@ from .incarnation import Incarnation
 from .limits import check_process_limits
 from .machines import NodeLayout, check_spread, node_layout
 from .tee import parse
+from .termination import TerminationReport
 from .tpu import host as tpu_host
 from .worker import Program
 
@@ -61,6 +62,7 @@ class Launch:
     requeued: bool = False  # the scheduler requeues the job after its ranks were warned
     events: str | None = None  # path of the event log, instead of one in log_dir
     job_fds: tuple[int, ...] = ()  # descriptors of the job's locks, held by the launcher and not by ranks
+    report: TerminationReport = field(default_factory=TerminationReport, compare=False)
 
     @property
     def static(self) -> bool:
@@ -99,6 +101,7 @@ def plan(options: Mapping[str, Any], program: Program, env: Mapping[str, str] = 
     if options["compat"] or alias_env.is_requested(env):
         extra |= alias_env.variables(env)
     port = _port(options["main_process_port"], layout.max_nodes, topology)
+    start = incarnation.incarnation_from_env(env, topology)
     return Launch(
         program=program, processes=processes, nodes=nodes, max_nodes=layout.max_nodes, node_rank=layout.rank,
         address=layout.address, port=port, **_in_cluster(layout, env), env=extra, rdzv_backend=options["rdzv_backend"],
@@ -106,7 +109,7 @@ def plan(options: Mapping[str, Any], program: Program, env: Mapping[str, str] = 
         role=options["role"], max_restarts=options["max_restarts"], grace_s=options["shutdown_timeout"],
         monitor_interval_s=options["monitor_interval"], log_dir=options["log_dir"], tee=options["tee"],
         spawn=(options["start_method"] or ("spawn" if sys.platform == "darwin" else "fork")) == "spawn",
-        quiet=options["quiet"], incarnation=incarnation.incarnation_from_env(env, topology),
+        quiet=options["quiet"], incarnation=start, report=TerminationReport(pod=start.pod),
         deadline=deadline.deadline_from_env(env, layout.rank), node_names=topology.names,
         source=topology.source, start_message=_start_message(layout, port, env),
         node_0_reports="ACCEL_NODE_0_REPORTS" in env and watchdog.LAUNCH_ID not in env,

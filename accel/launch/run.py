@@ -44,7 +44,8 @@ def launch(run: Launch) -> int:
             _exec_program(run.program, launch_id)
         from .single_process import run_single
 
-        return run_single(run, launch_id)
+        with run.report.written():
+            return run_single(run, launch_id)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         # Nothing runs yet that must be ended, and a KeyboardInterrupt in torch's native initialisation would abort.
         signal.signal(signal.SIGINT, signal.SIG_DFL)

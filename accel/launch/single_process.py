@@ -11,7 +11,7 @@ import time
 from types import FrameType
 
 from accel.exit_codes import REQUEUE
-from schedulers.processes import adopt_orphans, descendants, die_with_parent, end_all, wake_pipe
+from schedulers.processes import adopt_orphans, descendants, die_with_parent, end_all, signal_name, wake_pipe
 
 from . import failure as failures
 from . import watchdog
@@ -51,8 +51,9 @@ def run_single(run: Launch, launch_id: str) -> int:
         tee.close()
         watchdog_handle.dismiss()
     if watch.signum == signal.SIGALRM and run.deadline is not None:
-        return run.deadline.end(run.quiet)
+        return run.deadline.end(run.quiet, run.report)
     if watch.signum is not None and code != REQUEUE:
+        run.report.record({"message": f"received {signal_name(watch.signum)}"})
         return 128 + watch.signum
     if code == 0:
         return 0
@@ -61,6 +62,7 @@ def run_single(run: Launch, launch_id: str) -> int:
     failure = failures.diagnose(end, node=run.node_rank, host=socket.gethostname(), attempt=run.incarnation.attempt,
                               oom_kills=failures.oom_kill_count() - oom_kills, others="")  # fmt: skip
     record("failure", failure=failure.to_json())
+    run.report.record(failure.summary())
     if not run.quiet:
         print_message(failure.text())
     return failure.exit_code

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -71,18 +72,17 @@ def prune(
     if dry_run or not chosen:
         return Pruned(ids=tuple(chosen), kept_reasons=tuple(kept_reasons))
     kept_reasons += _clear(records, shared, include_adopted=ids is not None)
-    stored_ids = set(store.ids())  # another process may have pruned some of them meanwhile
-    to_delete = [job_id for job_id in chosen if job_id in stored_ids]
-    pruned = store.prune(ids=to_delete, force=force) if to_delete else []
+    pruned = store.prune(ids=chosen, force=force, missing_ok=True)  # another process may have pruned some of them
     return Pruned(ids=tuple(pruned), kept_reasons=tuple(kept_reasons))
 
 
 def _in_use(records: Sequence[Record | CorruptRecord]) -> dict[str, str]:
     """Return why each of these jobs may still run in its directory."""
     reasons: dict[str, str] = {}
+    load = functools.cache(load_kind)
     for record in records:
         with contextlib.suppress(SchedulerError, OSError):  # a plug-in that is gone: its processes are unknown
-            kind = load_kind(record.kind if isinstance(record, Record) else _kind(record.path))
+            kind = load(record.kind if isinstance(record, Record) else _kind(record.path))
             if isinstance(kind, RunsInPlace) and (reason := kind.in_use(record.directory)):
                 reasons[record.id] = reason
     return reasons

@@ -16,6 +16,9 @@ JOB_ID = "accel.dev/job-id"
 NAME = "accel.dev/name"
 DIGEST = "accel.dev/digest"
 SPEC = "accel.dev/spec"
+# An annotation of a pod: REPORTED if its launcher stays and reports the end in the termination message, NOT_REPORTED if
+# the program replaces it. Pods of older versions have none.
+REPORT, REPORTED, NOT_REPORTED = "accel.dev/report", "launcher", "none"
 END = "accel.dev/end"  # the failure, recorded before the pods are gone
 MANAGED_BY = "app.kubernetes.io/managed-by"
 KUEUE_QUEUE = "kueue.x-k8s.io/queue-name"

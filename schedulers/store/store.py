@@ -181,6 +181,7 @@ class Store:
         ids: Iterable[str] | None = None,
         dry_run: bool = False,
         force: bool = False,
+        missing_ok: bool = False,
     ) -> list[str]:
         """Delete finished jobs and return their ids, newest first. With `dry_run`, only return them.
 
@@ -188,6 +189,7 @@ class Store:
         keep:         not the newest `keep` finished jobs; may be combined with older_than_s.
         ids:          only these (ids or prefixes), damaged ones included; one that is not over is a StoreError.
         force:        with `ids`, these whatever their state.
+        missing_ok:   ignore those of `ids` (full ids) that another process has deleted meanwhile.
 
         Otherwise never deletes a job that is not over, or that such a job waits for (`after`). Raises StoreError.
         """
@@ -195,7 +197,8 @@ class Store:
             raise StoreError("nothing selected to prune: give older_than_s, keep or ids")
         all_records = self.records()
         records = [record for record in all_records if isinstance(record, Record)]
-        requested = None if ids is None else {self.resolve(ref) for ref in ids}
+        known = {record.id for record in all_records}
+        requested = None if ids is None else {ref if missing_ok or ref in known else self.resolve(ref) for ref in ids}
         if requested is not None and not force:
             _reject_live(records, requested)
         needed = {job_id for record in records if not record.status.state.final for job_id in record.after}
@@ -205,8 +208,7 @@ class Store:
             chosen = {r.id for r in all_records if force or r.id in chosen or isinstance(r, CorruptRecord)} & requested
         chosen_ids = sorted(chosen, reverse=True)
         if not dry_run:
-            for job_id in chosen_ids:
-                self._delete(job_id)
+            chosen_ids = [job_id for job_id in chosen_ids if self._delete(job_id)]
             self._remove_leftovers()
         return chosen_ids
 
@@ -235,16 +237,18 @@ class Store:
             raise
         atomic_files.sync_directory(self._jobs)
 
-    def _delete(self, job_id: str) -> None:
+    def _delete(self, job_id: str) -> bool:
+        """Delete the job. Return False if another process has."""
         # Renamed first: a half deleted job must not look like a damaged one.
         grave = f"{self._jobs}/.old-{job_id}-{os.urandom(3).hex()}"
         try:
             os.rename(f"{self._jobs}/{job_id}", grave)
         except FileNotFoundError:
-            return
+            return False
         except OSError as error:
             raise atomic_files.store_error(error, f"{self._jobs}/{job_id}", "delete") from error
         _remove_tree(grave)
+        return True
 
     def _remove_leftovers(self) -> None:
         """Remove what processes that died in `_publish` or `_delete` left behind."""

@@ -11,7 +11,8 @@ import functools
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ..errors import ConfigError, CredentialsExpired, SubmitError, Unreachable
@@ -19,13 +20,16 @@ from ..job import Reason
 from ..printable import one_line
 from .node_request import JOB_LABEL
 from .options import TpuOptions
+from .topology import hosts_of
 
 _INSTALL = "needs Google's client for TPUs: pip install 'accel-launch[tpu]'"
 _LOGIN = "gcloud auth application-default login"
 _REPLY_TIMEOUT_S = 30.0
 _CHANGE_S = 120.0
 ENDPOINT = "https://tpu.googleapis.com"
-_EXHAUSTED = 8  # RESOURCE_EXHAUSTED: a stockout or a quota
+# Codes of an operation's error (google.rpc.Code).
+_EXHAUSTED = 8  # a stockout or a quota
+_REFUSALS = frozenset((3, 5, 6, 7, 9, 11, 12, 16))  # with any other, the same request may succeed later
 
 
 class TpuApiError(SubmitError):
@@ -40,7 +44,13 @@ class NoQuota(TpuApiError):
     reason = Reason.NO_CAPACITY
 
 
-class Stockout(SubmitError):
+class Retryable(SubmitError):
+    """A creation failed; the same request may succeed later."""
+
+    reason = Reason.NONE
+
+
+class Stockout(Retryable):
     """There is no capacity now; later there may be."""
 
     reason = Reason.NO_CAPACITY
@@ -58,6 +68,63 @@ def _message_of(message: str) -> str:
 
 def _kind(queued: bool) -> str:
     return "queuedResources" if queued else "nodes"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CreatedSlice:
+    """A slice that accel created, from the API's lists. `node` or `queued`, its queued resource, may be None."""
+
+    job_id: str
+    name: str
+    node: Any
+    queued: Any
+
+    @property
+    def state(self) -> str:
+        """Return the state of the node, or of the queued resource if there is no node."""
+        if self.node is None:
+            return str(type(self.queued.state).State(self.queued.state.state).name)
+        return str(type(self.node).State(self.node.state).name)
+
+    @property
+    def is_queued(self) -> bool:
+        """Return True if a queued resource has the node, or will."""
+        return self.queued is not None or bool(self.node.queued_resource)
+
+    @property
+    def accelerator_type(self) -> str:
+        """Return the type, as `v4-16`; "" if it was requested by its topology and has no node yet."""
+        return str(_requested_node(self.queued).accelerator_type if self.node is None else self.node.accelerator_type)
+
+    @property
+    def hosts(self) -> int:
+        """Return the number of its machines, or 1 if that is unknown."""
+        return hosts_of(self.accelerator_type or None, None, None) or 1
+
+    @property
+    def created_at(self) -> float:
+        """Return when it was requested, in seconds since the epoch."""
+        return float((self.queued or self.node).create_time.timestamp())
+
+
+def _requested_node(queued: Any) -> Any:
+    return queued.tpu.node_spec[0].node
+
+
+def _created_slices(nodes: Iterable[Any], queued: Iterable[Any]) -> list[CreatedSlice]:
+    """Return the slices that have the label of a job."""
+    nodes_by_name = {node.name.rpartition("/")[2]: node for node in nodes if JOB_LABEL in node.labels}
+    queued_by_name = {
+        resource.name.rpartition("/")[2]: resource
+        for resource in queued
+        if resource.tpu.node_spec and JOB_LABEL in _requested_node(resource).labels
+    }
+    labels = {name: _requested_node(resource).labels for name, resource in queued_by_name.items()}
+    labels |= {name: node.labels for name, node in nodes_by_name.items()}
+    return [
+        CreatedSlice(job_id=label[JOB_LABEL], name=name, node=nodes_by_name.get(name), queued=queued_by_name.get(name))
+        for name, label in labels.items()
+    ]
 
 
 class Api:
@@ -108,11 +175,21 @@ class Api:
             )
             operation.result(timeout=_CHANGE_S)
 
-    def created_nodes(self) -> list[Any]:
-        """Return the zone's nodes that accel has created, on any machine. Raises what `node` raises."""
+    def created_slices(self) -> list[CreatedSlice]:
+        """Return the zone's slices that accel has created, on any machine. Raises what `node` raises.
+
+        Where queued resources may not be listed and the target requests none, this returns the nodes only.
+        """
         with self._translated_errors("tpu.nodes.list"):
-            nodes = self._client.list_nodes(parent=self.parent, timeout=_REPLY_TIMEOUT_S)
-            return [node for node in nodes if JOB_LABEL in node.labels]
+            nodes = list(self._client.list_nodes(parent=self.parent, timeout=_REPLY_TIMEOUT_S))
+        try:
+            with self._translated_errors("tpu.queuedResources.list"):
+                queued = list(self._client.list_queued_resources(parent=self.parent, timeout=_REPLY_TIMEOUT_S))
+        except TpuApiError:
+            if self._options.queued:
+                raise
+            queued = []
+        return _created_slices(nodes, queued)
 
     def read(self, url: str) -> bytes | None:
         """Return an object of a bucket, or None. Raises what `node` raises."""
@@ -154,9 +231,12 @@ class Api:
             self._translated_errors("tpu.operations.get", exceptions.NotFound),
         ):
             error = self._client.get_operation(request={"name": operation}, timeout=_REPLY_TIMEOUT_S).error
+            if not error.code:
+                return None
             if error.code == _EXHAUSTED:
                 return self._exhausted(error.message)
-            return TpuApiError(f"{self.label}: {_message_of(error.message)}") if error.code else None
+            kind = TpuApiError if error.code in _REFUSALS else Retryable
+            return kind(f"{self.label}: {_message_of(error.message)}")
         return None
 
     def _exhausted(self, message: str) -> SubmitError:

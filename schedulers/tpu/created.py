@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import time
@@ -24,15 +25,17 @@ from ..hosts.jobs.target import HostsTarget
 from ..hosts.remote_files import host_program
 from ..job import Cursor, JobSpec, LogLine, Reason, State, Status
 from ..store import atomic_files
-from ..target import CheckReport, DiscoveredJob, Plan, TargetContext, require_answers
+from ..target import CheckReport, DiscoveredJob, JobSummary, Plan, TargetContext, require_answers
 from . import api, slices
 from . import options as tpu_options
-from .node_request import JOB_LABEL, body, node_id, result_url
+from .node_request import body, node_id, result_url
 from .slice_target import CODE, SliceTarget
 
 _RETRY_PAUSES_S = (5.0, 300.0)  # after a stockout: first, last
 _MAX_MOVES = 10
 _STALE_STATUS_S = 60.0  # for which the API may still report a preempted slice as READY
+_OF_LOST_HOSTS = (Reason.NODE_FAILURE, Reason.NO_CAPACITY)
+_OF_PREEMPTION = (*_OF_LOST_HOSTS, Reason.SETUP)
 _MAX_WORKERS = 16
 _CANCELLED = Status(state=State.CANCELLED, reason=Reason.USER)
 
@@ -48,6 +51,7 @@ class _Slice:
     again_at:  when it is requested again after a stockout.
     ready_at:  when a client first saw it READY; 0 before.
     preempted: it must be deleted, and the next one requested.
+    failed_at: when its hosts first failed, perhaps because it was preempted; 0 before.
     left:      the number of slices that the ranks have left after a warning.
     end:       how the job ended; the slice is then to be deleted.
     project:   where it is; "" in files of earlier versions.
@@ -60,6 +64,7 @@ class _Slice:
     again_at: float = 0.0
     ready_at: float = 0.0
     preempted: bool = False
+    failed_at: float = 0.0
     left: int = 0
     end: dict[str, Any] | None = None
     project: str = ""
@@ -133,12 +138,34 @@ class CreatedSlices(SliceTarget):
         }
 
     def poll(self, native_ids: Sequence[str]) -> Mapping[str, Status]:
-        """Perform each job's next step; return the statuses. Raises Unreachable, with the answers so far."""
+        """Perform each job's next step; return the statuses. Raises Unreachable, with the answers so far.
+
+        Of jobs of other machines, only the slices are looked at.
+        """
+        here = [native_id for native_id in native_ids if Path(self._jobs, native_id.rpartition("/")[2]).is_dir()]
+        outcomes: dict[str, Status | SchedulerError | None] = {}
         with ThreadPoolExecutor(max_workers=_MAX_WORKERS, thread_name_prefix="slices") as pool:
-            outcomes = dict(zip(native_ids, pool.map(self._polled, native_ids), strict=True))
+            outcomes |= zip(here, pool.map(self._polled, here), strict=True)
+        if elsewhere := [native_id for native_id in native_ids if native_id not in outcomes]:
+            outcomes |= self._polled_elsewhere(elsewhere)
         unreachable = {key: str(outcome) for key, outcome in outcomes.items() if isinstance(outcome, SchedulerError)}
         statuses = {key: outcome for key, outcome in outcomes.items() if isinstance(outcome, Status)}
         return require_answers(statuses, unreachable)
+
+    def _polled_elsewhere(self, native_ids: Sequence[str]) -> dict[str, Status | SchedulerError | None]:
+        """Return the statuses of jobs of other machines by their slices; None for a job without one."""
+        try:
+            newest = self._newest()
+        except SchedulerError as error:
+            return dict.fromkeys(native_ids, error)
+        statuses: dict[str, Status | SchedulerError | None] = {}
+        for native_id in native_ids:
+            created = newest.get(_job(native_id))
+            if created is not None:
+                stage, message = slices.stage(created.name, created.node, created.queued)
+                state = State.RUNNING if stage == "ready" else State.QUEUED
+                statuses[native_id] = Status(state=state, native_state=created.state, message=message)
+        return statuses
 
     def _polled(self, native_id: str) -> Status | SchedulerError | None:
         try:
@@ -179,10 +206,8 @@ class CreatedSlices(SliceTarget):
             return self._fail(job_id, state, reason, message)
         if stage == "gone" and native is not None:
             return self._result_in_bucket(job_id, state, message)
-        if stage == "gone":
-            return self._recreate(job_id, state)
-        if stage == "waits" and native is None:
-            return _queued(state, message)
+        if stage == "gone" or (stage == "waits" and native is None):
+            return self._await(job_id, state, stage, message)
         return self._run(job_id, state, native)
 
     def _run(self, job_id: str, state: _Slice, native: str | None) -> Status:
@@ -205,13 +230,29 @@ class CreatedSlices(SliceTarget):
             return status
         if status.reason is Reason.PREEMPTED:
             return self._move_on(job_id, state, status)
-        if self._options.spot and status.reason is Reason.NODE_FAILURE:
-            if self._stage(job_id, state)[0] == "preempted":
-                return self._next(job_id, state)
-            if time.time() - status.observed_at < _STALE_STATUS_S:
-                return replace(status, state=State.RUNNING, message=f"{status.message}; was it preempted?")
+        if (pending := self._unless_preempted(job_id, state, status, State.RUNNING)) is not None:
+            return pending
         self._archive_logs(JobPlacement(target, native, f"{state.attempt}."), self._file(job_id, "slice.log"))
         return self._end(job_id, state, status)
+
+    def _unless_preempted(self, job_id: str, state: _Slice, failed: Status, pending: State) -> Status | None:
+        """Return None if a failure is the job's end, or the job's status if its slice was preempted, or may have been.
+
+        The hosts of a preempted slice fail before the API reports it: until then the job is `pending`.
+        """
+        if not (self._options.spot and state.ready_at and failed.reason in _OF_PREEMPTION):
+            return None
+        stage, _ = self._stage(job_id, state)
+        if stage == "preempted":
+            return self._next(job_id, state)
+        if stage != "ready" or failed.reason not in _OF_LOST_HOSTS:
+            return None
+        if not state.failed_at:
+            state.failed_at = failed.observed_at
+            self._write(job_id, state)
+        if time.time() - state.failed_at >= _STALE_STATUS_S:
+            return None
+        return replace(failed, state=pending, message=f"{failed.message}; was it preempted?")
 
     def _result_in_bucket(self, job_id: str, state: _Slice, message: str) -> Status:
         """Return the job's end from the bucket, after the slice has deleted itself."""
@@ -243,24 +284,33 @@ class CreatedSlices(SliceTarget):
             early = not reached and time.time() - state.ready_at < self._options.start_timeout_s
             if early or isinstance(error, Unreachable):
                 return _queued(state, str(error))
-            return self._fail(job_id, state, getattr(error, "reason", Reason.SETUP), str(error))
+            reason = getattr(error, "reason", Reason.SETUP)
+            failed = Status(state=State.FAILED, reason=reason, attempt=state.latest, message=str(error))
+            return self._unless_preempted(job_id, state, failed, State.QUEUED) or self._end(job_id, state, failed)
 
-    def _recreate(self, job_id: str, state: _Slice) -> Status:
-        """Request a missing slice again, unless there can be none."""
+    def _await(self, job_id: str, state: _Slice, stage: str, message: str) -> Status:
+        """Return the status of a job whose slice is not READY. Request a missing one, unless there can be none."""
+        if stage == "waits" and (state.ready_at or self._options.queued):  # a queued resource expires by itself
+            return _queued(state, message)
         name, now, limit = node_id(job_id, state.attempt), time.time(), self._options.valid_until_duration
+        slice_api = self._api_of(state)
         try:
-            error = self._api.failure(state.operation) if state.operation else None
+            error = slice_api.failure(state.operation) if state.operation else None
             if error is not None:
                 raise error
             if now >= state.began + (tpu_options.seconds(limit) or 0):
                 return self._fail(job_id, state, Reason.NO_CAPACITY, f"no capacity for {name} within {limit}")
+            if stage == "waits":
+                return _queued(state, message)
             if now >= state.again_at:
                 self._create(job_id, state)
-        except api.Stockout as stockout:
+        except api.Retryable as failure:
+            if stage == "waits":  # the failed creation has left it
+                slice_api.delete(name, queued=self._options.queued)
             pause = min(max(now - state.began, _RETRY_PAUSES_S[0]), _RETRY_PAUSES_S[1])
             state.operation, state.again_at = "", now + pause
             self._write(job_id, state)
-            return replace(_queued(state, str(stockout)), reason=Reason.NO_CAPACITY)
+            return replace(_queued(state, str(failure)), reason=failure.reason)
         except SubmitError as refusal:
             return self._fail(job_id, state, getattr(refusal, "reason", Reason.SETUP), str(refusal))
         reason = Reason.NO_CAPACITY if state.again_at else Reason.NONE
@@ -287,7 +337,7 @@ class CreatedSlices(SliceTarget):
         attempt = max(state.attempt, state.latest) + 1
         state = _Slice(attempt=attempt, latest=attempt, began=time.time(), left=state.left, project=state.project)
         self._write(job_id, state)
-        status = self._recreate(job_id, state)
+        status = self._await(job_id, state, "gone", "")
         if status.state.final:
             return status
         return replace(status, reason=Reason.PREEMPTED, message=f"{name} was preempted; {status.message}")
@@ -302,15 +352,19 @@ class CreatedSlices(SliceTarget):
         return self._delete(job_id, state)
 
     def _delete(self, job_id: str, state: _Slice) -> Status:
-        """Delete the slice, unless it is kept. Return the job's end. Raises Unreachable to try again later."""
+        """Delete the job's slices, unless the last is kept. Return the job's end. Raises Unreachable to try again."""
         status, name = Status.from_json(state.end), node_id(job_id, state.attempt)
-        if self._options.keep and state.ready_at:
+        keep_last = self._options.keep and bool(state.ready_at)
+        for attempt in reversed(
+            range(state.attempt + (not keep_last))
+        ):  # the deletion of an earlier one may have failed
+            try:
+                self._api_of(state).delete(node_id(job_id, attempt), queued=self._options.queued)
+            except api.TpuApiError as error:
+                status = _with_message(status, str(error))
+        if keep_last:
             since = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(state.ready_at))
             return _with_message(status, f"slice {name} is up since {since} (keep: accel prune deletes it)")
-        try:
-            self._api_of(state).delete(name, queued=self._options.queued)
-        except api.TpuApiError as error:
-            return _with_message(status, str(error))
         return status
 
     # Other operations of the target.
@@ -382,30 +436,55 @@ class CreatedSlices(SliceTarget):
         return DiscoveredJob(native_id=f"accel-{job_id}/{job_id}", spec=spec, plan=plan)
 
     def running(self, jobs: Mapping[str, str | None]) -> Mapping[str, str | SchedulerError]:
-        """Return the slices of those jobs whose end no client has seen."""
-        states = {job_id: self._read(job_id) for job_id in jobs}
-        unended = {job_id: state for job_id, state in states.items() if state is not None and state.end is None}
+        """Return the slices of those jobs whose end no client has seen. Lists the slices of each project once."""
         return {
-            job_id: f"it has slice {node_id(job_id, state.attempt)}"
-            for job_id, state in unended.items()
-            if self._stage(job_id, state)[0] != "gone"
+            job_id: f"it has slice {existing[-1][1].name}"
+            for job_id, existing in self._slices_of(jobs).items()
+            if (state := self._read(job_id)) is None or state.end is None
         }
 
     def clear(self, jobs: Mapping[str, str | None]) -> list[str]:
         """Delete the jobs' slices, also those with `keep`."""
-        for node in self._api.created_nodes():
-            if node.labels[JOB_LABEL] in jobs:
-                self._api.delete(node.name.rpartition("/")[2], queued=bool(node.queued_resource))
-        return []
+        lines = []
+        for slice_api, created in itertools.chain.from_iterable(self._slices_of(jobs).values()):
+            try:
+                slice_api.delete(created.name, queued=created.is_queued)
+            except (api.TpuApiError, Unreachable) as error:
+                lines.append(f"slice {created.name} stays: {error}")
+        return lines
+
+    def _slices_of(self, jobs: Mapping[str, str | None]) -> dict[str, list[tuple[api.Api, api.CreatedSlice]]]:
+        """Return the slices of these jobs, each with a client for its project."""
+        existing: dict[str, list[tuple[api.Api, api.CreatedSlice]]] = {}
+        apis = {slice_api.parent: slice_api for slice_api in (self._api_of(self._read(job_id)) for job_id in jobs)}
+        for slice_api in apis.values():
+            for created in slice_api.created_slices():
+                if created.job_id in jobs:
+                    existing.setdefault(created.job_id, []).append((slice_api, created))
+        return existing
+
+    def listed(self) -> list[JobSummary]:
+        """List the jobs of the zone's slices that accel created, from any machine."""
+        return [
+            JobSummary(
+                job_id=job_id, native_id=f"accel-{job_id}/{job_id}", name=created.name, nodes=created.hosts,
+                created_at=created.created_at,
+            )
+            for job_id, created in self._newest().items()
+        ]  # fmt: skip
+
+    def _newest(self) -> dict[str, api.CreatedSlice]:
+        """Return the newest slice of each job in the zone."""
+        oldest_first = sorted(self._api.created_slices(), key=lambda created: created.created_at)
+        return {created.job_id: created for created in oldest_first}
 
     def check(self, gpus: int = 0) -> CheckReport:
-        """List the zone's slices that accel created. Warn about those whose job is unknown here."""
+        """List the zone's slices that accel created, and their queued resources. Warn of those with an unknown job."""
         rows, unknown = [], []
-        for node in self._api.created_nodes():
-            name, job_id = node.name.rpartition("/")[2], node.labels[JOB_LABEL]
-            rows.append([name, node.state.name, node.accelerator_type, job_id])
-            if not os.path.exists(self._file(job_id, "slice.json")):
-                unknown.append(f"{name}: job {job_id} is not known here")
+        for created in self._api.created_slices():
+            rows.append([created.name, created.state, created.accelerator_type, created.job_id])
+            if not os.path.exists(self._file(created.job_id, "slice.json")):
+                unknown.append(f"{created.name}: job {created.job_id} is not known here")
         return CheckReport(table=[["slice", "state", "type", "job"], *rows], failures=(), warnings=tuple(unknown))
 
     def close(self) -> None:
@@ -414,9 +493,9 @@ class CreatedSlices(SliceTarget):
 
     # Helpers.
 
-    def _api_of(self, state: _Slice) -> api.Api:
+    def _api_of(self, state: _Slice | None) -> api.Api:
         """Return a client for the project of the slice, which may not be the one that the environment selects now."""
-        if state.project in ("", self._options.project):
+        if state is None or state.project in ("", self._options.project):
             return self._api
         if state.project not in self._apis:
             self._apis[state.project] = api.Api(replace(self._options, project=state.project), self.name)

@@ -193,7 +193,7 @@ class Tpu:
         self._ask("allow", methods=methods, caller=caller)
 
     def fail(self, method: str, code: str = "UNAVAILABLE", message: str = "Try again.", times: int = 1) -> None:
-        """Answer the next calls of a method with an error."""
+        """Answer the next calls of a method with an error. `provision`: creations fail, and leave the node CREATING."""
         self._ask("fail", method=method, code=code, message=message, times=times)
 
     def down(self) -> None:

@@ -230,6 +230,8 @@ class Nodes(Operations):
         """Power on the hosts of a node, which is READY then. Raises Refused."""
         node = slice_.node
         self.reach("CreateNode", lambda: node.state != State.CREATING)
+        with self.changed:
+            self._faults.check("provision", node.name, "")  # leaves the node, CREATING
         with slice_.busy:
             if node.state == State.CREATING:
                 count = hosts_of(node.accelerator_type)

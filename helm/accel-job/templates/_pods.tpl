@@ -11,10 +11,9 @@ metadata:
     {{- with $values.labels }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
-  {{- with merge (deepCopy $values.annotations) (default dict .annotations) }}
+  {{- $stays := or (gt (mul (include "job.processes" $ | int64) (int64 $values.nodes)) 1) .launch $values.timeLimit }}
   annotations:
-    {{- toYaml . | nindent 4 }}
-  {{- end }}
+    {{- merge (deepCopy $values.annotations) (default dict .annotations) (dict "accel.dev/report" (ternary "none" "launcher" (empty $stays))) | toYaml | nindent 4 }}
 spec:
   {{- with .restartPolicy }}
   restartPolicy: {{ . }}

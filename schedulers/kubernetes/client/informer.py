@@ -89,17 +89,19 @@ class Informer:
 
     def _run(self) -> None:
         version: str | None = None
-        failures = 0
+        failures, expired = 0, False
         self._last_live_at = time.monotonic()
         while not self._stop.is_set() and self._keep_alive():
             try:
                 if version is None:
                     version = self._list()
-                for resource_version in self._watch(version):
-                    version, failures = resource_version, 0
-            except ResourceExpired:
-                version = None
-            except Unreachable as error:
+                for number, resource_version in enumerate(self._watch(version)):
+                    version = resource_version
+                    if number or not expired:  # a watch may open and then answer 410
+                        failures, expired = 0, False
+            except (ResourceExpired, Unreachable) as error:
+                if isinstance(error, ResourceExpired):
+                    version, expired = None, True
                 failures += 1
                 self._fail(error)
                 pause = min(_MAX_PAUSE_S, _MIN_PAUSE_S * 2 ** min(failures - 1, 10))
@@ -182,7 +184,7 @@ class Informer:
         version = (resource.get("metadata") or {}).get("resourceVersion")
         return None if version is None else str(version)
 
-    def _fail(self, error: Unreachable) -> None:
+    def _fail(self, error: SchedulerError) -> None:
         if self.live:
             self.live, self._is_overdue = False, False
             self._last_live_at = time.monotonic()

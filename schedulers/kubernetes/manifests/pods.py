@@ -139,9 +139,11 @@ def template(
 ) -> Object:
     """Build a PodTemplateSpec without a restart policy. The optional arguments are additions of one kind of object."""
     pod_labels = {**names.labels(spec.name, job_id), **(labels or {}), **options.labels}
-    notes = {**(annotations or {}), **options.annotations}
+    launcher_stays = processes(spec) * spec.nodes > 1 or bool(launch) or spec.time_limit_s is not None
+    report = names.REPORTED if launcher_stays else names.NOT_REPORTED
+    notes = {names.REPORT: report, **(annotations or {}), **options.annotations}
     return {
-        "metadata": {"labels": pod_labels, **({"annotations": notes} if notes else {})},
+        "metadata": {"labels": pod_labels, "annotations": notes},
         "spec": _drop_empty(_spec(spec, options, name, job_id, code, env, launch)),
     }
 
@@ -210,6 +212,7 @@ def _main(
         "env": [*_environment(spec, options, job_id), *_downward_fields(spec, options, name), *env],
         "ports": ports,
         "resources": _resources(spec, options, devices=True),
+        # `File` would lose the last line of a failed setup, a broken installation, or a program without a launcher.
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": [
             {"name": "accel", "mountPath": "/accel"},

@@ -55,17 +55,19 @@ def status_of(
         native = _SUCCEEDED.get(kind, "Succeeded")
         if _has_ending_pods(conditions[native], pods, now):
             return Status(state=State.RUNNING, attempt=attempt, message="it is ending", native_state=native)
+        # The launchers of a PyTorchJob with restarts exit with 0 at the time limit, so that none is restarted.
+        out_of_time = Status(
+            state=State.FAILED, reason=Reason.TIME_LIMIT, attempt=attempt, message=pod_states.TIME_LIMIT_PASSED,
+            native_state=native,
+        )  # fmt: skip
         if any(_out_of_time(pod) for pod in pods):
-            # The launchers of a PyTorchJob with restarts exit with 0, so that none is restarted.
-            return Status(
-                state=State.FAILED, reason=Reason.TIME_LIMIT, attempt=attempt, message="its time limit passed",
-                native_state=native,
-            )  # fmt: skip
+            return out_of_time
         recorded = _recorded_failure(workload)
         if recorded is not None:
             return recorded
-        message = _UNKNOWN if not pods and _may_be_out_of_time(workload) else ""
-        return Status(state=State.SUCCEEDED, exit_code=0, attempt=attempt, message=message, native_state=native)
+        if not any(map(pod_states.over, pods)) and _may_be_out_of_time(workload):
+            return dataclasses.replace(out_of_time, message=_UNKNOWN)
+        return Status(state=State.SUCCEEDED, exit_code=0, attempt=attempt, native_state=native)
     failed = conditions.get(_FAILED) or conditions.get(_FAILING)
     if failed is not None:
         if kind == "Job" and not _was_terminated(failed, status, pods):
@@ -325,8 +327,8 @@ def _out_of_time(pod: Object) -> bool:
     """Return True if the pod's launcher exited because the job's time limit had passed."""
     for container in pod_states.containers(pod):
         terminated = (container.get("state") or {}).get("terminated") or {}
-        report = pod_states.read_report(str(terminated.get("message") or ""))
-        if container.get("name") in names.MAIN and report is not None and report.reason is Reason.TIME_LIMIT:
+        report, _ = pod_states.report_and_detail(pod, container, terminated)
+        if report is not None and report.reason is Reason.TIME_LIMIT:
             return True
     return False
 

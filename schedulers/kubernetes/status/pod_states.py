@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,10 +15,11 @@ from .. import names
 from . import reasons
 from .reasons import ReasonAndMessage
 
-# The launcher's failure report at the end of a container's log.
+# The launcher's report (accel/launch/termination.py) in a container's termination message.
 #
-# Each node's launcher names the rank that failed first on any node: the cluster's times are too coarse for that. A test
-# compares the wording with `accel/launch/failure.py`.
+# Each node's launcher names the rank that failed first on any node: the cluster's times are too coarse for that. In
+# pods of older versions the report is text at the end of the container's log; a test compares the wording with
+# `accel/launch/failure.py`.
 
 _FIRST = re.compile(
     r"^accel launch: (?P<who>rank \d+|the launcher) on node (?P<node>\d+) \(.*?\) failed first"
@@ -47,24 +50,57 @@ _CAUSES: Mapping[str, Reason] = {
 class Report:
     """A parsed failure report.
 
-    failed_rank: the rank that failed first and its node, for messages.
-    node:        the number of that node; None if no rank failed.
+    failed_rank: the rank that failed first and its node, for messages; empty if no rank failed.
+    reason:      NONE if the launcher reported only a message.
     """
 
     failed_rank: str
-    node: int | None
     reason: Reason
     message: str
 
 
+TIME_LIMIT_PASSED = "its time limit passed"
+
+
+def report_and_detail(pod: Object, container: Object, terminated: Object) -> tuple[Report | None, str]:
+    """Return the launcher's report, and the detail to show without one: only the report decides on a reason."""
+    metadata, text = pod.get("metadata") or {}, str(terminated.get("message") or "")
+    if container.get("name") not in names.MAIN:
+        return None, last_line(text)
+    mark = (metadata.get("annotations") or {}).get(names.REPORT)
+    if mark is None:
+        return read_report(text), last_line(text)
+    report = _parse(text, str(metadata.get("uid")))
+    if report is None:
+        return None, last_line(text)
+    return report if mark == names.REPORTED and report.reason is not Reason.NONE else None, report.message
+
+
+def _parse(text: str, uid: str) -> Report | None:
+    """Return the report in a termination message; None for another text, such as a program's or the end of a log."""
+    if _OUT_OF_TIME.match(text) and "\n" not in text:  # by an older launcher in the image; a log has more lines
+        return Report(failed_rank="", reason=Reason.TIME_LIMIT, message=TIME_LIMIT_PASSED)
+    with contextlib.suppress(ValueError, RecursionError):
+        fields = json.loads(text)
+        if isinstance(fields, dict) and "schema" in fields and fields.get("pod") == uid:
+            failed_rank, reason = "", Reason.NONE
+            if "node" in fields:
+                rank = "the launcher" if fields.get("rank") is None else f"rank {fields['rank']}"
+                failed_rank = f"{rank} on node {fields['node']}"
+            if "reason" in fields:  # one of a newer launcher may be unknown
+                reason = next((known for known in Reason if known.value == fields["reason"]), Reason.EXIT_CODE)
+            return Report(failed_rank=failed_rank, reason=reason, message=str(fields.get("message") or ""))
+    return None
+
+
 def read_report(text: str) -> Report | None:
-    """Return the last report in a text, or None."""
+    """Return the last report in the log of a pod of an older version, or None."""
     if _OUT_OF_TIME.search(text):
-        return Report(failed_rank="", node=None, reason=Reason.TIME_LIMIT, message="its time limit passed")
+        return Report(failed_rank="", reason=Reason.TIME_LIMIT, message=TIME_LIMIT_PASSED)
     preempted = _last(_PREEMPTED, text)
     failure = _last(_FIRST, text)
     if preempted is not None and (failure is None or preempted.start() > failure.start()):
-        return Report(failed_rank="", node=None, reason=Reason.PREEMPTED, message=preempted["why"])
+        return Report(failed_rank="", reason=Reason.PREEMPTED, message=preempted["why"])
     if failure is None:
         return None
     rest = text[failure.end() :]
@@ -77,7 +113,6 @@ def read_report(text: str) -> Report | None:
     reason = next((cause_reason for phrase, cause_reason in _CAUSES.items() if phrase in cause), reason)
     return Report(
         failed_rank=f"{failure['who']} on node {failure['node']}",
-        node=int(failure["node"]),
         reason=reason,
         message=f"{message} ({cause})" if cause else message,
     )
@@ -163,11 +198,10 @@ def last_end(container: Object, pod: Object) -> End | None:
         kubelet_reason, code = str(terminated.get("reason") or ""), int(terminated["exitCode"])
         container_name = str(container.get("name"))
         reason, summary = reasons.TERMINATED.get(kubelet_reason, (Reason.EXIT_CODE, ""))
-        text = str(terminated.get("message") or "")
         node, when = node_of(pod), str(terminated.get("finishedAt") or "")
-        detail = "" if kubelet_reason == "OOMKilled" else last_line(text)
+        report, detail = report_and_detail(pod, container, terminated)
+        detail = "" if kubelet_reason == "OOMKilled" else detail
         subject, grade = f"node {node}", 2 if reason is Reason.EXIT_CODE else 0
-        report = read_report(text) if container_name in names.MAIN else None
         if container_name not in names.MAIN:
             reason = Reason.SETUP
             summary = (

@@ -144,7 +144,7 @@ def _with_warnings(
 
 
 def _status(api: Api, native: Native, workload: Object, pods: list[Object]) -> Status:
-    """Return a job's status by its pods; for a failed job also by watched pods that the operator has deleted."""
+    """Return a job's status by its pods; for a failed job also by watched pods that have been deleted."""
     status = job_states.status_of(workload, pods, now=api.now())
     watcher = watch.running(api, native)
     if status.state is not State.FAILED or watcher is None:
@@ -153,7 +153,7 @@ def _status(api: Api, native: Native, workload: Object, pods: list[Object]) -> S
     last = {names.node_of(pod): pod for pod in watcher.deleted_pods()}
     deleted = [pod for node, pod in last.items() if node not in present_nodes]
     full_status = job_states.status_of(workload, [*pods, *deleted], now=api.now())
-    return full_status if full_status.state is State.FAILED else status
+    return full_status if full_status.state.final else status
 
 
 def _note_end(api: Api, native: Native, workload: Object, status: Status) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 
 import pytest
@@ -11,6 +12,7 @@ from schedulers.job import Reason, State, Status
 from schedulers.jobs import submit
 from schedulers.jobs.handle import Job, find
 from schedulers.jobs.prune import prune
+from schedulers.target import Plan
 
 from .test_backends import elsewhere, forget_backend
 from .test_handle import Place, place, release, released
@@ -70,6 +72,25 @@ def test_what_still_runs_is_kept_whatever_its_status(place: Place) -> None:
         release(place.here / name)
     ended(place, jobs)
     assert set(prune(place.store, keep=0).ids) == {job.id for job in jobs}
+
+
+@pytest.mark.long
+def test_ten_thousand_jobs_are_one_question(place: Place) -> None:
+    job = place.sh("true", "identified")
+    job.wait(60)
+    record, store = job.record, place.store
+    plan = Plan.from_json(json.loads((record.directory / "plan.json").read_text())["plan"])
+    for _ in range(9_999):
+        job_id = store.new_id()
+        stored = store.create(
+            job_id, job.spec, plan, native_id=f"n-{job_id}",
+            target=record.target, kind=record.kind, backend=record.backend,
+        )  # fmt: skip
+        stored.update(SUCCEEDED)
+    (place.home / "calls").unlink()
+    pruned = prune(store, keep=0)
+    assert (len(pruned.ids), pruned.kept_reasons) == (10_000, ())
+    assert [call.split()[0] for call in place.calls()] == ["running"]
 
 
 @pytest.mark.parametrize("silent", ["unreachable", "other"])

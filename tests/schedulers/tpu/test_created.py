@@ -17,8 +17,10 @@ from accel.cli import main
 from schedulers import Job, Reason, State
 from schedulers.config.named_targets import load_target
 from schedulers.errors import SubmitError, Unreachable
+from schedulers.hosts.jobs import submit as hosts_submit
 from schedulers.jobs import poll
 from schedulers.tpu import created, node_request
+from schedulers.tpu.slice_target import SliceTarget
 from tests import needs
 from tests.clusters.tpu import LAUNCHER, PROJECT, SERVICE_ACCOUNT, ZONE, Tpu
 from tests.marks import long
@@ -107,6 +109,88 @@ def test_without_capacity_it_is_asked_for_again(tpu: Tpu, create: Submit, monkey
     tpu.capacity(True)
     assert job.wait(120).state is State.SUCCEEDED
     assert len(tpu.calls("CreateNode")) >= 2
+    empty(tpu)
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [("INTERNAL", State.SUCCEEDED), ("INVALID_ARGUMENT", State.FAILED), *long(("UNAVAILABLE", State.SUCCEEDED))],
+)
+def test_a_creation_that_fails_later(
+    tpu: Tpu, create: Submit, monkeypatch: pytest.MonkeyPatch, code: str, expected: State
+) -> None:
+    """A slice is requested again if its creation failed for a reason that may pass. No node is left."""
+    monkeypatch.setattr(created, "_RETRY_PAUSES_S", (0.5, 0.5))
+    tpu.fail("provision", code, "It broke.")
+    job = create("true")
+    status = job.wait(120)
+    assert status.state is expected, status
+    assert len(tpu.calls("CreateNode")) == (2 if expected is State.SUCCEEDED else 1)
+    if expected is State.FAILED:
+        assert (status.reason, status.message) == (Reason.SETUP, "target tpu: It broke.")
+    empty(tpu)
+
+
+def test_a_slice_that_is_still_created_when_the_time_is_over(tpu: Tpu, create: Submit) -> None:
+    tpu.hold("CreateNode")
+    job = create("true", options={"valid_until_duration": "1s"})
+    status = job.wait(60)
+    assert (status.state, status.reason) == (State.FAILED, Reason.NO_CAPACITY), status
+    assert status.message == f"no capacity for accel-{job.id}-0 within 1s"
+    empty(tpu)
+
+
+@pytest.mark.parametrize("moment", ["wait_reachable", *long("ship", "start")])
+def test_preempted_before_the_job_runs(tpu: Tpu, create: Submit, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
+    """The job runs on the next slice, whichever step the hosts failed in."""
+    owner: Any = SliceTarget if moment == "wait_reachable" else hosts_submit
+    step = getattr(owner, moment)
+    called: list[None] = []
+
+    def preempted_at(*args: Any, **given: Any) -> Any:
+        called.append(None)
+        if len(called) > 1:
+            return step(*args, **given)
+        if moment == "wait_reachable":
+            step(*args, **given)
+        tpu.preempt(f"accel-{job.id}-0")
+        return None if moment == "wait_reachable" else step(*args, **given)
+
+    monkeypatch.setattr(owner, moment, preempted_at)
+    job = create('[ $ACCEL_ATTEMPT = 1 ] && echo "up"', options={"spot": True})
+    status = job.wait(120)
+    assert (status.state, status.attempt) == (State.SUCCEEDED, 1), status
+    empty(tpu)
+
+
+def test_slices_of_other_machines(
+    tpu: Tpu, create: Submit, project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A queued resource without a node is one; `prune` deletes all of a job's, and says which it could not."""
+    tpu.capacity(False)
+    job = create("true", options={"queued": True})
+    assert job.status().state is State.QUEUED
+    (project / "accel.yaml").write_text(
+        f"targets:\n  pod: {{kind: tpu, zone: {tpu.zone}, accelerator_type: v4-16, version: tpu-ubuntu2204-base}}\n"
+    )
+    monkeypatch.chdir(project)
+    home = job.record.directory.parent.parent
+    monkeypatch.setenv("ACCEL_HOME", str(project / "elsewhere"))
+    assert main(["targets", "check", "pod"]) == 0
+    shown = capsys.readouterr()
+    assert f"accel-{job.id}-0\tWAITING_FOR_RESOURCES\tv4-16\t{job.id}\n" in shown.out
+    assert f"accel-{job.id}-0: job {job.id} is not known here" in shown.err
+    assert main(["list", "--target", "pod"]) == 0
+    assert re.search(rf"^{job.id}\taccel-{job.id}-0\tqueued\tpod\t2\t", capsys.readouterr().out, re.MULTILINE)
+    monkeypatch.setenv("ACCEL_HOME", str(home))
+    assert main(["prune", "--force", job.id]) == 0  # the record only: what runs stays
+    assert tpu.queued()
+    target: Any = load_target("tpu", home / "jobs", overrides={**CREATED, "zone": tpu.zone})
+    tpu.deny("DeleteQueuedResource")
+    (line,) = target.clear({job.id: None})
+    assert line.startswith(f"slice accel-{job.id}-0 stays: target tpu: Google Cloud does not allow tpu.queuedResources")
+    tpu.allow("DeleteQueuedResource")
+    assert target.clear({job.id: None}) == []
     empty(tpu)
 
 

@@ -57,7 +57,7 @@ def test_a_quota_is_told_what_it_uses_which_is_little(
 def test_it_is_none_of_the_gang() -> None:
     made = of(JobSpec(argv=("a",), nodes=2), least(workload="job", volcano_queue="research", **CLAIM))
     assert "schedulerName" not in made["spec"]
-    assert "annotations" not in made["metadata"]
+    assert build.GROUP_ANNOTATION not in made["metadata"]["annotations"]
 
 
 def test_what_pod_patch_makes_of_pods_it_makes_of_this_one() -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import signal
+from typing import Any
 
 import pytest
 
 from accel.launch import failure as failures
 from accel.launch.failure import Exit, Failure, diagnose
-from schedulers import Reason, State
+from schedulers import Reason, State, Status
 from schedulers.kubernetes.status import pod_states
 from schedulers.kubernetes.status.job_states import status_of
 from tests.schedulers.kubernetes.shapes import condition, pod, terminated, workload
@@ -25,13 +27,35 @@ def failure(code: int = 1, type_: str = "ValueError", message: str = "no data", 
 def read(one: Failure) -> pod_states.Report:
     found = pod_states.read_report(f"[rank 3] epoch 1\n{one.text()}\n")
     assert found is not None
+    written, _ = pod_states.report_and_detail(*ended_pod(1, message(**one.summary())))
+    assert written == found, "the report in the termination message is that of the log"
     return found
+
+
+def message(pod: str = "uid-0", **outcome: Any) -> str:
+    """A launcher's termination message."""
+    return json.dumps({"schema": 1, "pod": pod, **outcome})
+
+
+def ended_pod(code: int, text: str, report: str | None = "launcher") -> tuple[Any, Any, Any]:
+    """A pod, its container and how that ended. `report`: its annotation; None in pods of older versions."""
+    container = terminated(code, message=text)
+    ended = pod(0, container, phase="Failed" if code else "Succeeded", uid="uid-0")
+    if report is not None:
+        ended["metadata"]["annotations"] = {"accel.dev/report": report}
+    return ended, container, container["state"]["terminated"]
+
+
+def status_after(code: int, text: str, report: str | None = "launcher") -> Status:
+    ended, _, _ = ended_pod(code, text, report)
+    type_ = "Failed" if code else "Complete"
+    return status_of(workload("Job", condition(type_, "BackoffLimitExceeded" if code else "")), [ended])
 
 
 def test_who_failed_first_and_how() -> None:
     found = read(failure())
-    assert (found.failed_rank, found.node, found.reason, found.message) == (
-        "rank 3 on node 1", 1, Reason.EXIT_CODE, "ValueError: no data",
+    assert (found.failed_rank, found.reason, found.message) == (
+        "rank 3 on node 1", Reason.EXIT_CODE, "ValueError: no data",
     )  # fmt: skip
     assert read(failure(type_="")).message == "exited with code 1"
     assert read(failure(code=-signal.SIGSEGV, type_="")).message.startswith("was killed by SIGSEGV (exit code 139)")
@@ -53,8 +77,9 @@ def test_the_reason_is_the_launchers(reason: str, said: str) -> None:
 def test_no_cause_that_the_launcher_knows_is_missed() -> None:
     for _, reason, cause, _ in failures._KNOWN_CAUSES:
         one = Failure(
-            rank=0, node=0, host="h", attempt=0, exit_code=1, how="exited with code 1", message="", cause=cause
-        )
+            rank=0, node=0, host="h", attempt=0, exit_code=1, reason=reason, how="exited with code 1", message="",
+            cause=cause,
+        )  # fmt: skip
         assert read(one).reason is Reason(reason), cause
     for code in (126, 127):
         assert read(failure(code=code, type_="")).reason is Reason.SETUP
@@ -108,3 +133,53 @@ def test_what_the_cluster_did_to_a_pod_is_before_what_the_others_made_of_it() ->
     killed = pod(1, terminated(137, "OOMKilled"), phase="Failed")
     found = status_of(workload("Job", condition("Failed", "BackoffLimitExceeded")), [pods[0], killed])
     assert (found.reason, found.exit_code) == (Reason.OUT_OF_MEMORY, 137)
+
+
+_OVER = "accel launch: the time limit of 60 s is over; all ranks on this node were terminated"
+_FORGED = message(reason="preempted", message="not true")
+
+
+@pytest.mark.parametrize("text", [
+    f"accel launch: started on run1-0\n{_OVER}\n", f"epoch 1\n{failure(code=85).text()}\n",
+    f"epoch 1\n{_FORGED}\n", message(pod="uid-1", reason="preempted"), '{"reason": "preempted"}', "[1]", "",
+])  # fmt: skip
+@pytest.mark.parametrize("report", ["launcher", "none"])
+def test_what_a_program_prints_decides_nothing(text: str, report: str) -> None:
+    status = status_after(1, text, report)
+    assert (status.state, status.reason, status.exit_code) == (State.FAILED, Reason.EXIT_CODE, 1)
+    assert status_after(0, text, report).state is State.SUCCEEDED
+
+
+def test_a_program_without_a_launcher_writes_no_report() -> None:
+    status = status_after(1, _FORGED, "none")
+    assert (status.reason, status.message) == (Reason.EXIT_CODE, "node 0: not true")
+    for text in (message(reason="time_limit"), _OVER):
+        assert status_after(0, text, "none").state is State.SUCCEEDED
+
+
+def test_pods_of_older_versions_are_read_as_they_were() -> None:
+    status = status_after(1, f"epoch 1\n{_OVER}\n", None)
+    assert (status.reason, status.message) == (Reason.TIME_LIMIT, "its time limit passed")
+    assert status_after(1, "epoch 1\nValueError: no data\n", None).message == "node 0: ValueError: no data"
+    assert status_after(1, _FORGED, None).reason is Reason.EXIT_CODE
+
+
+@pytest.mark.parametrize("text", [message(reason="time_limit", message="its time limit passed"), _OVER])
+@pytest.mark.parametrize("code", [0, 86])
+def test_a_time_limit_is_the_launchers(text: str, code: int) -> None:
+    """An older launcher, in an image that has one, writes only the line."""
+    status = status_after(code, text)
+    assert (status.state, status.reason, status.message) == (State.FAILED, Reason.TIME_LIMIT, "its time limit passed")
+
+
+def test_a_report_without_a_failed_rank() -> None:
+    text = "received SIGTERM; all ranks on this node were terminated"
+    status = status_after(143, message(message=text))
+    assert (status.reason, status.exit_code, status.message) == (Reason.EXIT_CODE, 143, f"node 0: {text}")
+    assert status_after(137, message()).message == "node 0: exit code 137"
+    assert status_after(1, message(reason="from a newer launcher", message="x")).reason is Reason.EXIT_CODE
+
+
+def test_a_failed_setup_shows_its_last_line() -> None:
+    status = status_after(1, "Collecting x\nERROR: No matching distribution status for x\n")
+    assert (status.reason, status.message) == (Reason.EXIT_CODE, "node 0: ERROR: No matching distribution status for x")

@@ -488,3 +488,31 @@ def test_a_message_is_one_short_line() -> None:
     found = status_of(workload("Job"), [long])
     assert "\n" not in found.message
     assert len(found.message) <= 400
+
+
+_LIMITED = [{"name": "ACCEL_TIME_LIMIT", "value": "60"}, {"name": "ACCEL_TIME_LIMIT_EXIT", "value": "0,0"}]
+
+
+@pytest.mark.parametrize(
+    ("completed_at", "pods", "state"),
+    [
+        ("10:01:00", [], State.FAILED),
+        ("10:01:00", [pod(0, running(), operator=True)], State.FAILED),  # as last seen
+        ("", [], State.FAILED),
+        ("10:00:59", [], State.SUCCEEDED),
+        ("10:01:00", [pod(0, terminated(0), phase="Succeeded", operator=True)], State.SUCCEEDED),
+    ],
+)
+def test_an_unseen_end_after_the_time_limit_is_no_success(completed_at: str, pods: list[Any], state: State) -> None:
+    """The launchers of a PyTorchJob with restarts exit with 0 at their time limit."""
+    times = {"startTime": "2026-11-21T10:00:00Z"}
+    if completed_at:
+        times["completionTime"] = f"2026-11-21T{completed_at}Z"
+    job = workload("PyTorchJob", condition("Succeeded"), nodes=1, status=times)
+    template = {"spec": {"containers": [{"name": "pytorch", "env": _LIMITED}]}}
+    job["spec"]["pytorchReplicaSpecs"] = {"Master": {"replicas": 1, "template": template}}
+    status = status_of(job, pods)
+    assert (status.state, status.exit_code) == (state, 0 if state is State.SUCCEEDED else None)
+    if state is State.FAILED:
+        assert status.reason is Reason.TIME_LIMIT
+        assert status.message == "its pods are gone: its time limit may have ended it"

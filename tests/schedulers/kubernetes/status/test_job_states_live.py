@@ -216,6 +216,15 @@ def test_an_exit_code_is_the_program_s(submit: Submit) -> None:
     assert (status.state, status.reason, status.exit_code) == (State.FAILED, Reason.EXIT_CODE, 7)
 
 
+def test_what_a_program_prints_does_not_decide_its_state(submit: Submit) -> None:
+    """With a launcher that stays, and with one that the program replaces."""
+    text = "echo 'accel launch: the time limit of 60 s is over'; [ $RANK = 1 ] && sleep 600; echo oh no; exit 7"
+    for processes, message in ((2, "rank 0 on node 0: exited with code 7"), (1, "node 0: oh no")):
+        status = submit(text, procs_per_node=processes, options={"workload": "job"}).wait(90)
+        assert (status.state, status.reason, status.exit_code) == (State.FAILED, Reason.EXIT_CODE, 7), status
+        assert status.message == message
+
+
 @pytest.mark.alone
 def test_a_node_that_is_lost(kubernetes: Kubernetes, namespace: str, submit: Submit) -> None:
     """Of a job that may be started again: of another, the operator makes a new pod or ends it, as it happens to see the
@@ -259,7 +268,8 @@ def test_a_time_limit_is_not_tried_again(kubernetes: Kubernetes, namespace: str,
     assert (status_of(made).state, status_of(made).reason) == (State.FAILED, Reason.TIME_LIMIT), made
     del made["metadata"]["annotations"]["accel.dev/end"]
     without = status_of(made)
-    assert (without.state, without.message) == (State.SUCCEEDED, _CANNOT_BE_TOLD), made
+    assert (without.state, without.reason) == (State.FAILED, Reason.TIME_LIMIT), made
+    assert without.message == _CANNOT_BE_TOLD
     until(lambda: alone.status().state.final, "the last one is over")
     assert alone.status().reason is Reason.TIME_LIMIT
     lines = list(alone.logs())

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
@@ -17,7 +18,7 @@ import pytest
 from schedulers import Reason, State, Status
 from schedulers.kubernetes import cleanup
 from schedulers.kubernetes.native_id import Native
-from schedulers.kubernetes.status import query
+from schedulers.kubernetes.status import query, watch
 from tests.schedulers.kubernetes.shapes import condition, event, pod, running, terminated, workload
 from tests.schedulers.kubernetes.support import least
 
@@ -191,3 +192,19 @@ def test_a_running_job_that_lacks_pods_says_why(make: MakeApi) -> None:
     found = _status(make, objects, native)
     assert (found.state, found.reason) == (State.RUNNING, Reason.SETUP)
     assert found.message.startswith("1 of 2 pods run; the namespace's Pod Security Standard refuses its pods")
+
+
+@pytest.mark.parametrize(("code", "state"), [(0, State.SUCCEEDED), (None, State.FAILED)])
+def test_an_end_after_the_time_limit_is_that_of_the_pod_that_was_watched(
+    make: MakeApi, monkeypatch: pytest.MonkeyPatch, code: int | None, state: State
+) -> None:
+    """Its pod is deleted. Of one that was last seen running the end is unknown."""
+    native = dataclasses.replace(_NATIVE, workload="pytorchjob")
+    limited = [{"name": "ACCEL_TIME_LIMIT", "value": "60"}, {"name": "ACCEL_TIME_LIMIT_EXIT", "value": "0,0"}]
+    job = workload("PyTorchJob", condition("Succeeded"), nodes=1, name=native.name, uid=native.uid)
+    template = {"spec": {"containers": [{"name": "pytorch", "env": limited}]}}
+    job["spec"]["pytorchReplicaSpecs"] = {"Master": {"replicas": 1, "template": template}}
+    last = pod(0, running() if code is None else terminated(code), phase="Running" if code is None else "Succeeded")
+    watcher = Mock(**{"snapshot.return_value": None, "deleted_pods.return_value": [last]})
+    monkeypatch.setattr(watch, "running", lambda api, native: watcher)
+    assert _status(make, {native.name: job, "pods": []}, native).state is state
