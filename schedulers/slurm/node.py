@@ -129,8 +129,10 @@ class Node:
         pause_s = max(0.25, nodes / 200)
         while True:
             names = os.listdir(self._marks)
-            if sum(name.endswith(".ready") for name in names) >= nodes or any(name.endswith(".json") for name in names):
+            if sum(name.endswith(".ready") for name in names) >= nodes:
                 return
+            if any(name.endswith(".json") for name in names):
+                raise Ended(1, "another node ended before all nodes were set up", "rendezvous")
             if self._end_requested():
                 raise Ended(128 + signal.SIGTERM, f"stopped by {self._stop_cause} during the setup of other nodes")
             select.select([self._woken], [], [], pause_s)

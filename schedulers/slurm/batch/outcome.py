@@ -212,7 +212,7 @@ def _failed(observations: Observations) -> Document:
     """Return the first failure, by its node's clock; else what is known about the missing nodes."""
     failures = [report["failure"] for report in observations.reports.values() if report.get("failure")]
     first = _first(failures)
-    overdue = observations.overdue
+    overdue = None if any(map(_refused, observations.reports.values())) else observations.overdue
     if overdue is not None and (first is None or first["rank"] is None or _ECHO.search(str(first["message"]))):
         return _status(observations, "failed", overdue["reason"], overdue["message"], _code(observations) or 1, first)
     if first is not None:
@@ -244,6 +244,11 @@ def _without_reports(observations: Observations) -> Document:
     if lost:
         return _status(observations, "failed", "node_failure", f"{names} ended without a report{detail}", code)
     return _status(observations, "failed", "setup", f"{names} could not start{detail}", code)
+
+
+def _refused(report: Document) -> bool:
+    """Return True for a node that could not start its part. The others may wait for it in vain."""
+    return bool(report["code"] and report["refused"]) and not _gave_up_waiting(report)
 
 
 def _gave_up_waiting(report: Document) -> bool:
