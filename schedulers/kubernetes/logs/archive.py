@@ -223,7 +223,7 @@ class _LogArchiver(_ArchiveFile):
             self._record_problem("its node no longer has it")
         elif sources.is_truncated(self._source, self._position):
             self._note(_ROTATED)
-        elif not (fetched.lost or self.problem):
+        elif not (fetched.parser.lost or self.problem):
             self._note_end()
         self._is_ready = True
 
