@@ -27,6 +27,8 @@ KUEUE_PRIORITY = "kueue.x-k8s.io/priority-class"
 RESTART_ATTEMPT = "jobset.sigs.k8s.io/restart-attempt"
 # A label (Kubernetes 1.28) and an annotation of the pods of an Indexed Job.
 COMPLETION_INDEX = "batch.kubernetes.io/job-completion-index"
+# A label of the pods of a PyTorchJob, set by the operator.
+REPLICA_INDEX = "training.kubeflow.org/replica-index"
 # Labels of the pods of a JobSet of several Jobs: the Job's index, and the number of pods of each Job.
 JOB_INDEX, SLICE_HOSTS = "jobset.sigs.k8s.io/job-index", "accel.dev/slice-hosts"
 # The training container's name; it depends on the operator.
@@ -89,7 +91,7 @@ def node_of(pod: Mapping[str, Any]) -> int | None:
     index = attributes.get(COMPLETION_INDEX)
     kind, replica = (
         attributes.get("training.kubeflow.org/replica-type"),
-        attributes.get("training.kubeflow.org/replica-index"),
+        attributes.get(REPLICA_INDEX),
     )
     if index is not None and index.isdigit():
         job, hosts = str(attributes.get(JOB_INDEX, "")), str(attributes.get(SLICE_HOSTS, ""))

@@ -171,6 +171,11 @@ class KubernetesOptions:
     patch: Mapping[str, Any] = field(default_factory=dict)
     pod_patch: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def has_pod_group(self) -> bool:
+        """True if a PodGroup of Volcano must exist; Volcano creates those of other workloads itself."""
+        return self.volcano_queue is not None and self.workload in ("job", "jobset")
+
 
 def gpu_resource(options: KubernetesOptions) -> str:
     return options.gpu_resource or VENDORS[options.gpu][0]

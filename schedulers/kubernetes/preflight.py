@@ -91,7 +91,7 @@ def required_permissions(options: KubernetesOptions) -> dict[tuple[str, str], tu
         permissions["", "persistentvolumeclaims"] = ("get",)
     if options.workload == "trainjob":
         permissions[_group(API_VERSION), RUNTIME_PLURAL] = ("create", "get", "patch", "delete")
-    if options.volcano_queue is not None and options.workload in ("job", "jobset"):
+    if options.has_pod_group:
         permissions[_group(POD_GROUP), "podgroups"] = ("create", "get", "patch", "delete")
     return permissions
 

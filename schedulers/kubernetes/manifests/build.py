@@ -28,11 +28,9 @@ class _Builder(Protocol):
     KIND: str
     PLURAL: str
 
-    def build(
-        self, spec: JobSpec, options: KubernetesOptions, metadata: Object, job_id: str, template: Callable[..., Object]
+    def build_spec(
+        self, spec: JobSpec, options: KubernetesOptions, name: str, job_id: str, template: Callable[..., Object]
     ) -> Object: ...
-
-    def warnings(self, spec: JobSpec, options: KubernetesOptions) -> list[str]: ...
 
 
 BUILDERS: Mapping[str, _Builder] = {
@@ -40,6 +38,14 @@ BUILDERS: Mapping[str, _Builder] = {
     "jobset": jobset,
     "job": indexed,
     "trainjob": trainjob,
+}
+
+# The warnings about a time limit of a job with restarts. `{}`: the seconds until the cluster ends it.
+_TIME_LIMITS: Mapping[str, str] = {
+    "pytorchjob": "a PyTorchJob's time limit counts from its first start, over all attempts together",
+    "jobset": "each attempt of a JobSet has the whole time limit; the first that exceeds it is the last",
+    "job": "each attempt of a Job has the whole time limit; the cluster ends it {} s after its start",
+    "trainjob": "each attempt of a TrainJob has the whole time limit; the cluster ends it {} s after its start",
 }
 
 
@@ -74,26 +80,32 @@ def build(
     Applies the user's patches last. Raises SpecError for a job that cannot be of this kind.
     """
     check(spec, options, target)
-    name = object_names.object_name(spec.name, job_id)
-    labels = names.labels(spec.name, job_id)
-    namespace = {"namespace": options.namespace} if options.namespace else {}
+    name, builder = object_names.object_name(spec.name, job_id), BUILDERS[options.workload]
     pod = template(spec, options, name, job_id, code, target)
-    metadata = {"name": name, **namespace, "labels": {**labels, **_queue_labels(options), **options.labels}}
-    if options.annotations:
-        metadata["annotations"] = dict(options.annotations)
-    workload = BUILDERS[options.workload].build(spec, options, metadata, job_id, pod)
+    metadata = functools.partial(_metadata, spec, options, job_id)
+    annotations = {**tpu_slices.placement_annotations(spec, options), **options.annotations}
+    workload: Object = {
+        "apiVersion": builder.API_VERSION,
+        "kind": builder.KIND,
+        "metadata": {
+            **metadata(),
+            "labels": {**names.labels(spec.name, job_id), **_queue_labels(options), **options.labels},
+            **({"annotations": annotations} if annotations else {}),
+        },
+        "spec": builder.build_spec(spec, options, name, job_id, pod),
+    }
     first: list[Object] = []
     then: list[Object] = []
     if options.workload == "trainjob":
-        first.append(trainjob.runtime(spec, options, {"name": name, **namespace}, labels, pod))
+        first.append(trainjob.runtime(spec, options, metadata(), pod))
     if pods.needs_rendezvous(spec):
-        first.append(pods.rendezvous(spec, options, {"name": name, **namespace}, job_id))
-    if options.volcano_queue and options.workload in ("job", "jobset"):
-        first.append(_pod_group(spec, options, {"name": name, **namespace, "labels": labels}))
+        first.append(pods.rendezvous(options, metadata(), job_id))
+    if options.has_pod_group:
+        first.append(_pod_group(spec, options, metadata()))
     if options.workload == "job":
-        then.append(indexed.service(spec, options, {"name": name, **namespace}, job_id))
+        then.append(pods.service(metadata(), job_id, {}, clusterIP="None"))
     if code.kind == "configmap" and data is not None:
-        then += delivery.config_maps(name, labels, options.namespace, data)
+        then += delivery.config_maps(name, names.labels(spec.name, job_id), options.namespace, data)
     if options.patch:
         workload = _patched(workload, options, f"target {target}: patch")
     return Manifests(first=tuple(first), workload=workload, then=tuple(then))
@@ -112,7 +124,14 @@ def check(spec: JobSpec, options: KubernetesOptions, target: str) -> None:
 
 def warnings(spec: JobSpec, options: KubernetesOptions) -> tuple[str, ...]:
     """Return warnings about settings whose effect may surprise."""
-    messages = BUILDERS[options.workload].warnings(spec, options)
+    messages = []
+    if spec.max_nodes is not None and not spec.retry.max_restarts:
+        messages.append(
+            f"--nodes {spec.nodes}:{spec.max_nodes} without --max-restarts: pods may join, but the loss of one "
+            "(an eviction, a lost node, a failed rank) ends the job"
+        )
+    if spec.time_limit_s is not None and spec.retry.max_restarts:
+        messages.append(_TIME_LIMITS[options.workload].format(pods.backstop_s(spec)))
     messages += tpu_slices.warnings(options, pods.node_selector(spec, options))
     if spec.resources.memory_gb is None or spec.resources.cpus is None:
         messages.append("--cpus or --memory is not set: the cluster may overcommit the pods, or evict them first")
@@ -181,8 +200,7 @@ def template(
     spec: JobSpec, options: KubernetesOptions, name: str, job_id: str, code: Code, target: str
 ) -> Callable[..., Object]:
     """Return a function that builds the patched pod template from the arguments of `pods.template` after `code`."""
-    grouped = options.volcano_queue is not None and options.workload in ("job", "jobset")
-    annotations = {GROUP_ANNOTATION: name} if grouped else None
+    annotations = {GROUP_ANNOTATION: name} if options.has_pod_group else None
     unpatched = functools.partial(pods.template, spec, options, name, job_id, code, annotations=annotations)
     if not options.pod_patch:
         return unpatched
@@ -226,6 +244,12 @@ def _check_labels(template: Mapping[str, Any], built: Mapping[str, Any], subject
         raise SpecError(
             f"{subject}: metadata.labels: {', '.join(own_labels)} cannot be changed: accel selects the pods by them"
         )
+
+
+def _metadata(spec: JobSpec, options: KubernetesOptions, job_id: str) -> Object:
+    """Return the metadata of an object that belongs to the job."""
+    namespace = {"namespace": options.namespace} if options.namespace else {}
+    return {"name": object_names.object_name(spec.name, job_id), **namespace, "labels": names.labels(spec.name, job_id)}
 
 
 def _queue_labels(options: KubernetesOptions) -> dict[str, str]:
@@ -278,13 +302,12 @@ def loader_pod(spec: JobSpec, options: KubernetesOptions, job_id: str, target: s
     }
     if options.volcano_queue:
         loader_spec.pop("schedulerName", None)
-    namespace = {"namespace": options.namespace} if options.namespace else {}
     return {
         "apiVersion": "v1",
         "kind": "Pod",
         "metadata": {
+            **_metadata(spec, options, job_id),
             "name": f"{name}-loader",
-            **namespace,
             "labels": metadata["labels"],
             **({"annotations": notes} if notes else {}),
         },
@@ -352,8 +375,7 @@ def check_kind(options: KubernetesOptions, api_versions: Iterable[str], target: 
             else "no workload that accel supports is installed"
         )
         raise SpecError(f"target {target}: the cluster has no {builder.API_VERSION} ({detail}); {remedy}")
-    grouped = options.volcano_queue is not None and options.workload in ("job", "jobset")
-    if grouped and not any(version.partition("/")[0] == _VOLCANO for version in available):
+    if options.has_pod_group and not any(version.partition("/")[0] == _VOLCANO for version in available):
         raise SpecError(f"target {target}: volcano_queue: the cluster has no {_VOLCANO}: Volcano is not installed")
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ...job import JobSpec
-from .. import names
 from ..options import KubernetesOptions
 from . import pods
 from .code_delivery import Object
@@ -22,42 +21,19 @@ _FAILURES = "batch.kubernetes.io/job-index-failure-count"
 _FAIL_WITH_DISRUPTION = {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
 
 
-def build(
-    spec: JobSpec, options: KubernetesOptions, metadata: Object, job_id: str, template: Callable[..., Object]
+def build_spec(
+    spec: JobSpec, options: KubernetesOptions, name: str, job_id: str, template: Callable[..., Object]
 ) -> Object:
-    """Build the Job. A pod's index is its node's rank; pods find each other by the names in `service`."""
-    env = pods.world(spec, f"{metadata['name']}-0.{metadata['name']}")
-    pod_template = template(env=[*env, *([failures()] if spec.retry.max_restarts else [])])
-    job = job_spec(spec, pod_template, restarts=spec.retry.max_restarts * spec.nodes, service=metadata["name"])
-    if not spec.retry.max_restarts:
-        # An evicted or preempted pod is gone at once; this records the reason in the Job's condition.
+    """Build the Job's spec. A pod's index is its node's rank; pods find each other by the names in its Service."""
+    env, restarts = pods.world(spec, f"{name}-0.{name}"), spec.retry.max_restarts
+    if restarts:  # the failures of the pod's index are its attempt; empty if the cluster does not count
+        env.append(pods.variable_from("ACCEL_POD_FAILURES", f"metadata.annotations['{_FAILURES}']"))
+    job = job_spec(spec, template(env=env), restarts=restarts * spec.nodes, service=name)
+    if restarts:  # only with a limit per index does the Job record earlier failures on a pod
+        job |= {"backoffLimitPerIndex": restarts, "maxFailedIndexes": 0}
+    else:  # an evicted or preempted pod is gone at once; this records the reason in the Job's condition
         job["podFailurePolicy"]["rules"].append(_FAIL_WITH_DISRUPTION)
-    return {
-        "apiVersion": API_VERSION,
-        "kind": KIND,
-        "metadata": metadata,
-        "spec": {
-            **job,
-            **_per_index(spec),
-            **({} if options.ttl_s is None else {"ttlSecondsAfterFinished": options.ttl_s}),
-            **({"suspend": True} if options.suspend or options.queue else {}),
-        },
-    }
-
-
-def failures() -> Object:
-    """Return the variable with the failures of the pod's index, its attempt. Empty if the cluster does not count."""
-    return {
-        "name": "ACCEL_POD_FAILURES",
-        "valueFrom": {"fieldRef": {"fieldPath": f"metadata.annotations['{_FAILURES}']"}},
-    }
-
-
-def _per_index(spec: JobSpec) -> Object:
-    """Return a limit per index: only with one does the Job record earlier failures on a pod."""
-    if not spec.retry.max_restarts:
-        return {}
-    return {"backoffLimitPerIndex": spec.retry.max_restarts, "maxFailedIndexes": 0}
+    return {**job, **pods.lifecycle(options)}
 
 
 def job_spec(spec: JobSpec, template: Object, *, restarts: int, service: str | None = None, jobs: int = 1) -> Object:
@@ -68,7 +44,6 @@ def job_spec(spec: JobSpec, template: Object, *, restarts: int, service: str | N
     pod_spec = {**template["spec"], "restartPolicy": "Never", **({"subdomain": service} if service else {})}
     container = pod_spec["containers"][0]["name"]
     rule = {"containerName": container, "operator": "In", "values": list(FINAL)}
-    limit_s = pods.backstop_s(spec)
     return {
         "completions": spec.nodes // jobs,
         "parallelism": spec.nodes // jobs,
@@ -77,29 +52,6 @@ def job_spec(spec: JobSpec, template: Object, *, restarts: int, service: str | N
         # With such a policy a pod is replaced only when it is gone, not while it ends. The schema of 1.25 requires
         # the empty list.
         "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": rule, "onPodConditions": []}]},
-        **({} if limit_s is None else {"activeDeadlineSeconds": limit_s}),
+        **pods.deadline(spec),
         "template": {**template, "spec": pod_spec},
     }
-
-
-def service(spec: JobSpec, options: KubernetesOptions, metadata: Object, job_id: str) -> Object:
-    """Build the headless Service, in which each pod has a name before it is ready."""
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": {**metadata, "labels": names.labels(spec.name, job_id)},
-        "spec": {
-            "clusterIP": "None",
-            "publishNotReadyAddresses": True,
-            "selector": {names.JOB_ID: names.label_value(job_id)},
-            # A server-side apply (Helm 4) on an old server needs the protocol.
-            "ports": [{"name": "rendezvous", "port": pods.PORT, "protocol": "TCP"}],
-        },
-    }
-
-
-def warnings(spec: JobSpec, options: KubernetesOptions) -> list[str]:
-    if spec.time_limit_s is not None and spec.retry.max_restarts:
-        end = f"the cluster ends it {pods.backstop_s(spec)} s after its start"
-        return [f"each attempt of a Job has the whole time limit; {end}"]
-    return []

@@ -20,28 +20,20 @@ REPLICATED = "node"
 # has one reason for both: https://github.com/kubernetes-sigs/jobset, pkg/controllers/failure_policy.go
 _TIME_OVER, _HOPELESS = "DeadlineExceeded", "PodFailurePolicy"
 FAILED_FOR_GOOD = "FailJobSetFailurePolicyAction"
-_ATTEMPT = f"metadata.annotations['{names.RESTART_ATTEMPT}']"
+ATTEMPT = pods.variable_from("JOBSET_RESTART_ATTEMPT", f"metadata.annotations['{names.RESTART_ATTEMPT}']")
 
 
-def build(
-    spec: JobSpec, options: KubernetesOptions, metadata: Object, job_id: str, template: Callable[..., Object]
+def build_spec(
+    spec: JobSpec, options: KubernetesOptions, name: str, job_id: str, template: Callable[..., Object]
 ) -> Object:
-    """Build the JobSet: one Indexed Job of all nodes, or of each TPU slice, recreated for every attempt."""
-    name = metadata["name"]
+    """Build the JobSet's spec: one Indexed Job of all nodes, or of each TPU slice, recreated for every attempt."""
     master = f"{name}-{REPLICATED}-0-0.{name}"
-    env = [*pods.world(spec, master), attempt(), *tpu_slices.variables(options, master)]
+    env = [*pods.world(spec, master), ATTEMPT, *tpu_slices.variables(options, master)]
     pod_template = template(env=env, labels=tpu_slices.pod_labels(spec, options))
-    annotations = {**tpu_slices.placement_annotations(spec, options), **metadata.get("annotations", {})}
     return {
-        "apiVersion": API_VERSION,
-        "kind": KIND,
-        "metadata": {**metadata, **({"annotations": annotations} if annotations else {})},
-        "spec": {
-            **set_spec(spec, pod_template, options.slices),
-            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
-            **({} if options.ttl_s is None else {"ttlSecondsAfterFinished": options.ttl_s}),
-            **({"suspend": True} if options.suspend or options.queue else {}),
-        },
+        **set_spec(spec, pod_template, options.slices),
+        "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+        **pods.lifecycle(options),
     }
 
 
@@ -66,13 +58,3 @@ def why_for_good(workload: Mapping[str, Any], codes: Iterable[int]) -> str:
     jobs = (workload.get("spec") or {}).get("replicatedJobs") or []
     limited = any("activeDeadlineSeconds" in job.get("template", {}).get("spec", {}) for job in jobs)
     return _TIME_OVER if limited and not set(indexed.HOPELESS) & set(codes) else _HOPELESS
-
-
-def attempt() -> Object:
-    return {"name": "JOBSET_RESTART_ATTEMPT", "valueFrom": {"fieldRef": {"fieldPath": _ATTEMPT}}}
-
-
-def warnings(spec: JobSpec, options: KubernetesOptions) -> list[str]:
-    if spec.time_limit_s is not None and spec.retry.max_restarts:
-        return ["each attempt of a JobSet has the whole time limit; the first that exceeds it is the last"]
-    return []

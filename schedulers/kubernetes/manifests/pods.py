@@ -8,6 +8,7 @@ import posixpath
 import shlex
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from ...errors import SpecError, nearest
 from ...job import JobSpec
@@ -91,29 +92,54 @@ def backstop_s(spec: JobSpec) -> int | None:
     return None if spec.time_limit_s is None else math.ceil(spec.time_limit_s + spec.grace_s) + _BACKSTOP_S
 
 
+def deadline(spec: JobSpec) -> Object:
+    """Return the field with the cluster's time limit, if there is one."""
+    return {} if spec.time_limit_s is None else {"activeDeadlineSeconds": backstop_s(spec)}
+
+
+def lifecycle(options: KubernetesOptions) -> Object:
+    """Return the fields that delay a job's start and remove it after its end."""
+    return {
+        **({} if options.ttl_s is None else {"ttlSecondsAfterFinished": options.ttl_s}),
+        **({"suspend": True} if options.suspend or options.queue else {}),
+    }
+
+
+def variable_from(name: str, field_path: str) -> Object:
+    """Return an environment variable with the value of a field of the pod."""
+    return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": field_path}}}
+
+
 def needs_rendezvous(spec: JobSpec) -> bool:
     """Return True if the job may have several nodes."""
     return (spec.max_nodes or spec.nodes) > 1
 
 
-def rendezvous(spec: JobSpec, options: KubernetesOptions, metadata: Object, job_id: str) -> Object:
+def service(metadata: Object, job_id: str, selector: Mapping[str, str], **fields: Any) -> Object:
+    """Build a Service, in which each selected pod of the job has a name before it is ready."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": metadata,
+        "spec": {
+            **fields,
+            "publishNotReadyAddresses": True,
+            "selector": {names.JOB_ID: names.label_value(job_id), **selector},
+            # A server-side apply (Helm 4) on an old server needs the protocol.
+            "ports": [{"name": "rendezvous", "port": PORT, "protocol": "TCP"}],
+        },
+    }
+
+
+def rendezvous(options: KubernetesOptions, metadata: Object, job_id: str) -> Object:
     """Build the Service of node 0, created before any pod.
 
     A pod's own name does not resolve until the pod has an address, and name servers cache that for half a minute. The
     Service's name resolves from the beginning, and its address stays when the pod is replaced.
     """
-    index = "training.kubeflow.org/replica-index" if options.workload == "pytorchjob" else names.COMPLETION_INDEX
+    index = names.REPLICA_INDEX if options.workload == "pytorchjob" else names.COMPLETION_INDEX
     first = {index: "0", **({names.JOB_INDEX: "0"} if options.slices > 1 else {})}
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": {**metadata, "name": rendezvous_name(metadata["name"]), "labels": names.labels(spec.name, job_id)},
-        "spec": {
-            "publishNotReadyAddresses": True,
-            "selector": {names.JOB_ID: names.label_value(job_id), **first},
-            "ports": [{"name": "rendezvous", "port": PORT, "protocol": "TCP"}],
-        },
-    }
+    return service({**metadata, "name": rendezvous_name(metadata["name"])}, job_id, first)
 
 
 def rendezvous_name(name: str) -> str:
@@ -331,12 +357,12 @@ def tmp_mounts(options: KubernetesOptions) -> list[Object]:
 
 def _downward_fields(spec: JobSpec, options: KubernetesOptions, name: str) -> Iterator[Object]:
     """Yield the variables that distinguish a launcher from its predecessors and let others find it."""
-    yield {"name": "ACCEL_POD_UID", "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}}}
+    yield variable_from("ACCEL_POD_UID", "metadata.uid")
     yield {"name": "ACCEL_STARTS", "value": _STARTS}
     if needs_rendezvous(spec):
         yield {"name": "ACCEL_SERVICE", "value": rendezvous_name(name)}
     if spec.nodes > 1 and spec.max_nodes is None:
-        yield {"name": "ACCEL_POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
+        yield variable_from("ACCEL_POD_IP", "status.podIP")
         if not _restarts_pods(spec, options):
             yield {"name": "ACCEL_NODE_0_REPORTS", "value": "1"}
     if spec.time_limit_s is not None:

@@ -15,14 +15,13 @@ from .code_delivery import Object
 
 # A label of pods of jobs without a master: a worker's index is its node's rank.
 _WORKERS = {f"{names.PREFIX}elastic": "true"}
-REPLICA_INDEX = "training.kubeflow.org/replica-index"
 API_VERSION, KIND, PLURAL = "kubeflow.org/v1", "PyTorchJob", "pytorchjobs"
 
 
-def build(
-    spec: JobSpec, options: KubernetesOptions, metadata: Object, job_id: str, template: Callable[..., Object]
+def build_spec(
+    spec: JobSpec, options: KubernetesOptions, name: str, job_id: str, template: Callable[..., Object]
 ) -> Object:
-    """Build the PyTorchJob.
+    """Build the PyTorchJob's spec.
 
     One node is a master. Several are workers only: for a master the operator would add an init container, which has
     no security context and looks up the master's name too early. An elastic job has an elasticPolicy, under which the
@@ -31,43 +30,22 @@ def build(
     max_nodes = spec.max_nodes or spec.nodes
     replicas = {"Worker": max_nodes} if max_nodes > 1 else {"Master": 1}
     if spec.max_nodes is not None:
-        pod_template = template(launch=_elastic_launch(spec, metadata["name"], job_id), labels=_WORKERS)
+        pod_template = template(launch=_elastic_launch(spec, name, job_id), labels=_WORKERS)
     elif spec.nodes > 1:
-        pod_template = template(env=[rank(), *pods.world(spec, f"{metadata['name']}-worker-0")], labels=_WORKERS)
+        rank = pods.variable_from("ACCEL_NODE_RANK", f"metadata.labels['{names.REPLICA_INDEX}']")
+        pod_template = template(env=[rank, *pods.world(spec, f"{name}-worker-0")], labels=_WORKERS)
     else:
         pod_template = template()
     restart = "OnFailure" if spec.retry.max_restarts else "Never"
     return {
-        "apiVersion": API_VERSION,
-        "kind": KIND,
-        "metadata": metadata,
-        "spec": {
-            "nprocPerNode": str(pods.processes(spec)),
-            "runPolicy": _run_policy(spec, options),
-            **({} if spec.max_nodes is None else {"elasticPolicy": _elastic_policy(spec, job_id)}),
-            "pytorchReplicaSpecs": {
-                role: {"replicas": count, "restartPolicy": restart, "template": pod_template}
-                for role, count in replicas.items()
-            },
+        "nprocPerNode": str(pods.processes(spec)),
+        "runPolicy": _run_policy(spec, options),
+        **({} if spec.max_nodes is None else {"elasticPolicy": _elastic_policy(spec, job_id)}),
+        "pytorchReplicaSpecs": {
+            role: {"replicas": count, "restartPolicy": restart, "template": pod_template}
+            for role, count in replicas.items()
         },
     }
-
-
-def rank() -> Object:
-    """Return the variable with the rank of a pod's node, from a label that the operator sets."""
-    return {"name": "ACCEL_NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": f"metadata.labels['{REPLICA_INDEX}']"}}}
-
-
-def warnings(spec: JobSpec, options: KubernetesOptions) -> list[str]:
-    messages = []
-    if spec.max_nodes is not None and not spec.retry.max_restarts:
-        messages.append(
-            f"--nodes {spec.nodes}:{spec.max_nodes} without --max-restarts: pods may join, but the loss of one "
-            "(an eviction, a lost node, a failed rank) ends the job"
-        )
-    if spec.time_limit_s is not None and spec.retry.max_restarts:
-        messages.append("a PyTorchJob's time limit counts from its first start, over all attempts together")
-    return messages
 
 
 def _run_policy(spec: JobSpec, options: KubernetesOptions) -> Object:
@@ -80,13 +58,7 @@ def _run_policy(spec: JobSpec, options: KubernetesOptions) -> Object:
         # All pods restart together. The operator ends the job when the sum of their restarts reaches the limit, and
         # deletes the pods with their logs and exit codes: so without restarts there is no limit.
         policy["backoffLimit"] = restarts * max_nodes + 1
-    limit_s = pods.backstop_s(spec)
-    if limit_s is not None:
-        policy["activeDeadlineSeconds"] = limit_s
-    if options.ttl_s is not None:
-        policy["ttlSecondsAfterFinished"] = options.ttl_s
-    if options.suspend or options.queue:
-        policy["suspend"] = True
+    policy |= {**pods.deadline(spec), **pods.lifecycle(options)}
     if options.volcano_queue:
         policy["schedulingPolicy"] = {"minAvailable": spec.nodes, "queue": options.volcano_queue}
     return policy

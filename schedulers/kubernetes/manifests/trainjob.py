@@ -19,26 +19,20 @@ _STEP = "trainer.kubeflow.org/trainjob-ancestor-step"
 _VOLCANO_QUEUE = "scheduling.volcano.sh/queue-name"
 
 
-def build(
-    spec: JobSpec, options: KubernetesOptions, metadata: Object, job_id: str, template: Callable[..., Object]
+def build_spec(
+    spec: JobSpec, options: KubernetesOptions, name: str, job_id: str, template: Callable[..., Object]
 ) -> Object:
-    trainjob_spec: Object = {
-        "runtimeRef": {"apiGroup": API_VERSION.partition("/")[0], "kind": RUNTIME_KIND, "name": metadata["name"]},
+    return {
+        "runtimeRef": {"apiGroup": API_VERSION.partition("/")[0], "kind": RUNTIME_KIND, "name": name},
         "trainer": {"numNodes": spec.nodes, "numProcPerNode": pods.processes(spec)},
+        **pods.lifecycle(options),
+        **pods.deadline(spec),
     }
-    if options.suspend or options.queue:
-        trainjob_spec["suspend"] = True
-    limit_s = pods.backstop_s(spec)
-    if limit_s is not None:
-        trainjob_spec["activeDeadlineSeconds"] = limit_s
-    return {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata, "spec": trainjob_spec}
 
 
-def runtime(
-    spec: JobSpec, options: KubernetesOptions, metadata: Object, labels: Object, template: Callable[..., Object]
-) -> Object:
+def runtime(spec: JobSpec, options: KubernetesOptions, metadata: Object, template: Callable[..., Object]) -> Object:
     """Build the TrainingRuntime of the TrainJob of the same name."""
-    jobset_spec = jobset.set_spec(spec, template(env=[jobset.attempt()]))
+    jobset_spec = jobset.set_spec(spec, template(env=[jobset.ATTEMPT]))
     job = jobset_spec["replicatedJobs"][0]["template"]
     # The TrainJob sets the number of pods and the time limit.
     for key in ("completions", "parallelism", "completionMode", "activeDeadlineSeconds"):
@@ -48,7 +42,7 @@ def runtime(
     return {
         "apiVersion": API_VERSION,
         "kind": RUNTIME_KIND,
-        "metadata": {**metadata, "labels": {**labels, "trainer.kubeflow.org/framework": "torch"}},
+        "metadata": {**metadata, "labels": {**metadata["labels"], "trainer.kubeflow.org/framework": "torch"}},
         "spec": {
             "mlPolicy": {"numNodes": spec.nodes, "torch": {}},
             **({"podGroupPolicy": {"volcano": {}}} if queue else {}),
@@ -58,10 +52,3 @@ def runtime(
             },
         },
     }
-
-
-def warnings(spec: JobSpec, options: KubernetesOptions) -> list[str]:
-    if spec.time_limit_s is not None and spec.retry.max_restarts:
-        end = f"the cluster ends it {pods.backstop_s(spec)} s after its start"
-        return [f"each attempt of a TrainJob has the whole time limit; {end}"]
-    return []
