@@ -114,18 +114,13 @@ def _clear(api: Api, options: KubernetesOptions, jobs: Sequence[Native], remaini
     """Clear jobs of one kind and one namespace, all of them over. `remaining`: job id -> why it stays."""
     first = jobs[0]
     by_label = {names.label_value(native.job_id): native for native in jobs}
-    workloads: list[dict[str, Any]] = []
+    list_path = api.path(first.api_version, first.plural, namespace=first.namespace)
     with contextlib.suppress(NotFound):  # the cluster no longer has the kind
-        list_path = api.path(first.api_version, first.plural, namespace=first.namespace)
-        workloads = api.call("GET", list_path, query={"labelSelector": names.selector_of(by_label)}).get("items") or []
-    for workload in workloads:
-        metadata = workload["metadata"]
-        label = metadata["labels"][names.JOB_ID]
-        if not by_label[label].owns(workload):
-            del by_label[label]  # a later object has the name: it and everything with the label belong to another job
-            continue
-        path = api.path(first.api_version, first.plural, metadata["name"], namespace=first.namespace)
-        _delete(api, path, by_label[label].job_id, remaining)
+        for label, workload in _items(api, list_path, names.selector_of(by_label), by_label):
+            if by_label[label].owns(workload):
+                _delete(api, f"{list_path}/{workload['metadata']['name']}", by_label[label].job_id, remaining)
+            else:  # a later object has the name: it and everything with the label belong to another job
+                del by_label[label]
     removed = [native for native in by_label.values() if native.job_id not in remaining]
     for path, job in (*_objects_by_name(api, options, removed), *_labelled(api, options, first, by_label)):
         if job not in remaining:
@@ -156,19 +151,12 @@ def _labelled(
     """Yield (path, job id) of objects without an owner. `jobs`: label value -> native id."""
     if not jobs:
         return
-    selection = {"labelSelector": names.selector_of(jobs)}
     plurals = ["services"]
     plurals += ["configmaps"] if options.code in ("auto", "configmap") else []
     plurals += ["pods"] if options.code_claim is not None else []
     for plural in plurals:
-        try:
-            resources = (
-                api.call("GET", api.path("v1", plural, namespace=native.namespace), query=selection).get("items") or []
-            )
-        except Forbidden:
-            continue  # without this permission none were created
-        for resource in resources:
-            metadata = resource["metadata"]
-            if not metadata.get("ownerReferences"):
-                path = api.path("v1", plural, metadata["name"], namespace=native.namespace)
-                yield path, jobs[metadata["labels"][names.JOB_ID]].job_id
+        list_path = api.path("v1", plural, namespace=native.namespace)
+        with contextlib.suppress(Forbidden):  # without this permission none were created
+            for label, resource in _items(api, list_path, names.selector_of(jobs), jobs):
+                if not resource["metadata"].get("ownerReferences"):
+                    yield f"{list_path}/{resource['metadata']['name']}", jobs[label].job_id

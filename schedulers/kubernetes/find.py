@@ -12,8 +12,7 @@ from ..target import DiscoveredJob, JobSummary
 from . import names
 from .client.api import Api
 from .client.errors import Forbidden, NotFound
-from .manifests.build import BUILDERS
-from .manifests.plan import KIND
+from .manifests.build import BUILDERS, TARGET_KIND
 from .native_id import Native
 from .options import KubernetesOptions
 from .status import job_states, pod_states
@@ -48,8 +47,8 @@ def _discovered_job(api: Api, kind: str, workload: dict[str, Any], job_id: str) 
         )
     created_at = pod_states.moment(metadata.get("creationTimestamp"))
     return DiscoveredJob.of(
-        str(Native.of(kind, metadata, job_id)), lambda: json.loads(text), target=api.target, kind=KIND, job_id=job_id,
-        whole=False, created_at=created_at,
+        str(Native.of(kind, metadata, job_id)), lambda: json.loads(text), target=api.target, kind=TARGET_KIND,
+        job_id=job_id, whole=False, created_at=created_at,
     )  # fmt: skip
 
 

@@ -19,20 +19,11 @@ from ...printable import without_password
 
 
 class ApiError(SchedulerError):
-    """The API server refused the request.
+    """The API server refused the request. `api_reason`: Kubernetes' (`AlreadyExists`), not a `Reason` of ours."""
 
-    status:     the HTTP status.
-    api_reason: Kubernetes' reason (`AlreadyExists`), not a `Reason` of ours.
-    details:    the details in the response.
-    """
-
-    def __init__(
-        self, message: str, *, status: int = 0, api_reason: str = "", details: Mapping[str, Any] | None = None
-    ) -> None:
+    def __init__(self, message: str, *, api_reason: str = "") -> None:
         super().__init__(message)
-        self.status = status
         self.api_reason = api_reason
-        self.details = details or {}
 
 
 class Unauthorized(ApiError, CredentialsExpired):
@@ -81,16 +72,16 @@ _WARNING = re.compile(r'\d{3} \S+ "((?:[^"\\]|\\.)*)"')
 
 def error_of(status: int, body: bytes, *, subject: str, user: str) -> ApiError:
     """Return the error of a response. `subject`: the start of its message; `user`: the owner of the credentials."""
-    reply = document(body)
+    reply = _document(body)
     message = " ".join(str(reply.get("message") or body.decode("utf-8", "replace") or "no reason given").split())
     details = reply.get("details") or {}
     kind = _KINDS.get(status, ApiError)
     text = _message_of(status, message, details, user)
     line = _short(" ".join(f"{subject}: {text}".split()))
-    return kind(line, status=status, api_reason=str(reply.get("reason") or ""), details=details)
+    return kind(line, api_reason=str(reply.get("reason") or ""))
 
 
-def document(body: bytes) -> dict[str, Any]:
+def _document(body: bytes) -> dict[str, Any]:
     """Return the JSON object in a response; empty if there is none."""
     try:
         value = json.loads(body)

@@ -243,7 +243,7 @@ class ContainerLogStream:
         if not self._closed:
             self._last = self._parser.end(complete=True)
             if self._parser.absent:
-                self.error = NotFound(f"{self._api.label}: the kubelet has no log of {self.source.name}", status=404)
+                self.error = NotFound(f"{self._api.label}: the kubelet has no log of {self.source.name}")
 
     def _with_gaps(self, chunks: Sequence[LogChunk], idle_s: float) -> Iterator[LogChunk]:
         """Yield the chunks, with a gap where the kubelet has skipped lines.

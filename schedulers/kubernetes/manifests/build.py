@@ -13,12 +13,14 @@ from typing import Any, Protocol
 from ... import object_names
 from ...errors import SpecError
 from ...job import JobSpec
+from ...target import Plan
 from .. import names, tpu_slices
 from ..options import KubernetesOptions
 from . import code_delivery as delivery
 from . import indexed, jobset, pods, pytorchjob, trainjob, validate
 from .code_delivery import Code, Object
 
+TARGET_KIND = "kubernetes"
 GROUP_ANNOTATION = "scheduling.k8s.io/group-name"
 POD_GROUP = "scheduling.volcano.sh/v1beta1"
 
@@ -136,6 +138,53 @@ def warnings(spec: JobSpec, options: KubernetesOptions) -> tuple[str, ...]:
     if spec.resources.memory_gb is None or spec.resources.cpus is None:
         messages.append("--cpus or --memory is not set: the cluster may overcommit the pods, or evict them first")
     return tuple(messages)
+
+
+def plan(spec: JobSpec, options: KubernetesOptions, job_id: str, target: str) -> Plan:
+    """Return the plan of a submit: the objects as YAML and the actions on them. Raises SpecError.
+
+    Two things are unknown until the code is packed: its digest, and with `code: auto` the use of a claim or store.
+    """
+    code = delivery.plan_delivery(options)
+    manifests = build(spec, options, job_id, code, target=target)
+    documents = files(manifests)
+    if code.kind == "pvc":
+        documents["kubernetes/code-pod.yaml"] = to_yaml([loader_pod(spec, options, job_id, target)])
+    return Plan(
+        target=target,
+        kind=TARGET_KIND,
+        job_id=job_id,
+        files=documents,
+        actions=(*_actions(manifests, spec, options, code), _command(manifests, options)),
+        settings={"spec": spec.to_json()},
+        warnings=warnings(spec, options),
+    )
+
+
+def _actions(manifests: Manifests, spec: JobSpec, options: KubernetesOptions, code: Code) -> list[tuple[str, ...]]:
+    name = str(manifests.workload["metadata"]["name"])
+    fallback = f"claim {options.code_claim}" if options.code_claim else options.code_store and options.code_store.url
+    actions: list[tuple[str, ...]] = []
+    if code.kind == "pvc":
+        via = f"through pod/{name}-loader"
+        actions.append(("send", spec.code, "to", f"claim {options.code_claim}", via, "where it is lacking"))
+    if code.kind == "store" and options.code_store:
+        actions.append(("send", spec.code, "to", options.code_store.url, "where it is lacking"))
+    actions += [("create", f"{str(manifest['kind']).lower()}/{manifest['metadata']['name']}") for manifest in manifests]
+    if code.kind == "configmap":
+        alternative = ("or, if it is more than 1 MiB, to", fallback) if options.code == "auto" and fallback else ()
+        actions.append(("create", f"configmap/{name}-code-0", "out of", spec.code, *alternative))
+    return actions
+
+
+def _command(manifests: Manifests, options: KubernetesOptions) -> tuple[str, ...]:
+    """Return the command that every pod runs."""
+    for manifest in manifests:
+        for _, template in validate.templates(manifest):
+            for container in template["spec"]["containers"]:
+                if container["name"] == pods.container_name(options):
+                    return tuple(argument.replace("$$", "$") for argument in container.get("command", ()))
+    return ()
 
 
 def with_digest(manifest: Object, spec: JobSpec | None = None) -> Object:
