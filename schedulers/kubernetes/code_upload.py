@@ -51,23 +51,16 @@ def _read(path: Path) -> bytes:
         raise SubmitError(f"{path}: {(error.strerror or str(error)).lower()}") from None
 
 
-def upload(
-    api: Api, spec: JobSpec, options: KubernetesOptions, job_id: str, data: bytes | None
-) -> tuple[delivery.Code, bytes | None]:
-    """Upload the code. Return its location, and the data that the job's own objects must carry or None.
-
-    Raises SpecError, SubmitError, Unreachable.
-    """
+def upload(api: Api, spec: JobSpec, options: KubernetesOptions, job_id: str, data: bytes | None) -> Code:
+    """Upload the code unless the job's own objects carry it. Raises SpecError, SubmitError, Unreachable."""
     if data is None:
-        return delivery.Code(kind="image"), None
+        return Code(kind="image")
     code = delivery.choose_delivery(options, len(data), delivery.digest_of(data), api.target)
     if code.kind == "pvc":
         put_in_claim(api, build.loader_pod(spec, options, job_id, api.target), code, data)
-        return code, None
     if code.kind == "store" and options.code_store is not None:
         put_in_object_store(options.code_store, code, data, api.target)
-        return code, None
-    return code, data if code.kind == "configmap" else None
+    return code
 
 
 # Object stores with the S3 API. Files are named by the code's digest, so existing code is not uploaded again.
@@ -289,16 +282,10 @@ def _send(api: Api, pod: str, argv: list[str], data: bytes) -> None:
 
     replies = _ExecReader(client, api)
     try:
-        reply = replies.line()
-        if reply == b"there":
-            return
-        if reply != b"send":
-            raise SubmitError(f"{api.label}: cannot upload the code to the claim: {replies.problem(reply)}")
-        for offset in range(0, len(data), _CHUNK):
-            client.write_channel(0, data[offset : offset + _CHUNK])
-        reply = replies.line()
-        if reply != b"done":
-            raise SubmitError(f"{api.label}: cannot upload the code to the claim: {replies.problem(reply)}")
+        if replies.expect(b"there", b"send") == b"send":
+            for offset in range(0, len(data), _CHUNK):
+                client.write_channel(0, data[offset : offset + _CHUNK])
+            replies.expect(b"done")
     except (OSError, WebSocketException) as error:
         raise api.unreachable(error) from None
     finally:
@@ -315,7 +302,14 @@ class _ExecReader:
         self._out = b""
         self._error = b""
 
-    def line(self) -> bytes:
+    def expect(self, *lines: bytes) -> bytes:
+        """Return the next line, one of these. Raises SubmitError for another, and Unreachable."""
+        reply = self._line()
+        if reply not in lines:
+            raise SubmitError(f"{self._api.label}: cannot upload the code to the claim: {self._problem(reply)}")
+        return reply
+
+    def _line(self) -> bytes:
         """Return the next line, empty at the end of output. Raises Unreachable if none comes within a minute."""
         deadline = time.monotonic() + _IDLE_S
         while b"\n" not in self._out:
@@ -332,7 +326,7 @@ class _ExecReader:
         self._out += self._client.read_channel(_STDOUT)
         self._error += self._client.read_channel(_STDERR)
 
-    def problem(self, reply: bytes) -> str:
+    def _problem(self, reply: bytes) -> str:
         while self._client.is_open():
             started_at = time.monotonic()
             self._client.update(timeout=1)

@@ -5,6 +5,7 @@ Servers since 1.25 refuse unknown fields; older ones drop them, which their resp
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -33,11 +34,10 @@ def review(api: Api, spec: JobSpec, options: KubernetesOptions, job_id: str) -> 
     Raises Unreachable, ConfigError, SnapshotError.
     """
     try:
-        build.check_kind(options, api.versions(), api.target)
-        build.check_restarts(spec, options, api.version, api.target)
+        with contextlib.suppress(Forbidden):  # the reply to each object reports it
+            build.check_kind(options, api.versions(), api.target)
+            build.check_restarts(spec, options, api.version, api.target)
         manifests = _built(api, spec, options, job_id)
-    except Forbidden:
-        manifests = _built(api, spec, options, job_id)  # the reply to each object reports it
     except SpecError as error:
         return [str(error)]
     lines: list[str] = []
@@ -53,8 +53,7 @@ def _built(api: Api, spec: JobSpec, options: KubernetesOptions, job_id: str) -> 
     code = delivery.Code(kind="image")
     if data is not None:
         code = delivery.choose_delivery(options, len(data), delivery.digest_of(data), api.target)
-    configmap_data = data if code.kind == "configmap" else None
-    manifests = build.build(spec, options, job_id, code, target=api.target, data=configmap_data)
+    manifests = build.build(spec, options, job_id, code, target=api.target, data=data)
     loaders = [build.loader_pod(spec, options, job_id, api.target)] if code.kind == "pvc" else []
     return [
         build.with_digest(manifest, spec if manifest is manifests.workload else None)

@@ -57,8 +57,8 @@ class KubernetesTarget:
         ref = cluster_ref.ClusterRef.of(api.access, digest)
         if ref != previous:
             cluster_ref.write(self._jobs, plan.job_id, ref)
-        code, configmap_data = code_upload.upload(api, spec, self._options, plan.job_id, data)
-        workload = submit.submit(api, spec, self._options, plan.job_id, code, configmap_data)
+        code = code_upload.upload(api, spec, self._options, plan.job_id, data)
+        workload = submit.submit(api, spec, self._options, plan.job_id, code, data)
         return str(Native.of(self._options.workload, {"namespace": api.namespace, **workload["metadata"]}, plan.job_id))
 
     def _check_kind(self, api: Api, spec: JobSpec, *, sent: bool) -> None:

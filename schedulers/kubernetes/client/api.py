@@ -61,25 +61,20 @@ class Api:
 
     def __init__(self, options: KubernetesOptions, target: str) -> None:
         self._options = options
-        self._target = target
+        self.target = target  # its name, for messages
         self._lock = threading.RLock()
-        self._access: kubeconfig.Access | None = None
+        self._access: Access | None = None
         self._credentials_cache: Credentials | None = None
         self._api_client: Any = None  # an ApiClient
         self._discovered: set[str] | None = None
         self._ahead_s = 0.0
 
     @property
-    def target(self) -> str:
-        """The target's name, for messages."""
-        return self._target
-
-    @property
-    def access(self) -> kubeconfig.Access:
+    def access(self) -> Access:
         """The cluster and user, from the kubeconfig. Raises ConfigError."""
         with self._lock:
             if self._access is None:
-                self._access = kubeconfig.find(self._options, self._target)
+                self._access = kubeconfig.find(self._options, self.target)
             return self._access
 
     @property
@@ -221,7 +216,22 @@ class Api:
             query["container"] = container
         url = self._url(self.path("v1", "pods", pod, "exec", namespace), query)
         auth_headers = self._credentials().headers()
-        return open_exec(self._credentials().configuration(), self.access, auth_headers, url, self.label)
+        configuration = self._credentials().configuration()
+        import websocket
+        from kubernetes.stream import ws_client
+
+        # The client forwards only these two headers: the impersonation headers follow as further lines of one.
+        protocols = f"{ws_client.V5_CHANNEL_PROTOCOL},{ws_client.V4_CHANNEL_PROTOCOL}"
+        extra_lines = "".join(f"\r\n{name}: {value}" for name, value in auth_headers if name != "authorization")
+        headers = {**dict(auth_headers), "sec-websocket-protocol": protocols + extra_lines}
+        client_class: Any = ws_client.WSClient
+        try:
+            return client_class(configuration, "ws" + url.removeprefix("http"), headers, capture_all=False, binary=True)
+        except websocket.WebSocketBadStatusException as error:
+            body = bytes(error.resp_body or b"")
+            raise error_of(error.status_code, body, subject=self.label, user=self.access.user_label) from None
+        except (websocket.WebSocketException, OSError) as error:
+            raise unreachable(error, self.label, self.access.display_url, configuration.proxy) from None
 
     def close(self) -> None:
         """Close the idle connections. They are reopened when needed."""
@@ -233,7 +243,7 @@ class Api:
     @property
     def label(self) -> str:
         """The prefix of messages."""
-        return f"target {self._target}"
+        return f"target {self.target}"
 
     def unreachable(self, error: Exception) -> Unreachable:
         proxy = None if self._api_client is None else self._api_client.configuration.proxy
@@ -245,7 +255,7 @@ class Api:
     def _credentials(self) -> Credentials:
         with self._lock:
             if self._credentials_cache is None:
-                self._credentials_cache = Credentials(self.access, self._target)
+                self._credentials_cache = Credentials(self.access, self.target)
             return self._credentials_cache
 
     def _client(self) -> Any:
@@ -389,28 +399,6 @@ def _ahead(date: float, sent: float, received: float) -> float:
     """Return the smallest lead of the server's clock in seconds that `date`, in whole seconds, allows."""
     lower, upper = date - received, date + 1 - sent
     return lower if lower > 0 else min(upper, 0.0)
-
-
-# Exec: a program in a running container, over the official client's websocket.
-
-
-def open_exec(configuration: Any, access: Access, auth_headers: list[tuple[str, str]], url: str, subject: str) -> Any:
-    """Return the client's WSClient, authenticated by `auth_headers`. Raises ApiError, Unreachable, ConfigError."""
-    import websocket
-    from kubernetes.stream import ws_client
-
-    # The client forwards only these two headers: the impersonation headers follow as further lines of one.
-    protocols = f"{ws_client.V5_CHANNEL_PROTOCOL},{ws_client.V4_CHANNEL_PROTOCOL}"
-    extra_lines = "".join(f"\r\n{name}: {value}" for name, value in auth_headers if name != "authorization")
-    headers = {**dict(auth_headers), "sec-websocket-protocol": protocols + extra_lines}
-    client_class: Any = ws_client.WSClient
-    try:
-        return client_class(configuration, "ws" + url.removeprefix("http"), headers, capture_all=False, binary=True)
-    except websocket.WebSocketBadStatusException as error:
-        body = error.resp_body or b""
-        raise error_of(error.status_code, bytes(body), subject=subject, user=access.user_label) from None
-    except (websocket.WebSocketException, OSError) as error:
-        raise unreachable(error, subject, access.display_url, configuration.proxy) from None
 
 
 def hang_up(client: Any) -> None:

@@ -259,8 +259,7 @@ def template(
         built = unpatched(**parameters)
         merged = validate.apply_patch(built, options.pod_patch, subject)
         validate.check_template(merged, subject)
-        _check_container(merged, options, subject)
-        _check_labels(merged, built, subject)
+        _check_pod(merged, built, options, subject)
         return merged
 
     return patched
@@ -272,27 +271,18 @@ def _patched(workload: Object, options: KubernetesOptions, subject: str) -> Obje
     for (field_path, template), (_, built) in zip(
         validate.templates(merged), validate.templates(workload), strict=False
     ):
-        _check_container(template, options, f"{subject}: {field_path}")
-        _check_labels(template, built, f"{subject}: {field_path}")
+        _check_pod(template, built, options, f"{subject}: {field_path}")
     return merged
 
 
-def _check_container(template: Mapping[str, Any], options: KubernetesOptions, subject: str) -> None:
+def _check_pod(template: Mapping[str, Any], built: Mapping[str, Any], options: KubernetesOptions, subject: str) -> None:
     name = pods.container_name(options)
     containers = [
         container for container in (template.get("spec") or {}).get("containers") or [] if container.get("name") == name
     ]
     if not containers or not containers[0].get("image"):
         raise SpecError(f"{subject}: the training container {name!r} and its image cannot be removed")
-
-
-def _check_labels(template: Mapping[str, Any], built: Mapping[str, Any], subject: str) -> None:
-    labels = (template.get("metadata") or {}).get("labels") or {}
-    own_labels = {key: value for key, value in built["metadata"]["labels"].items() if key.startswith(names.PREFIX)}
-    if not own_labels.items() <= labels.items():
-        raise SpecError(
-            f"{subject}: metadata.labels: {', '.join(own_labels)} cannot be changed: accel selects the pods by them"
-        )
+    validate.check_labels(template, built, subject, "pods")
 
 
 def _metadata(spec: JobSpec, options: KubernetesOptions, job_id: str) -> Object:

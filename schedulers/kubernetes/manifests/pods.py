@@ -168,28 +168,26 @@ def template(
     launcher_stays = processes(spec) * spec.nodes > 1 or bool(launch) or spec.time_limit_s is not None
     report = names.REPORTED if launcher_stays else names.NOT_REPORTED
     notes = {names.REPORT: report, **(annotations or {}), **options.annotations}
+    variables = [*_environment(spec, options, job_id), *_downward_fields(spec, options, name), *env]
+    main = _main(spec, options, code, command(spec, options, launch), variables)
     return {
         "metadata": {"labels": pod_labels, "annotations": notes},
-        "spec": _drop_empty(_spec(spec, options, name, job_id, code, env, launch)),
+        "spec": _drop_empty(_pod_spec(spec, options, name, code, main)),
     }
 
 
-def _spec(
-    spec: JobSpec,
-    options: KubernetesOptions,
-    name: str,
-    job_id: str,
-    code: Code,
-    env: Sequence[Object],
-    launch: Sequence[str],
-) -> Object:
-    base = {
+def _base(spec: JobSpec, options: KubernetesOptions) -> Object:
+    """Return the settings of all containers."""
+    return {
         "image": spec.image or options.image,
         "imagePullPolicy": options.image_pull_policy,
         "resources": _resources(spec, options, devices=False),
         "securityContext": security(options),
     }
-    python = options.python or "python3"
+
+
+def _pod_spec(spec: JobSpec, options: KubernetesOptions, name: str, code: Code, main: Object) -> Object:
+    base, python = _base(spec, options), options.python or "python3"
     return {
         "terminationGracePeriodSeconds": math.ceil(spec.grace_s) + _MARGIN_S,
         # The first process of a PID namespace ignores SIGTERM unless it has a handler.
@@ -210,33 +208,23 @@ def _spec(
             _drop_empty({**container, "command": [unexpanded(argument) for argument in container["command"]]})
             for container in delivery.init_containers(code, options, base, python, tmp_mounts(options))
         ],
-        "containers": [_drop_empty(_main(spec, options, base, code, name, job_id, env, launch))],
+        "containers": [_drop_empty(main)],
         "volumes": _volumes(spec, options, name, code),
     }
 
 
 def _main(
-    spec: JobSpec,
-    options: KubernetesOptions,
-    base: Object,
-    code: Code,
-    name: str,
-    job_id: str,
-    env: Sequence[Object],
-    launch: Sequence[str],
+    spec: JobSpec, options: KubernetesOptions, code: Code, arguments: list[str], variables: list[Object]
 ) -> Object:
-    ports = [] if options.workload == "trainjob" else [{"name": "pytorchjob-port", "containerPort": PORT}]
-    if options.workload != "pytorchjob":
-        ports = [{**port, "name": "rendezvous"} for port in ports]
+    """Build the training container. `arguments`: its command."""
+    port_name = "pytorchjob-port" if options.workload == "pytorchjob" else "rendezvous"
     return {
         "name": container_name(options),
-        **base,
-        "command": [
-            unexpanded(argument) for argument in _encoded_command(command(spec, options, launch), spec, options)
-        ],
+        **_base(spec, options),
+        "command": [unexpanded(argument) for argument in _encoded_command(arguments, spec, options)],
         "workingDir": delivery.workdir(code, options, spec.workdir),
-        "env": [*_environment(spec, options, job_id), *_downward_fields(spec, options, name), *env],
-        "ports": ports,
+        "env": variables,
+        "ports": [] if options.workload == "trainjob" else [{"name": port_name, "containerPort": PORT}],
         "resources": _resources(spec, options, devices=True),
         # `File` would lose the last line of a failed setup, a broken installation, or a program without a launcher.
         "terminationMessagePolicy": "FallbackToLogsOnError",

@@ -232,11 +232,16 @@ def _check_identity(patched: Mapping[str, Any], built: Mapping[str, Any], subjec
     for key in ("name", "namespace"):
         if metadata.get(key) != built["metadata"].get(key):
             raise SpecError(f"{subject}: metadata.{key} cannot be changed: accel finds the job by it")
+    check_labels(patched, built, subject, "job")
+
+
+def check_labels(patched: Mapping[str, Any], built: Mapping[str, Any], subject: str, selected: str) -> None:
+    """Raise SpecError if the patched object lacks a label by which accel selects it."""
+    labels = (patched.get("metadata") or {}).get("labels") or {}
     own_labels = {key: value for key, value in built["metadata"]["labels"].items() if key.startswith(names.PREFIX)}
-    if not own_labels.items() <= (metadata.get("labels") or {}).items():
-        raise SpecError(
-            f"{subject}: metadata.labels: {', '.join(own_labels)} cannot be changed: accel selects the job by them"
-        )
+    if not own_labels.items() <= labels.items():
+        reason = f"accel selects the {selected} by them"
+        raise SpecError(f"{subject}: metadata.labels: {', '.join(own_labels)} cannot be changed: {reason}")
 
 
 def _at(value: Any, steps: list[str], field_path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
