@@ -155,17 +155,17 @@ finally:
 
 def put_in_claim(api: Api, pod: Object, code: Code, data: bytes) -> None:
     """Upload the code to the claim and delete the pod. Raises SubmitError, and Unreachable when interrupted."""
-    name = pod["metadata"]["name"]
     check_claim(api, pod)
+    loader = _LoaderPod(api, pod)
     try:
-        _wait_until_running(api, pod)
+        loader.wait_until_running()
         mount = pod["spec"]["containers"][0]["volumeMounts"][0]["mountPath"]
         python = pod["spec"]["containers"][0]["command"][0]
         argv = [python, "-c", READER, f"{mount}/{code.file}", str(len(data))]
-        _send(api, name, argv, data)
+        _send(api, pod["metadata"]["name"], argv, data)
     except ApiError as error:
-        problem = _end_reason(api, pod) or str(error).removeprefix(f"{api.label}: ")
-        raise submit.create_rejected(error, _message_prefix(api, pod) + problem) from None
+        problem = loader.end_reason() or str(error).removeprefix(f"{api.label}: ")
+        raise submit.create_rejected(error, loader.label + problem) from None
     finally:
         with contextlib.suppress(SchedulerError):
             submit.delete(api, pod)
@@ -182,82 +182,70 @@ def check_claim(api: Api, pod: Object) -> None:
         pass  # the pod reports it
 
 
-def _wait_until_running(api: Api, pod: Object) -> None:
-    """Wait until the pod runs, also one of an earlier submit. Recreate a pod that has ended, once."""
-    manifest = build.with_digest(pod)
-    path = submit.path_of(api, pod)
-    deadline = time.monotonic() + _START_S
-    recreated = False
-    reporter = _StartReporter(api, pod)
-    live = _create_pod(api, manifest, deadline)
-    while (phase := (live.get("status") or {}).get("phase")) != "Running":
-        finished = phase in ("Succeeded", "Failed")
-        problem = _obstacle(live) if not finished or recreated else None
-        if problem is None and time.monotonic() > deadline:
-            problem = reporter.describe(live, f"it has not started in {_START_S:g} s")
-        if problem is not None:
-            raise SubmitError(_message_prefix(api, pod) + problem)
-        if finished:
-            recreated = True
-            with contextlib.suppress(NotFound):
-                api.call("DELETE", path, query={"gracePeriodSeconds": "0"})
-        else:
-            reporter.report(live)
-            time.sleep(_PAUSE_S)
-        try:
-            live = api.call("GET", path) if not finished else _create_pod(api, manifest, deadline)
-        except NotFound:
-            live = _create_pod(api, manifest, deadline)
-
-
-class _StartReporter:
-    """Warnings about a pod that does not start yet, one for each reason: a start may take minutes."""
+class _LoaderPod:
+    """The pod that uploads the code. While it does not start, each new reason is logged: a start may take minutes."""
 
     def __init__(self, api: Api, pod: Object) -> None:
-        self._api, self._pod = api, pod
-        self._last_report = ""
-        self._next = time.monotonic() + _REPORT_S
+        self._api, self._manifest, self._path = api, build.with_digest(pod), submit.path_of(api, pod)
+        self.label = f"{api.label}: the pod {pod['metadata']['name']}, which uploads the code to the claim: "
+        self._deadline = time.monotonic() + _START_S
+        self._last_report, self._next_report = "", time.monotonic() + _REPORT_S
 
-    def report(self, live: Mapping[str, Any]) -> None:
-        if time.monotonic() < self._next:
+    def wait_until_running(self) -> None:
+        """Wait until the pod runs, also one of an earlier submit. Recreate a pod that has ended, once."""
+        recreated = False
+        live = self._create()
+        while (phase := (live.get("status") or {}).get("phase")) != "Running":
+            finished = phase in ("Succeeded", "Failed")
+            problem = _obstacle(live) if not finished or recreated else None
+            if problem is None and time.monotonic() > self._deadline:
+                problem = self._describe(live, f"it has not started in {_START_S:g} s")
+            if problem is not None:
+                raise SubmitError(self.label + problem)
+            if finished:
+                recreated = True
+                with contextlib.suppress(NotFound):
+                    self._api.call("DELETE", self._path, query={"gracePeriodSeconds": "0"})
+            else:
+                self._report(live)
+                time.sleep(_PAUSE_S)
+            existing = None if finished else self._api.get_or_none(self._path)
+            live = self._create() if existing is None else existing
+
+    def end_reason(self) -> str | None:
+        """Return the reason why a pod that has run no longer does, or None."""
+        with contextlib.suppress(ApiError, Unreachable):
+            return _obstacle(self._api.call("GET", self._path))
+        return None
+
+    def _create(self) -> Mapping[str, Any]:
+        while True:
+            try:
+                return submit.create(self._api, self._manifest)
+            except submit.BeingDeleted:
+                if time.monotonic() > self._deadline:
+                    raise
+                time.sleep(_PAUSE_S)
+
+    def _report(self, live: Mapping[str, Any]) -> None:
+        if time.monotonic() < self._next_report:
             return
-        self._next = time.monotonic() + _REPORT_S
-        message = self.describe(live, "it has not started yet")
+        self._next_report = time.monotonic() + _REPORT_S
+        message = self._describe(live, "it has not started yet")
         if message != self._last_report:
             self._last_report = message
-            logger.warning("%s", one_line(_message_prefix(self._api, self._pod) + message))
+            logger.warning("%s", one_line(self.label + message))
 
-    def describe(self, live: Mapping[str, Any], summary: str) -> str:
+    def _describe(self, live: Mapping[str, Any], summary: str) -> str:
         """Return `summary` with the reason that the pod's status or, failing that, its events give."""
         from .status import job_states, watch
 
-        query = {"fieldSelector": f"{watch.WARNINGS},involvedObject.name={self._pod['metadata']['name']}"}
+        query = {"fieldSelector": f"{watch.WARNINGS},involvedObject.name={self._manifest['metadata']['name']}"}
         events: list[dict[str, Any]] = []
         with contextlib.suppress(ApiError, Unreachable):
             events += self._api.items(self._api.path("v1", "events"), query)
         _, detail = next(iter(job_states.waiting_reason(live, events)), (None, ""))
         return f"{summary}: {detail}" if detail else summary
-
-
-def _message_prefix(api: Api, pod: Object) -> str:
-    return f"{api.label}: the pod {pod['metadata']['name']}, which uploads the code to the claim: "
-
-
-def _end_reason(api: Api, pod: Object) -> str | None:
-    """Return the reason why a pod that has run no longer does, or None."""
-    with contextlib.suppress(ApiError, Unreachable):
-        return _obstacle(api.call("GET", submit.path_of(api, pod)))
-    return None
-
-
-def _create_pod(api: Api, manifest: Object, deadline: float) -> Mapping[str, Any]:
-    while True:
-        try:
-            return submit.create(api, manifest)
-        except submit.BeingDeleted:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(_PAUSE_S)
 
 
 def _obstacle(pod: Mapping[str, Any]) -> str | None:

@@ -84,15 +84,17 @@ def selector_of(jobs: Iterable[str]) -> str:
     return f"{JOB_ID} in ({','.join(sorted(jobs))})"
 
 
+def marks(pod: Mapping[str, Any]) -> dict[str, str]:
+    """Return the pod's annotations and labels."""
+    metadata = pod.get("metadata") or {}
+    return {**(metadata.get("annotations") or {}), **(metadata.get("labels") or {})}
+
+
 def node_of(pod: Mapping[str, Any]) -> int | None:
     """Return the pod's node index (in an elastic world its pod index), or None for a pod of another kind."""
-    metadata = pod.get("metadata") or {}
-    attributes = {**(metadata.get("annotations") or {}), **(metadata.get("labels") or {})}
-    index = attributes.get(COMPLETION_INDEX)
-    kind, replica = (
-        attributes.get("training.kubeflow.org/replica-type"),
-        attributes.get(REPLICA_INDEX),
-    )
+    attributes = marks(pod)
+    index, replica = attributes.get(COMPLETION_INDEX), attributes.get(REPLICA_INDEX)
+    kind = attributes.get("training.kubeflow.org/replica-type")
     if index is not None and index.isdigit():
         job, hosts = str(attributes.get(JOB_INDEX, "")), str(attributes.get(SLICE_HOSTS, ""))
         return int(index) + (int(job) * int(hosts) if job.isdigit() and hosts.isdigit() else 0)

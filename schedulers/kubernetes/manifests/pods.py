@@ -300,7 +300,7 @@ def security(options: KubernetesOptions) -> Object:
         }
     elif options.ipc_lock:
         context["capabilities"] = {"add": ["IPC_LOCK"]}
-    return {key: value for key, value in context.items() if value is not None}
+    return _drop_empty(context)
 
 
 def pod_security(options: KubernetesOptions) -> Object:
@@ -425,14 +425,15 @@ def node_selector(spec: JobSpec, options: KubernetesOptions) -> dict[str, str]:
 def _tolerations(spec: JobSpec, options: KubernetesOptions) -> Iterator[Object]:
     for toleration in options.tolerations:
         operator = toleration.operator or ("Exists" if toleration.value is None else "Equal")
-        fields: Object = {
-            "key": toleration.key,
-            "operator": operator,
-            "value": toleration.value,
-            "effect": toleration.effect,
-        }
-        fields["tolerationSeconds"] = toleration.seconds
-        yield {key: value for key, value in fields.items() if value is not None}
+        yield _drop_empty(
+            {
+                "key": toleration.key,
+                "operator": operator,
+                "value": toleration.value,
+                "effect": toleration.effect,
+                "tolerationSeconds": toleration.seconds,
+            }
+        )
     resource = gpu_resource(options)
     if spec.resources.gpus and resource not in {toleration.key for toleration in options.tolerations}:
         # Nodes with GPUs commonly have a taint of the resource's name, against pods that need none.
@@ -469,12 +470,8 @@ def _source(volume: Volume) -> Object:
 
 
 def _mount(volume: Volume, index: int) -> Object:
-    mount: Object = {"name": f"volume-{index}", "mountPath": volume.mount}
-    if volume.sub_path is not None:
-        mount["subPath"] = volume.sub_path
-    if volume.read_only:
-        mount["readOnly"] = True
-    return mount
+    extra = {"subPath": volume.sub_path, "readOnly": volume.read_only or None}
+    return _drop_empty({"name": f"volume-{index}", "mountPath": volume.mount, **extra})
 
 
 def _drop_empty(value: Object) -> Object:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -106,11 +107,8 @@ def is_over(kind: str, workload: Object | None, pods: Sequence[Object], now: flo
 
 
 def _failed_status(workload: Object, condition: Object, pods: Sequence[Object], attempt: int) -> Status:
-    condition_message, condition_reason, ends = (
-        str(condition.get("message") or ""),
-        str(condition.get("reason")),
-        pod_states.ends(pods),
-    )
+    condition_message, condition_reason = str(condition.get("message") or ""), str(condition.get("reason"))
+    ends = pod_states.ends(pods)
     if condition_reason == jobset.FAILED_FOR_GOOD:
         condition_reason = jobset.why_for_good(workload, (end.code for end in ends))
     reason, message = reasons.JOB.get(condition_reason, (Reason.EXIT_CODE, ""))
@@ -121,17 +119,12 @@ def _failed_status(workload: Object, condition: Object, pods: Sequence[Object], 
     limit = _max_restarts(workload)
     if reasons.BACK_OFF in condition_message and workload.get("kind") == "PyTorchJob" and limit is not None:
         attempt = limit  # the operator has deleted the pods that would show it
-    code = end.code if end is not None else None
-    if (
-        reason is not Reason.TIME_LIMIT
-        and end is not None
-        and not (reason in (Reason.SETUP, Reason.PREEMPTED) and end.reason is Reason.EXIT_CODE)
-    ):
-        reason, message = end.reason, str(end)
-    elif reason is not Reason.TIME_LIMIT and end is not None:
-        message = join_message(message, end.message)
-    if reason is Reason.TIME_LIMIT:
-        code = None
+    if reason is not Reason.TIME_LIMIT and end is not None:
+        if reason in (Reason.SETUP, Reason.PREEMPTED) and end.reason is Reason.EXIT_CODE:
+            message = join_message(message, end.message)
+        else:
+            reason, message = end.reason, str(end)
+    code = end.code if end is not None and reason is not Reason.TIME_LIMIT else None
     return Status(
         state=State.FAILED,
         reason=reason,
@@ -165,18 +158,14 @@ def _unfinished_status(
     reason, message = _obstacle(workload, active, events, has_pods=bool(pods))
     native = next((name for name in ("Restarting", "Running", "Created") if name in conditions), "")
     unresponsive = next((pod for pod in sorted(running, key=pod_states.node_of) if _is_node_silent(pod, events)), None)
+    running_status = functools.partial(Status, state=State.RUNNING, attempt=attempt, native_state=native or "Running")
     if unresponsive is not None:
-        return Status(
-            state=State.RUNNING, reason=Reason.NODE_FAILURE, attempt=attempt, native_state=native or "Running",
-            message=f"node {pod_states.node_of(unresponsive)}: its node does not answer",
-        )  # fmt: skip
+        message = f"node {pod_states.node_of(unresponsive)}: its node does not answer"
+        return running_status(reason=Reason.NODE_FAILURE, message=message)
     if running or (not pods and "Running" in conditions):
         if expected is not None and len(running) < expected and message:
-            return Status(
-                state=State.RUNNING, reason=reason, attempt=attempt, native_state=native or "Running",
-                message=_one_line(f"{len(running)} of {expected} pods run; {message}"),
-            )  # fmt: skip
-        return Status(state=State.RUNNING, attempt=attempt, native_state=native or "Running")
+            return running_status(reason=reason, message=_one_line(f"{len(running)} of {expected} pods run; {message}"))
+        return running_status()
     if reason is Reason.NONE and not message:
         ended_pods = [pod for pod in pods if pod_states.over(pod) or pod_states.ends([pod])]
         end = min(pod_states.ends(ended_pods), key=lambda candidate: candidate.order, default=None)
@@ -232,7 +221,7 @@ def waiting_reason(pod: Object, events: Sequence[Object]) -> Iterable[ReasonAndM
             if reasons.NO_CLAIM.search(detail):
                 reason, summary = Reason.SETUP, "a volume claim does not exist"
             yield reason, join_message(summary, detail)
-    for container in (*(status.get("initContainerStatuses") or []), *(status.get("containerStatuses") or [])):
+    for container in pod_states.containers(pod):
         waiting = (container.get("state") or {}).get("waiting")
         if not waiting or pod_states.running(pod):
             continue

@@ -243,11 +243,8 @@ def running(pod: Object) -> bool:
 
 
 def _main_runs(pod: Object) -> bool:
-    statuses = (pod.get("status") or {}).get("containerStatuses") or []
-    return any(
-        container_status.get("name") in names.MAIN and (container_status.get("state") or {}).get("running")
-        for container_status in statuses
-    )
+    containers = (pod.get("status") or {}).get("containerStatuses") or []
+    return any(entry.get("name") in names.MAIN and (entry.get("state") or {}).get("running") for entry in containers)
 
 
 def not_ready(pod: Object) -> bool:

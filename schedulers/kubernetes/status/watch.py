@@ -156,13 +156,10 @@ def running(api: Api, native: Native) -> Watcher | None:
 def release(api: Api, native: Native | None = None) -> None:
     """Stop the watches of a finished job, or all watches of this client. They restart when needed."""
     with _lock:
-        only_key = None if native is None else _key(api, native)
-        keys = [
-            key
-            for key, candidate in _watchers.items()
-            if (candidate.api is api if only_key is None else key == only_key)
-        ]
-        released = [_watchers.pop(key) for key in keys]
+        keys = (
+            [_key(api, native)] if native is not None else [key for key, watcher in _watchers.items() if watcher.api is api]
+        )
+        released = [_watchers.pop(key) for key in keys if key in _watchers]
     for watcher in released:
         watcher.stop()
 
