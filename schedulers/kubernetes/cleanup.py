@@ -13,8 +13,8 @@ from ..printable import one_line
 from . import names
 from .client.api import Api
 from .client.errors import ApiError, Forbidden, NotFound
-from .manifests.build import BUILDERS, POD_GROUP
-from .manifests.trainjob import API_VERSION, RUNTIME_PLURAL
+from .manifests.build import POD_GROUP
+from .manifests.workloads import BUILDERS, RUNTIME_API_VERSION, RUNTIME_PLURAL
 from .native_id import Native
 from .options import KubernetesOptions
 from .status import job_states, pod_states, query
@@ -69,15 +69,15 @@ def running(api: Api, jobs: Sequence[Native]) -> dict[str, str]:
         selector = names.selector_of(by_label) if len(by_label) <= _BATCH_SIZE else names.JOB_ID
         for builder in {BUILDERS[native.workload] for native in by_label.values()}:
             with contextlib.suppress(NotFound):  # the cluster no longer has the kind
-                path = api.path(builder.API_VERSION, builder.PLURAL, namespace=namespace)
+                path = api.path(builder.api_version, builder.plural, namespace=namespace)
                 for label, workload in _items(api, path, selector, by_label):
-                    if by_label[label].kind != builder.KIND:  # the JobSet of a TrainJob has its label
+                    if by_label[label].kind != builder.kind:  # the JobSet of a TrainJob has its label
                         continue
                     if not by_label[label].owns(workload):
                         del by_label[label]  # its pods belong to the later object of that name
-                    elif not job_states.status_of({**workload, "kind": builder.KIND}).state.final:
+                    elif not job_states.status_of({**workload, "kind": builder.kind}).state.final:
                         unfinished[by_label[label].job_id] = (
-                            f"{builder.KIND} {workload['metadata']['name']} has not ended"
+                            f"{builder.kind} {workload['metadata']['name']} has not ended"
                         )
         for label, pod in _items(api, api.path("v1", "pods", namespace=namespace), selector, by_label):
             if pod_states.is_alive(pod, api.now()):
@@ -140,7 +140,7 @@ def _objects_by_name(api: Api, options: KubernetesOptions, jobs: Sequence[Native
     """Yield (path, job id) of objects that have the name of the job's object and were created before it."""
     for native in jobs:
         if native.workload == "trainjob":
-            yield api.path(API_VERSION, RUNTIME_PLURAL, native.name, namespace=native.namespace), native.job_id
+            yield api.path(RUNTIME_API_VERSION, RUNTIME_PLURAL, native.name, namespace=native.namespace), native.job_id
         if options.volcano_queue is not None and native.workload in ("job", "jobset"):
             yield api.path(POD_GROUP, "podgroups", native.name, namespace=native.namespace), native.job_id
 

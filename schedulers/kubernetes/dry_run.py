@@ -62,7 +62,11 @@ def _built(api: Api, spec: JobSpec, options: KubernetesOptions, job_id: str) -> 
 
 
 def _lines(api: Api, manifest: delivery.Object) -> Iterator[str]:
-    yield from _claim_lines(api, manifest)
+    if manifest["kind"] == "Pod":  # which uploads the code to a claim
+        try:
+            code_upload.check_claim(api, manifest)
+        except SubmitError as error:
+            yield str(error)
     warnings: list[str] = []
     try:
         reply = api.call("POST", submit.list_of(api, manifest), body=manifest, query=_QUERY, on_warning=warnings.append)
@@ -79,15 +83,6 @@ def _lines(api: Api, manifest: delivery.Object) -> Iterator[str]:
         label = submit.object_label(manifest)
         for field_path in dropped_fields(manifest, reply):
             yield f"{api.label}: {label}: {field_path}: unknown to the cluster, which would drop it"
-
-
-def _claim_lines(api: Api, manifest: delivery.Object) -> Iterator[str]:
-    """Check the pod that uploads the code to a claim."""
-    if manifest["kind"] == "Pod":
-        try:
-            code_upload.check_claim(api, manifest)
-        except SubmitError as error:
-            yield str(error)
 
 
 def dropped_fields(requested: Mapping[str, Any], returned: Mapping[str, Any]) -> list[str]:

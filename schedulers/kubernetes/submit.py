@@ -23,12 +23,12 @@ from . import names
 from .client.api import Api
 from .client.errors import ApiError, Conflict, Forbidden, NotFound, Unauthorized
 from .manifests import build
-from .manifests.build import BUILDERS
 from .manifests.code_delivery import Code, Object
-from .manifests.trainjob import RUNTIME_KIND, RUNTIME_PLURAL
+from .manifests.workloads import BUILDERS, RUNTIME_KIND, RUNTIME_PLURAL
 from .options import KubernetesOptions
 
-_PLURAL_BY_KIND: Mapping[str, str] = {
+_PLURALS: Mapping[str, str] = {
+    **{builder.kind: builder.plural for builder in BUILDERS.values()},
     "ConfigMap": "configmaps",
     "Service": "services",
     "Pod": "pods",
@@ -37,7 +37,6 @@ _PLURAL_BY_KIND: Mapping[str, str] = {
 }
 # The kinds that have an owner as soon as the job's object exists, and are deleted with it.
 _OWNED_KINDS = ("ConfigMap", "Service")
-_PLURALS = {**{builder.KIND: builder.PLURAL for builder in BUILDERS.values()}, **_PLURAL_BY_KIND}
 _MERGE = "application/merge-patch+json"
 # From Kubernetes 1.25 on, unknown fields are refused instead of dropped.
 _STRICT = {"fieldValidation": "Strict", "fieldManager": "accel"}

@@ -103,13 +103,8 @@ class Api:
         """Return the path of a list, an object or a part of one. `namespace` "" is for cluster-scoped objects."""
         root = f"/api/{api_version}" if "/" not in api_version else f"/apis/{api_version}"
         scope = self.namespace if namespace is None else namespace
-        segments = [
-            *(("namespaces", scope) if scope else ()),
-            plural,
-            *((name,) if name else ()),
-            *((sub,) if sub else ()),
-        ]
-        return "/".join([root, *(quote(segment, safe="/") for segment in segments)])
+        segments = ("namespaces" if scope else None, scope, plural, name, sub)
+        return "/".join([root, *(quote(segment, safe="/") for segment in segments if segment)])
 
     def call(
         self,
@@ -129,11 +124,8 @@ class Api:
         Raises an ApiError for a refusal, Unreachable without a response, ConfigError if no request can be sent.
         """
         # Servers compress long lists only.
-        headers = {
-            "accept": "application/json",
-            "accept-encoding": "gzip",
-            **({} if body is None else {"content-type": content_type}),
-        }
+        headers = {"accept": "application/json", "accept-encoding": "gzip"}
+        headers |= {} if body is None else {"content-type": content_type}
         request = _Request(method=method, path=path, query=query, body=body, headers=headers, timeout_s=timeout_s)
         response, warnings = self._body_of(request)
         try:
@@ -147,18 +139,16 @@ class Api:
 
     def pages(self, path: str, query: Mapping[str, str]) -> Iterator[dict[str, Any]]:
         """Yield the pages of a list. Adds the kind and API version to each item, which lists omit."""
-        continue_token = ""
+        continuation: dict[str, str] = {}
         while True:
-            page = self.call(
-                "GET", path, query={**query, "limit": _PAGE, **({"continue": continue_token} if continue_token else {})}
-            )
+            page = self.call("GET", path, query={**query, "limit": _PAGE, **continuation})
             kind = str(page.get("kind") or "").removesuffix("List")
             for resource in page.get("items") or []:
                 resource.setdefault("kind", kind)
                 resource.setdefault("apiVersion", page.get("apiVersion"))
             yield page
-            continue_token = (page.get("metadata") or {}).get("continue") or ""
-            if not continue_token:
+            continuation = {"continue": (page.get("metadata") or {}).get("continue") or ""}
+            if not continuation["continue"]:
                 return
 
     def items(self, path: str, query: Mapping[str, str]) -> Iterator[dict[str, Any]]:

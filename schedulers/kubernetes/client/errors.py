@@ -151,22 +151,15 @@ def _root_cause(error: BaseException) -> str:
     while current is not None and current not in chain:
         chain.append(current)
         context = None if current.__suppress_context__ else current.__context__
-        causes = (
-            getattr(current, "reason", None),
-            getattr(current, "original_error", None),
-            current.__cause__,
-            context,
-        )
+        named = (getattr(current, name, None) for name in ("reason", "original_error"))
+        causes = (*named, current.__cause__, context)
         current = next((cause for cause in causes if isinstance(cause, BaseException)), None)
     for cause in chain:
         if isinstance(cause, ssl.SSLCertVerificationError):
             return _untrusted(cause)
         if isinstance(cause, socket.gaierror):
             return f"its name cannot be resolved ({cause.strerror})"
-        timed_out = isinstance(cause, (kinds.TimeoutError, TimeoutError)) and not isinstance(
-            cause, kinds.NewConnectionError
-        )
-        if timed_out:
+        if isinstance(cause, (kinds.TimeoutError, TimeoutError)) and not isinstance(cause, kinds.NewConnectionError):
             return "no answer in time"
         if isinstance(cause, (kinds.ProtocolError, http.client.IncompleteRead, ConnectionResetError, BrokenPipeError)):
             return "the connection was cut off"

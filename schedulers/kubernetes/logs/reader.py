@@ -522,10 +522,8 @@ class _ReadPass:
 
     def _current_source(self, source: Source) -> Source | None:
         pod = query.pod_of(self._api, self._native, source.pod)
-        return next(
-            (candidate for candidate in sources.list_sources([pod] if pod else []) if candidate.name == source.name),
-            None,
-        )
+        runs = sources.list_sources([pod] if pod else [])
+        return next((run for run in runs if run.name == source.name), None)
 
     def _missing_log_lines(self, pods: Sequence[Mapping[str, Any]], available: Sequence[Source]) -> Iterator[LogLine]:
         """Yield a line for each node or attempt whose log no longer exists anywhere."""

@@ -105,10 +105,8 @@ def fetch(
     fetched = LogResponse(after, own=own, complete=complete, greets=source.greets)
     try:
         stream = _open(api, native, source, after if own else None, follow=False, limit_bytes=limit_bytes)
-        try:
+        with contextlib.closing(stream):
             fetched.fill(stream)
-        finally:
-            stream.close()
     except NotFound:
         fetched.absent = True
     except Invalid as error:

@@ -8,7 +8,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from ... import object_names
 from ...errors import SpecError
@@ -17,38 +17,13 @@ from ...target import Plan
 from .. import names, tpu_slices
 from ..options import KubernetesOptions
 from . import code_delivery as delivery
-from . import indexed, jobset, pods, pytorchjob, trainjob, validate
+from . import pods, validate, workloads
 from .code_delivery import Code, Object
+from .workloads import BUILDERS
 
 TARGET_KIND = "kubernetes"
 GROUP_ANNOTATION = "scheduling.k8s.io/group-name"
 POD_GROUP = "scheduling.volcano.sh/v1beta1"
-
-
-class _Builder(Protocol):
-    API_VERSION: str
-    KIND: str
-    PLURAL: str
-
-    def build_spec(
-        self, spec: JobSpec, options: KubernetesOptions, name: str, job_id: str, template: Callable[..., Object]
-    ) -> Object: ...
-
-
-BUILDERS: Mapping[str, _Builder] = {
-    "pytorchjob": pytorchjob,
-    "jobset": jobset,
-    "job": indexed,
-    "trainjob": trainjob,
-}
-
-# The warnings about a time limit of a job with restarts. `{}`: the seconds until the cluster ends it.
-_TIME_LIMITS: Mapping[str, str] = {
-    "pytorchjob": "a PyTorchJob's time limit counts from its first start, over all attempts together",
-    "jobset": "each attempt of a JobSet has the whole time limit; the first that exceeds it is the last",
-    "job": "each attempt of a Job has the whole time limit; the cluster ends it {} s after its start",
-    "trainjob": "each attempt of a TrainJob has the whole time limit; the cluster ends it {} s after its start",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +62,8 @@ def build(
     metadata = functools.partial(_metadata, spec, options, job_id)
     annotations = {**tpu_slices.placement_annotations(spec, options), **options.annotations}
     workload: Object = {
-        "apiVersion": builder.API_VERSION,
-        "kind": builder.KIND,
+        "apiVersion": builder.api_version,
+        "kind": builder.kind,
         "metadata": {
             **metadata(),
             "labels": {**names.labels(spec.name, job_id), **_queue_labels(options), **options.labels},
@@ -99,7 +74,7 @@ def build(
     first: list[Object] = []
     then: list[Object] = []
     if options.workload == "trainjob":
-        first.append(trainjob.runtime(spec, options, metadata(), pod))
+        first.append(workloads.training_runtime(spec, options, metadata(), pod))
     if pods.needs_rendezvous(spec):
         first.append(pods.rendezvous(options, metadata(), job_id))
     if options.has_pod_group:
@@ -133,7 +108,7 @@ def warnings(spec: JobSpec, options: KubernetesOptions) -> tuple[str, ...]:
             "(an eviction, a lost node, a failed rank) ends the job"
         )
     if spec.time_limit_s is not None and spec.retry.max_restarts:
-        messages.append(_TIME_LIMITS[options.workload].format(pods.backstop_s(spec)))
+        messages.append(BUILDERS[options.workload].time_limit.format(pods.backstop_s(spec)))
     messages += tpu_slices.warnings(options, pods.node_selector(spec, options))
     if spec.resources.memory_gb is None or spec.resources.cpus is None:
         messages.append("--cpus or --memory is not set: the cluster may overcommit the pods, or evict them first")
@@ -378,12 +353,6 @@ def _container(pod_spec: Object, options: KubernetesOptions, target: str) -> Obj
 
 # The kinds that a cluster supports, by its API groups.
 
-_INSTALLED_BY: Mapping[str, str] = {
-    "pytorchjob": "Kubeflow's training operator, 1.7 to 1.9",
-    "jobset": "the JobSet controller",
-    "trainjob": "Kubeflow Trainer v2",
-    "job": "Kubernetes itself",
-}
 _VOLCANO = "scheduling.volcano.sh"
 # The first version with a Job's `backoffLimitPerIndex`, without which its pods do not know their attempt.
 _PER_INDEX = (1, 28)
@@ -392,28 +361,24 @@ _PER_INDEX = (1, 28)
 def runnable(api_versions: Iterable[str]) -> list[str]:
     """Return the kinds that a cluster with these API versions (`batch/v1`, `kubeflow.org/v1`, …) supports."""
     available = set(api_versions)
-    return [kind for kind, builder in BUILDERS.items() if builder.API_VERSION in available]
+    return [kind for kind, builder in BUILDERS.items() if builder.api_version in available]
 
 
 def check_kind(options: KubernetesOptions, api_versions: Iterable[str], target: str) -> None:
     """Raise SpecError, which names the available kinds, if the cluster lacks the requested kind or Volcano."""
     available = set(api_versions)
     builder = BUILDERS[options.workload]
-    if builder.API_VERSION not in available:
-        group = builder.API_VERSION.partition("/")[0]
+    if builder.api_version not in available:
+        group = builder.api_version.partition("/")[0]
         group_versions = sorted(version for version in available if version.partition("/")[0] == group)
         runnable_kinds = runnable(available)
-        detail = (
-            f"it has {', '.join(group_versions)}"
-            if group_versions
-            else f"{_INSTALLED_BY[options.workload]} is not installed"
-        )
+        detail = f"it has {', '.join(group_versions)}" if group_versions else f"{builder.installed_by} is not installed"
         remedy = (
             f"use workload: {' or '.join(runnable_kinds)}"
             if runnable_kinds
             else "no workload that accel supports is installed"
         )
-        raise SpecError(f"target {target}: the cluster has no {builder.API_VERSION} ({detail}); {remedy}")
+        raise SpecError(f"target {target}: the cluster has no {builder.api_version} ({detail}); {remedy}")
     if options.has_pod_group and not any(version.partition("/")[0] == _VOLCANO for version in available):
         raise SpecError(f"target {target}: volcano_queue: the cluster has no {_VOLCANO}: Volcano is not installed")
 

@@ -156,9 +156,10 @@ def running(api: Api, native: Native) -> Watcher | None:
 def release(api: Api, native: Native | None = None) -> None:
     """Stop the watches of a finished job, or all watches of this client. They restart when needed."""
     with _lock:
-        keys = (
-            [_key(api, native)] if native is not None else [key for key, watcher in _watchers.items() if watcher.api is api]
-        )
+        if native is not None:
+            keys = [_key(api, native)]
+        else:
+            keys = [key for key, watcher in _watchers.items() if watcher.api is api]
         released = [_watchers.pop(key) for key in keys if key in _watchers]
     for watcher in released:
         watcher.stop()
