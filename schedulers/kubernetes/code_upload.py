@@ -37,16 +37,12 @@ def pack(
     """
     if options.code == "image":
         return None, None
-    snapshot_path = None if previous_digest is None else home / "snapshots" / f"{previous_digest}.tar"
-    if snapshot_path is not None and snapshot_path.exists():
-        return previous_digest, _read(snapshot_path)
-    packed = snapshot.pack(Path(spec.code), home)
-    return packed.digest, _read(packed.path)
-
-
-def _read(path: Path) -> bytes:
+    digest, path = previous_digest, home / "snapshots" / f"{previous_digest}.tar"
+    if digest is None or not path.exists():
+        packed = snapshot.pack(Path(spec.code), home)
+        digest, path = packed.digest, packed.path
     try:
-        return delivery.pack_snapshot(path.read_bytes())
+        return digest, delivery.pack_snapshot(path.read_bytes())
     except OSError as error:
         raise SubmitError(f"{path}: {(error.strerror or str(error)).lower()}") from None
 

@@ -131,7 +131,8 @@ class Api:
         try:
             reply = json.loads(response) if response.strip() else {}
         except ValueError:
-            raise self._unreachable_by(f"it answers {method} {path} with no JSON: {response[:80]!r}") from None
+            cause = f"it answers {method} {path} with no JSON: {response[:80]!r}"
+            raise Unreachable(f"{self.label}: the API server {self.access.display_url}: {cause}") from None
         if on_warning is not None:
             for text in warnings:
                 on_warning(text)
@@ -239,9 +240,6 @@ class Api:
         proxy = None if self._api_client is None else self._api_client.configuration.proxy
         return unreachable(error, self.label, self.access.display_url, proxy)
 
-    def _unreachable_by(self, cause: str) -> Unreachable:
-        return Unreachable(f"{self.label}: the API server {self.access.display_url}: {cause}")
-
     def _credentials(self) -> Credentials:
         with self._lock:
             if self._credentials_cache is None:
@@ -297,10 +295,9 @@ class Api:
                 continue
             refusal = error_of(response.status, error_body, subject=self.label, user=self.access.user_label)
             if response.status in _BUSY:
-                raise Unreachable(
-                    f"{self.label}: the API server {self.access.display_url} answers {response.status}: "
-                    f"{_text(refusal)}"
-                )
+                text = str(refusal).removeprefix(f"{self.label}: ")
+                server = f"{self.label}: the API server {self.access.display_url}"
+                raise Unreachable(f"{server} answers {response.status}: {text}")
             raise refusal
 
     def _send_once(self, request: _Request, pauses: list[float]) -> urllib3.BaseHTTPResponse:
@@ -379,10 +376,6 @@ def _pause(seconds: float, retry_after: str | None) -> None:
     if retry_after is not None and retry_after.isdigit():
         seconds = max(seconds, min(float(retry_after), _LONGEST_WAIT_S))
     time.sleep(seconds)
-
-
-def _text(error: Exception) -> str:
-    return str(error).partition(": ")[2] or str(error)
 
 
 def _ahead(date: float, sent: float, received: float) -> float:

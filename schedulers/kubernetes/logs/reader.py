@@ -251,15 +251,8 @@ class _ReadPass:
 
     def _vanished(self, available: Sequence[Source]) -> list[str]:
         """Return the logs that are gone and perhaps not fully read, in display order."""
-        available_names = {source.name for source in available}
-        known_names = [
-            *self._job.known_sources,
-            *(name for name in self._positions if name not in self._job.known_sources and name != _POSITION_GONE),
-        ]
-        known_names += [name for name in self._archived if name not in known_names]
-        return sorted(
-            (name for name in known_names if name not in available_names and not self._is_done(name)), key=self._order
-        )
+        gone = {*self._job.known_sources, *self._positions, *self._archived} - {source.name for source in available}
+        return sorted((name for name in gone - {_POSITION_GONE} if not self._is_done(name)), key=self._order)
 
     def _order(self, name: str) -> tuple[bool, tuple[int, bool, int, str]]:
         """Return the log's sort key, the same for all readers. Logs known only from a cursor come last."""
@@ -327,22 +320,20 @@ class _ReadPass:
             yield from self._lines_of_gone(source.name, source, reason, certain=source.name in self._job.final)
             return
         tail = self._tail(source.name)
+        is_usable = tail is not None and tail.run_confirmed and not tail.may_be_stale
+        if tail is not None and is_usable:
+            yield from self._archived_lines(source, tail.take())
         if self._may_be_restarted(source):
-            if tail is not None and tail.run_confirmed and not tail.may_be_stale:
-                yield from self._archived_lines(source, tail.take())
             return
         last = source.ended or (self._over and not self._is_deleted)
         if tail is not None and last:
-            if tail.run_confirmed and not tail.may_be_stale:
+            if is_usable:
                 # If the pod is deleted or the log rotated before the fetch, the stream has the log's end.
                 self._ending_tails[source.name] = tail
-                yield from self._archived_lines(source, tail.take())
             else:
                 self._job.drop(tail)
             to_fetch.append(source)
         elif tail is not None:
-            if tail.run_confirmed and not tail.may_be_stale:
-                yield from self._archived_lines(source, tail.take())
             # The watch may lag behind, and the stream has the last line of a log that has ended.
             if tail.over and (
                 tail.error is not None or ((current := self._current_source(source)) is not None and not current.ended)
@@ -516,7 +507,8 @@ class _ReadPass:
 
     def _current_begin(self, source: Source) -> bytes | None:
         """Return the time of the first line in the log of the container's current run."""
-        fetched = fetch(self._api, self._native, source.of_current(), None, complete=False, limit_bytes=_HEAD)
+        current = dataclasses.replace(source, previous=False, ended=False)
+        fetched = fetch(self._api, self._native, current, None, complete=False, limit_bytes=_HEAD)
         with contextlib.closing(fetched):
             return fetched.begins
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -66,10 +65,6 @@ class Source:
         """The name of the same container's previous run, or None."""
         head = self.name.rpartition(".")[0]
         return f"{head}.a{self.run - 1}" if self.run else None
-
-    def of_current(self) -> Source:
-        """Return a source that reads the log of the container's current run."""
-        return dataclasses.replace(self, previous=False, ended=False)
 
     def writer(self) -> str:
         subject = (

@@ -203,7 +203,7 @@ def _pod_spec(spec: JobSpec, options: KubernetesOptions, name: str, code: Code, 
         "nodeSelector": node_selector(spec, options),
         "affinity": dict(options.affinity),
         "tolerations": list(_tolerations(spec, options)),
-        "securityContext": pod_security(options),
+        "securityContext": {} if options.fs_group is None else {"fsGroup": options.fs_group},
         "initContainers": [
             _drop_empty({**container, "command": [unexpanded(argument) for argument in container["command"]]})
             for container in delivery.init_containers(code, options, base, python, tmp_mounts(options))
@@ -301,10 +301,6 @@ def security(options: KubernetesOptions) -> Object:
     elif options.ipc_lock:
         context["capabilities"] = {"add": ["IPC_LOCK"]}
     return _drop_empty(context)
-
-
-def pod_security(options: KubernetesOptions) -> Object:
-    return {} if options.fs_group is None else {"fsGroup": options.fs_group}
 
 
 def memory(gigabytes: float) -> str:

@@ -230,10 +230,8 @@ def reason_of(pod: Object) -> ReasonAndMessage | None:
 
 def disruption(pod: Object) -> Object:
     conditions = (pod.get("status") or {}).get("conditions") or []
-    return next(
-        (condition for condition in conditions if condition.get("type") == "DisruptionTarget" and is_true(condition)),
-        {},
-    )
+    disruptions = [entry for entry in conditions if entry.get("type") == "DisruptionTarget" and is_true(entry)]
+    return disruptions[0] if disruptions else {}
 
 
 def running(pod: Object) -> bool:
