@@ -85,24 +85,20 @@ def _lines(api: Api, manifest: delivery.Object) -> Iterator[str]:
             yield f"{api.label}: {label}: {field_path}: unknown to the cluster, which would drop it"
 
 
-def dropped_fields(requested: Mapping[str, Any], returned: Mapping[str, Any]) -> list[str]:
-    """Return the paths that are in `requested` and not in `returned`. Empty values do not count: servers omit them."""
-    return list(_compare(requested, returned, ""))
-
-
-def _compare(requested: object, returned: object, field_path: str) -> Iterator[str]:
+def dropped_fields(requested: object, returned: object, field_path: str = "") -> Iterator[str]:
+    """Yield the paths that are in `requested` and not in `returned`. Empty values do not count: servers omit them."""
     if isinstance(requested, Mapping) and isinstance(returned, Mapping):
         for key, value in requested.items():
             child_path = f"{field_path}.{key}" if field_path else str(key)
             if key in returned:
-                yield from _compare(value, returned[key], child_path)
+                yield from dropped_fields(value, returned[key], child_path)
             elif not _is_empty(value):
                 yield child_path
     elif isinstance(requested, list) and isinstance(returned, list):
         for index, value in enumerate(requested):
             counterpart = _matching_item(value, index, returned)
             if counterpart is not None:
-                yield from _compare(value, counterpart, f"{field_path}[{index}]")
+                yield from dropped_fields(value, counterpart, f"{field_path}[{index}]")
             elif not _is_empty(value):
                 yield f"{field_path}[{index}]"
 

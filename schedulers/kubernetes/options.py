@@ -173,7 +173,7 @@ class KubernetesOptions:
 
     @property
     def has_pod_group(self) -> bool:
-        """True if a PodGroup of Volcano must exist; Volcano creates those of other workloads itself."""
+        """True if accel creates Volcano's PodGroup. For other workloads Volcano or their operator does."""
         return self.volcano_queue is not None and self.workload in ("job", "jobset")
 
 

@@ -123,13 +123,9 @@ def _forbidden(message: str, user: str) -> str:
     group = f".{match['group']}" if match["group"] else ""
     resource = f"{match['resource']}{group}" if match["resource"] else str(match["path"])
     scope = f" in namespace {match['namespace']}" if match["namespace"] else ""
-    return f"{_user_label(match['who'])} may not {match['verb']} {resource}{scope}: no Role grants this"
-
-
-def _user_label(user: str) -> str:
-    if user.startswith(_ACCOUNT):
-        return f"service account {user.removeprefix(_ACCOUNT).replace(':', '/')}"
-    return f"user {user}"
+    account = match["who"].removeprefix(_ACCOUNT)
+    who = f"user {account}" if account == match["who"] else f"service account {account.replace(':', '/')}"
+    return f"{who} may not {match['verb']} {resource}{scope}: no Role grants this"
 
 
 def _short(text: str) -> str:

@@ -192,10 +192,8 @@ def with_owner(manifest: Object, workload: Mapping[str, Any]) -> Object:
 
 def files(manifests: Manifests) -> dict[str, str]:
     """Return file name -> YAML, one file per object. The names sort in the order of creation."""
-    documents = {}
-    for index, manifest in enumerate(manifests):
-        documents[f"kubernetes/{index}-{manifest['kind'].lower()}.yaml"] = to_yaml([manifest])
-    return documents
+    numbered = [(f"{index}-{manifest['kind'].lower()}", manifest) for index, manifest in enumerate(manifests)]
+    return {f"kubernetes/{name}.yaml": to_yaml([manifest]) for name, manifest in numbered}
 
 
 def to_yaml(objects: Sequence[Mapping[str, Any]]) -> str:

@@ -110,8 +110,8 @@ def workload_and_pods(native: Native, pods: Sequence[Object]) -> list[str]:
 def strip_pod(pod: Object) -> Object:
     """Return the pod reduced to the used fields: there may be thousands of pods."""
     spec = pod.get("spec") or {}
-    kept = ("nodeName", "restartPolicy", "terminationGracePeriodSeconds")
-    reduced_spec = {key: spec[key] for key in kept if spec.get(key) is not None}
+    fields = ("nodeName", "restartPolicy", "terminationGracePeriodSeconds")
+    reduced_spec = {key: spec[key] for key in fields if spec.get(key) is not None}
     reduced_spec["containers"] = [
         {"name": container.get("name"), "command": container.get("command")}
         for container in spec.get("containers") or []

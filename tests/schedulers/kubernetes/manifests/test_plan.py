@@ -22,11 +22,11 @@ def test_the_dry_run() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_plan_is_data_and_its_files_are_the_objects(kind: str) -> None:
-    made = build.plan(everything_spec(), everything(kind), JOB_ID, "k")
-    assert Plan.from_json(made.to_json()) == made
-    kinds = [yaml.safe_load(text)["kind"].lower() for text in made.files.values()]
-    assert [action[1].partition("/")[0] for action in made.actions if action[0] == "create"] == [*kinds, "configmap"]
-    assert made.actions[-1][-len(everything_spec().argv) :] == everything_spec().argv
+    plan = build.plan(everything_spec(), everything(kind), JOB_ID, "k")
+    assert Plan.from_json(plan.to_json()) == made
+    kinds = [yaml.safe_load(text)["kind"].lower() for text in plan.files.values()]
+    assert [action[1].partition("/")[0] for action in plan.actions if action[0] == "create"] == [*kinds, "configmap"]
+    assert plan.actions[-1][-len(everything_spec().argv) :] == everything_spec().argv
 
 
 @pytest.mark.parametrize(
@@ -56,5 +56,5 @@ def test_where_the_code_goes(given: dict[str, Any], action: tuple[str, ...]) -> 
 
 
 def test_an_elastic_plan_shows_what_the_pods_run() -> None:
-    made = build.plan(JobSpec(argv=("a.py",), nodes=2, max_nodes=8), least(), JOB_ID, "k")
-    assert made.actions[-1][:6] == ("accel", "launch", "--num_processes", "2", "--num_machines", "2:8")
+    plan = build.plan(JobSpec(argv=("a.py",), nodes=2, max_nodes=8), least(), JOB_ID, "k")
+    assert plan.actions[-1][:6] == ("accel", "launch", "--num_processes", "2", "--num_machines", "2:8")
