@@ -421,15 +421,14 @@ def node_selector(spec: JobSpec, options: KubernetesOptions) -> dict[str, str]:
 def _tolerations(spec: JobSpec, options: KubernetesOptions) -> Iterator[Object]:
     for toleration in options.tolerations:
         operator = toleration.operator or ("Exists" if toleration.value is None else "Equal")
-        yield _drop_empty(
-            {
-                "key": toleration.key,
-                "operator": operator,
-                "value": toleration.value,
-                "effect": toleration.effect,
-                "tolerationSeconds": toleration.seconds,
-            }
-        )
+        fields = {
+            "key": toleration.key,
+            "operator": operator,
+            "value": toleration.value,
+            "effect": toleration.effect,
+            "tolerationSeconds": toleration.seconds,
+        }
+        yield _drop_empty(fields)
     resource = gpu_resource(options)
     if spec.resources.gpus and resource not in {toleration.key for toleration in options.tolerations}:
         # Nodes with GPUs commonly have a taint of the resource's name, against pods that need none.

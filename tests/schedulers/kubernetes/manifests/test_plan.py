@@ -23,7 +23,7 @@ def test_the_dry_run() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_plan_is_data_and_its_files_are_the_objects(kind: str) -> None:
     plan = build.plan(everything_spec(), everything(kind), JOB_ID, "k")
-    assert Plan.from_json(plan.to_json()) == made
+    assert Plan.from_json(plan.to_json()) == plan
     kinds = [yaml.safe_load(text)["kind"].lower() for text in plan.files.values()]
     assert [action[1].partition("/")[0] for action in plan.actions if action[0] == "create"] == [*kinds, "configmap"]
     assert plan.actions[-1][-len(everything_spec().argv) :] == everything_spec().argv
