@@ -13,8 +13,8 @@ from ..printable import one_line
 from . import names
 from .client.api import Api
 from .client.errors import ApiError, Forbidden, NotFound
-from .manifests.build import BUILDERS, POD_GROUP
-from .manifests.trainjob import API_VERSION, RUNTIME_PLURAL
+from .manifests.build import POD_GROUP
+from .manifests.workloads import BUILDERS, RUNTIME_API_VERSION, RUNTIME_PLURAL
 from .native_id import Native
 from .options import KubernetesOptions
 from .status import job_states, pod_states, query
@@ -69,15 +69,15 @@ def running(api: Api, jobs: Sequence[Native]) -> dict[str, str]:
         selector = names.selector_of(by_label) if len(by_label) <= _BATCH_SIZE else names.JOB_ID
         for builder in {BUILDERS[native.workload] for native in by_label.values()}:
             with contextlib.suppress(NotFound):  # the cluster no longer has the kind
-                path = api.path(builder.API_VERSION, builder.PLURAL, namespace=namespace)
+                path = api.path(builder.api_version, builder.plural, namespace=namespace)
                 for label, workload in _items(api, path, selector, by_label):
-                    if by_label[label].kind != builder.KIND:  # the JobSet of a TrainJob has its label
+                    if by_label[label].kind != builder.kind:  # the JobSet of a TrainJob has its label
                         continue
                     if not by_label[label].owns(workload):
                         del by_label[label]  # its pods belong to the later object of that name
-                    elif not job_states.status_of({**workload, "kind": builder.KIND}).state.final:
+                    elif not job_states.status_of({**workload, "kind": builder.kind}).state.final:
                         unfinished[by_label[label].job_id] = (
-                            f"{builder.KIND} {workload['metadata']['name']} has not ended"
+                            f"{builder.kind} {workload['metadata']['name']} has not ended"
                         )
         for label, pod in _items(api, api.path("v1", "pods", namespace=namespace), selector, by_label):
             if pod_states.is_alive(pod, api.now()):
@@ -114,18 +114,13 @@ def _clear(api: Api, options: KubernetesOptions, jobs: Sequence[Native], remaini
     """Clear jobs of one kind and one namespace, all of them over. `remaining`: job id -> why it stays."""
     first = jobs[0]
     by_label = {names.label_value(native.job_id): native for native in jobs}
-    workloads: list[dict[str, Any]] = []
+    list_path = api.path(first.api_version, first.plural, namespace=first.namespace)
     with contextlib.suppress(NotFound):  # the cluster no longer has the kind
-        list_path = api.path(first.api_version, first.plural, namespace=first.namespace)
-        workloads = api.call("GET", list_path, query={"labelSelector": names.selector_of(by_label)}).get("items") or []
-    for workload in workloads:
-        metadata = workload["metadata"]
-        label = metadata["labels"][names.JOB_ID]
-        if not by_label[label].owns(workload):
-            del by_label[label]  # a later object has the name: it and everything with the label belong to another job
-            continue
-        path = api.path(first.api_version, first.plural, metadata["name"], namespace=first.namespace)
-        _delete(api, path, by_label[label].job_id, remaining)
+        for label, workload in _items(api, list_path, names.selector_of(by_label), by_label):
+            if by_label[label].owns(workload):
+                _delete(api, f"{list_path}/{workload['metadata']['name']}", by_label[label].job_id, remaining)
+            else:  # a later object has the name: it and everything with the label belong to another job
+                del by_label[label]
     removed = [native for native in by_label.values() if native.job_id not in remaining]
     for path, job in (*_objects_by_name(api, options, removed), *_labelled(api, options, first, by_label)):
         if job not in remaining:
@@ -145,7 +140,7 @@ def _objects_by_name(api: Api, options: KubernetesOptions, jobs: Sequence[Native
     """Yield (path, job id) of objects that have the name of the job's object and were created before it."""
     for native in jobs:
         if native.workload == "trainjob":
-            yield api.path(API_VERSION, RUNTIME_PLURAL, native.name, namespace=native.namespace), native.job_id
+            yield api.path(RUNTIME_API_VERSION, RUNTIME_PLURAL, native.name, namespace=native.namespace), native.job_id
         if options.volcano_queue is not None and native.workload in ("job", "jobset"):
             yield api.path(POD_GROUP, "podgroups", native.name, namespace=native.namespace), native.job_id
 
@@ -156,19 +151,12 @@ def _labelled(
     """Yield (path, job id) of objects without an owner. `jobs`: label value -> native id."""
     if not jobs:
         return
-    selection = {"labelSelector": names.selector_of(jobs)}
     plurals = ["services"]
     plurals += ["configmaps"] if options.code in ("auto", "configmap") else []
     plurals += ["pods"] if options.code_claim is not None else []
     for plural in plurals:
-        try:
-            resources = (
-                api.call("GET", api.path("v1", plural, namespace=native.namespace), query=selection).get("items") or []
-            )
-        except Forbidden:
-            continue  # without this permission none were created
-        for resource in resources:
-            metadata = resource["metadata"]
-            if not metadata.get("ownerReferences"):
-                path = api.path("v1", plural, metadata["name"], namespace=native.namespace)
-                yield path, jobs[metadata["labels"][names.JOB_ID]].job_id
+        list_path = api.path("v1", plural, namespace=native.namespace)
+        with contextlib.suppress(Forbidden):  # without this permission none were created
+            for label, resource in _items(api, list_path, names.selector_of(jobs), jobs):
+                if not resource["metadata"].get("ownerReferences"):
+                    yield f"{list_path}/{resource['metadata']['name']}", jobs[label].job_id

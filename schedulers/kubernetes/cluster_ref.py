@@ -62,7 +62,11 @@ def identity(api: Api, namespace: str) -> str:
     """Return what tells this cluster from another of that name (`target.Identifies`). Raises Unreachable, ApiError."""
     from .client.errors import Forbidden, NotFound
 
-    server = f"server={_server_digest(api.access)}"
+    digest = hashlib.sha256(api.server.encode())
+    digest.update(str(api.access.cluster.get("certificate-authority-data") or "").encode())
+    with contextlib.suppress(OSError, KeyError):
+        digest.update(Path(api.access.cluster["certificate-authority"]).read_bytes())
+    server = f"server={digest.hexdigest()[:16]}"
     try:
         uid = api.call("GET", api.path("v1", "namespaces", namespace, namespace=""))["metadata"]["uid"]
     except NotFound:
@@ -70,14 +74,6 @@ def identity(api: Api, namespace: str) -> str:
     except Forbidden:
         return server
     return f"namespace={uid} {server}"
-
-
-def _server_digest(access: Access) -> str:
-    digest = hashlib.sha256(access.server.encode())
-    digest.update(str(access.cluster.get("certificate-authority-data") or "").encode())
-    with contextlib.suppress(OSError, KeyError):
-        digest.update(Path(access.cluster["certificate-authority"]).read_bytes())
-    return digest.hexdigest()[:16]
 
 
 def write(jobs: Path, job_id: str, ref: ClusterRef) -> None:

@@ -37,37 +37,26 @@ def pack(
     """
     if options.code == "image":
         return None, None
-    snapshot_path = None if previous_digest is None else home / "snapshots" / f"{previous_digest}.tar"
-    if snapshot_path is not None and snapshot_path.exists():
-        return previous_digest, _read(snapshot_path)
-    packed = snapshot.pack(Path(spec.code), home)
-    return packed.digest, _read(packed.path)
-
-
-def _read(path: Path) -> bytes:
+    digest, path = previous_digest, home / "snapshots" / f"{previous_digest}.tar"
+    if digest is None or not path.exists():
+        packed = snapshot.pack(Path(spec.code), home)
+        digest, path = packed.digest, packed.path
     try:
-        return delivery.pack_snapshot(path.read_bytes())
+        return digest, delivery.pack_snapshot(path.read_bytes())
     except OSError as error:
         raise SubmitError(f"{path}: {(error.strerror or str(error)).lower()}") from None
 
 
-def upload(
-    api: Api, spec: JobSpec, options: KubernetesOptions, job_id: str, data: bytes | None
-) -> tuple[delivery.Code, bytes | None]:
-    """Upload the code. Return its location, and the data that the job's own objects must carry or None.
-
-    Raises SpecError, SubmitError, Unreachable.
-    """
+def upload(api: Api, spec: JobSpec, options: KubernetesOptions, job_id: str, data: bytes | None) -> Code:
+    """Upload the code unless the job's own objects carry it. Raises SpecError, SubmitError, Unreachable."""
     if data is None:
-        return delivery.Code(kind="image"), None
+        return Code(kind="image")
     code = delivery.choose_delivery(options, len(data), delivery.digest_of(data), api.target)
     if code.kind == "pvc":
         put_in_claim(api, build.loader_pod(spec, options, job_id, api.target), code, data)
-        return code, None
     if code.kind == "store" and options.code_store is not None:
         put_in_object_store(options.code_store, code, data, api.target)
-        return code, None
-    return code, data if code.kind == "configmap" else None
+    return code
 
 
 # Object stores with the S3 API. Files are named by the code's digest, so existing code is not uploaded again.
@@ -162,17 +151,17 @@ finally:
 
 def put_in_claim(api: Api, pod: Object, code: Code, data: bytes) -> None:
     """Upload the code to the claim and delete the pod. Raises SubmitError, and Unreachable when interrupted."""
-    name = pod["metadata"]["name"]
     check_claim(api, pod)
+    loader = _LoaderPod(api, pod)
     try:
-        _wait_until_running(api, pod)
+        loader.wait_until_running()
         mount = pod["spec"]["containers"][0]["volumeMounts"][0]["mountPath"]
         python = pod["spec"]["containers"][0]["command"][0]
         argv = [python, "-c", READER, f"{mount}/{code.file}", str(len(data))]
-        _send(api, name, argv, data)
+        _send(api, pod["metadata"]["name"], argv, data)
     except ApiError as error:
-        problem = _end_reason(api, pod) or str(error).removeprefix(f"{api.label}: ")
-        raise submit.create_rejected(error, _message_prefix(api, pod) + problem) from None
+        problem = loader.end_reason() or str(error).removeprefix(f"{api.label}: ")
+        raise submit.create_rejected(error, loader.label + problem) from None
     finally:
         with contextlib.suppress(SchedulerError):
             submit.delete(api, pod)
@@ -189,82 +178,70 @@ def check_claim(api: Api, pod: Object) -> None:
         pass  # the pod reports it
 
 
-def _wait_until_running(api: Api, pod: Object) -> None:
-    """Wait until the pod runs, also one of an earlier submit. Recreate a pod that has ended, once."""
-    manifest = build.with_digest(pod)
-    path = submit.path_of(api, pod)
-    deadline = time.monotonic() + _START_S
-    recreated = False
-    reporter = _StartReporter(api, pod)
-    live = _create_pod(api, manifest, deadline)
-    while (phase := (live.get("status") or {}).get("phase")) != "Running":
-        finished = phase in ("Succeeded", "Failed")
-        problem = _obstacle(live) if not finished or recreated else None
-        if problem is None and time.monotonic() > deadline:
-            problem = reporter.describe(live, f"it has not started in {_START_S:g} s")
-        if problem is not None:
-            raise SubmitError(_message_prefix(api, pod) + problem)
-        if finished:
-            recreated = True
-            with contextlib.suppress(NotFound):
-                api.call("DELETE", path, query={"gracePeriodSeconds": "0"})
-        else:
-            reporter.report(live)
-            time.sleep(_PAUSE_S)
-        try:
-            live = api.call("GET", path) if not finished else _create_pod(api, manifest, deadline)
-        except NotFound:
-            live = _create_pod(api, manifest, deadline)
-
-
-class _StartReporter:
-    """Warnings about a pod that does not start yet, one for each reason: a start may take minutes."""
+class _LoaderPod:
+    """The pod that uploads the code. While it does not start, each new reason is logged: a start may take minutes."""
 
     def __init__(self, api: Api, pod: Object) -> None:
-        self._api, self._pod = api, pod
-        self._last_report = ""
-        self._next = time.monotonic() + _REPORT_S
+        self._api, self._manifest, self._path = api, build.with_digest(pod), submit.path_of(api, pod)
+        self.label = f"{api.label}: the pod {pod['metadata']['name']}, which uploads the code to the claim: "
+        self._deadline = time.monotonic() + _START_S
+        self._last_report, self._next_report = "", time.monotonic() + _REPORT_S
 
-    def report(self, live: Mapping[str, Any]) -> None:
-        if time.monotonic() < self._next:
+    def wait_until_running(self) -> None:
+        """Wait until the pod runs, also one of an earlier submit. Recreate a pod that has ended, once."""
+        recreated = False
+        live = self._create()
+        while (phase := (live.get("status") or {}).get("phase")) != "Running":
+            finished = phase in ("Succeeded", "Failed")
+            problem = _obstacle(live) if not finished or recreated else None
+            if problem is None and time.monotonic() > self._deadline:
+                problem = self._describe(live, f"it has not started in {_START_S:g} s")
+            if problem is not None:
+                raise SubmitError(self.label + problem)
+            if finished:
+                recreated = True
+                with contextlib.suppress(NotFound):
+                    self._api.call("DELETE", self._path, query={"gracePeriodSeconds": "0"})
+            else:
+                self._report(live)
+                time.sleep(_PAUSE_S)
+            existing = None if finished else self._api.get_or_none(self._path)
+            live = self._create() if existing is None else existing
+
+    def end_reason(self) -> str | None:
+        """Return the reason why a pod that has run no longer does, or None."""
+        with contextlib.suppress(ApiError, Unreachable):
+            return _obstacle(self._api.call("GET", self._path))
+        return None
+
+    def _create(self) -> Mapping[str, Any]:
+        while True:
+            try:
+                return submit.create(self._api, self._manifest)
+            except submit.BeingDeleted:
+                if time.monotonic() > self._deadline:
+                    raise
+                time.sleep(_PAUSE_S)
+
+    def _report(self, live: Mapping[str, Any]) -> None:
+        if time.monotonic() < self._next_report:
             return
-        self._next = time.monotonic() + _REPORT_S
-        message = self.describe(live, "it has not started yet")
+        self._next_report = time.monotonic() + _REPORT_S
+        message = self._describe(live, "it has not started yet")
         if message != self._last_report:
             self._last_report = message
-            logger.warning("%s", one_line(_message_prefix(self._api, self._pod) + message))
+            logger.warning("%s", one_line(self.label + message))
 
-    def describe(self, live: Mapping[str, Any], summary: str) -> str:
+    def _describe(self, live: Mapping[str, Any], summary: str) -> str:
         """Return `summary` with the reason that the pod's status or, failing that, its events give."""
         from .status import job_states, watch
 
-        query = {"fieldSelector": f"{watch.WARNINGS},involvedObject.name={self._pod['metadata']['name']}"}
+        query = {"fieldSelector": f"{watch.WARNINGS},involvedObject.name={self._manifest['metadata']['name']}"}
         events: list[dict[str, Any]] = []
         with contextlib.suppress(ApiError, Unreachable):
             events += self._api.items(self._api.path("v1", "events"), query)
         _, detail = next(iter(job_states.waiting_reason(live, events)), (None, ""))
         return f"{summary}: {detail}" if detail else summary
-
-
-def _message_prefix(api: Api, pod: Object) -> str:
-    return f"{api.label}: the pod {pod['metadata']['name']}, which uploads the code to the claim: "
-
-
-def _end_reason(api: Api, pod: Object) -> str | None:
-    """Return the reason why a pod that has run no longer does, or None."""
-    with contextlib.suppress(ApiError, Unreachable):
-        return _obstacle(api.call("GET", submit.path_of(api, pod)))
-    return None
-
-
-def _create_pod(api: Api, manifest: Object, deadline: float) -> Mapping[str, Any]:
-    while True:
-        try:
-            return submit.create(api, manifest)
-        except submit.BeingDeleted:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(_PAUSE_S)
 
 
 def _obstacle(pod: Mapping[str, Any]) -> str | None:
@@ -289,16 +266,10 @@ def _send(api: Api, pod: str, argv: list[str], data: bytes) -> None:
 
     replies = _ExecReader(client, api)
     try:
-        reply = replies.line()
-        if reply == b"there":
-            return
-        if reply != b"send":
-            raise SubmitError(f"{api.label}: cannot upload the code to the claim: {replies.problem(reply)}")
-        for offset in range(0, len(data), _CHUNK):
-            client.write_channel(0, data[offset : offset + _CHUNK])
-        reply = replies.line()
-        if reply != b"done":
-            raise SubmitError(f"{api.label}: cannot upload the code to the claim: {replies.problem(reply)}")
+        if replies.expect(b"there", b"send") == b"send":
+            for offset in range(0, len(data), _CHUNK):
+                client.write_channel(0, data[offset : offset + _CHUNK])
+            replies.expect(b"done")
     except (OSError, WebSocketException) as error:
         raise api.unreachable(error) from None
     finally:
@@ -315,7 +286,14 @@ class _ExecReader:
         self._out = b""
         self._error = b""
 
-    def line(self) -> bytes:
+    def expect(self, *lines: bytes) -> bytes:
+        """Return the next line, one of these. Raises SubmitError for another, and Unreachable."""
+        reply = self._line()
+        if reply not in lines:
+            raise SubmitError(f"{self._api.label}: cannot upload the code to the claim: {self._problem(reply)}")
+        return reply
+
+    def _line(self) -> bytes:
         """Return the next line, empty at the end of output. Raises Unreachable if none comes within a minute."""
         deadline = time.monotonic() + _IDLE_S
         while b"\n" not in self._out:
@@ -332,7 +310,7 @@ class _ExecReader:
         self._out += self._client.read_channel(_STDOUT)
         self._error += self._client.read_channel(_STDERR)
 
-    def problem(self, reply: bytes) -> str:
+    def _problem(self, reply: bytes) -> str:
         while self._client.is_open():
             started_at = time.monotonic()
             self._client.update(timeout=1)

@@ -5,6 +5,7 @@ Servers since 1.25 refuse unknown fields; older ones drop them, which their resp
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -33,11 +34,10 @@ def review(api: Api, spec: JobSpec, options: KubernetesOptions, job_id: str) -> 
     Raises Unreachable, ConfigError, SnapshotError.
     """
     try:
-        build.check_kind(options, api.versions(), api.target)
-        build.check_restarts(spec, options, api.version, api.target)
+        with contextlib.suppress(Forbidden):  # the reply to each object reports it
+            build.check_kind(options, api.versions(), api.target)
+            build.check_restarts(spec, options, api.version, api.target)
         manifests = _built(api, spec, options, job_id)
-    except Forbidden:
-        manifests = _built(api, spec, options, job_id)  # the reply to each object reports it
     except SpecError as error:
         return [str(error)]
     lines: list[str] = []
@@ -53,8 +53,7 @@ def _built(api: Api, spec: JobSpec, options: KubernetesOptions, job_id: str) -> 
     code = delivery.Code(kind="image")
     if data is not None:
         code = delivery.choose_delivery(options, len(data), delivery.digest_of(data), api.target)
-    configmap_data = data if code.kind == "configmap" else None
-    manifests = build.build(spec, options, job_id, code, target=api.target, data=configmap_data)
+    manifests = build.build(spec, options, job_id, code, target=api.target, data=data)
     loaders = [build.loader_pod(spec, options, job_id, api.target)] if code.kind == "pvc" else []
     return [
         build.with_digest(manifest, spec if manifest is manifests.workload else None)
@@ -63,7 +62,11 @@ def _built(api: Api, spec: JobSpec, options: KubernetesOptions, job_id: str) -> 
 
 
 def _lines(api: Api, manifest: delivery.Object) -> Iterator[str]:
-    yield from _claim_lines(api, manifest)
+    if manifest["kind"] == "Pod":  # which uploads the code to a claim
+        try:
+            code_upload.check_claim(api, manifest)
+        except SubmitError as error:
+            yield str(error)
     warnings: list[str] = []
     try:
         reply = api.call("POST", submit.list_of(api, manifest), body=manifest, query=_QUERY, on_warning=warnings.append)
@@ -82,33 +85,20 @@ def _lines(api: Api, manifest: delivery.Object) -> Iterator[str]:
             yield f"{api.label}: {label}: {field_path}: unknown to the cluster, which would drop it"
 
 
-def _claim_lines(api: Api, manifest: delivery.Object) -> Iterator[str]:
-    """Check the pod that uploads the code to a claim."""
-    if manifest["kind"] == "Pod":
-        try:
-            code_upload.check_claim(api, manifest)
-        except SubmitError as error:
-            yield str(error)
-
-
-def dropped_fields(requested: Mapping[str, Any], returned: Mapping[str, Any]) -> list[str]:
-    """Return the paths that are in `requested` and not in `returned`. Empty values do not count: servers omit them."""
-    return list(_compare(requested, returned, ""))
-
-
-def _compare(requested: object, returned: object, field_path: str) -> Iterator[str]:
+def dropped_fields(requested: object, returned: object, field_path: str = "") -> Iterator[str]:
+    """Yield the paths that are in `requested` and not in `returned`. Empty values do not count: servers omit them."""
     if isinstance(requested, Mapping) and isinstance(returned, Mapping):
         for key, value in requested.items():
             child_path = f"{field_path}.{key}" if field_path else str(key)
             if key in returned:
-                yield from _compare(value, returned[key], child_path)
+                yield from dropped_fields(value, returned[key], child_path)
             elif not _is_empty(value):
                 yield child_path
     elif isinstance(requested, list) and isinstance(returned, list):
         for index, value in enumerate(requested):
             counterpart = _matching_item(value, index, returned)
             if counterpart is not None:
-                yield from _compare(value, counterpart, f"{field_path}[{index}]")
+                yield from dropped_fields(value, counterpart, f"{field_path}[{index}]")
             elif not _is_empty(value):
                 yield f"{field_path}[{index}]"
 

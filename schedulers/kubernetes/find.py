@@ -12,8 +12,8 @@ from ..target import DiscoveredJob, JobSummary
 from . import names
 from .client.api import Api
 from .client.errors import Forbidden, NotFound
-from .manifests.build import BUILDERS
-from .manifests.plan import KIND
+from .manifests.build import TARGET_KIND
+from .manifests.workloads import BUILDERS
 from .native_id import Native
 from .options import KubernetesOptions
 from .status import job_states, pod_states
@@ -33,7 +33,7 @@ def list_workloads(api: Api, kind: str, selector: str, *, requested: bool) -> li
     builder = BUILDERS[kind]
     ignored = (NotFound,) if requested else (NotFound, Forbidden)
     with contextlib.suppress(*ignored):
-        path = api.path(builder.API_VERSION, builder.PLURAL)
+        path = api.path(builder.api_version, builder.plural)
         return list(api.items(path, {"labelSelector": selector}))
     return []
 
@@ -43,13 +43,13 @@ def _discovered_job(api: Api, kind: str, workload: dict[str, Any], job_id: str) 
     text = (metadata.get("annotations") or {}).get(names.SPEC)
     if text is None:
         raise UnknownJob(
-            f"{api.label}: {BUILDERS[kind].KIND} {metadata['name']} has the label of job {job_id} but no annotation "
+            f"{api.label}: {BUILDERS[kind].kind} {metadata['name']} has the label of job {job_id} but no annotation "
             f"{names.SPEC}: accel submit did not create it"
         )
     created_at = pod_states.moment(metadata.get("creationTimestamp"))
     return DiscoveredJob.of(
-        str(Native.of(kind, metadata, job_id)), lambda: json.loads(text), target=api.target, kind=KIND, job_id=job_id,
-        whole=False, created_at=created_at,
+        str(Native.of(kind, metadata, job_id)), lambda: json.loads(text), target=api.target, kind=TARGET_KIND,
+        job_id=job_id, whole=False, created_at=created_at,
     )  # fmt: skip
 
 
@@ -81,6 +81,6 @@ def _job_summary(kind: str, workload: dict[str, Any]) -> JobSummary:
 
 def _is_owned(workload: dict[str, Any]) -> bool:
     """Return True for the JobSet of a TrainJob and the Job of a JobSet, which may inherit their labels."""
-    kinds = {builder.KIND for builder in BUILDERS.values()}
+    kinds = {builder.kind for builder in BUILDERS.values()}
     owners = workload["metadata"].get("ownerReferences") or []
     return any(owner.get("controller") and owner.get("kind") in kinds for owner in owners)

@@ -18,16 +18,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Follower:
+class Follower(Reader):
     """The statuses and logs of one target's jobs in a cluster. Sends no request before its first use. Thread-safe.
 
     ttl: True if the cluster removes jobs some time after their end.
     """
 
     def __init__(self, api: Api, *, ttl: bool = False) -> None:
-        self.api = api
+        super().__init__(api)
         self._ttl = ttl
-        self._reader = Reader(api)
         self._finished: set[str] = set()
         self._waits_since_read: dict[str, int] = {}  # native id -> waits since its logs were read
 
@@ -49,7 +48,7 @@ class Follower:
 
         Logs a warning if the job's logs will be deleted with its pods and the caller does not read them.
         """
-        self._reader.mark_followed(native)
+        self.mark_followed(native)
         watcher = watch.shared(self.api, native)
         changed = watcher.wait(timeout_s)
         wait_count = self._waits_since_read[str(native)] = self._waits_since_read.get(str(native), 0) + 1
@@ -64,15 +63,11 @@ class Follower:
         Raises Unreachable, and an ApiError when the server refuses the query.
         """
         self._waits_since_read[str(native)] = 0
-        return self._reader.read(native, since, directory, finished=str(native) in self._finished)
-
-    def cursor_at(self, native: Native, when: float, directory: Path | None) -> Cursor:
-        """Return the cursor of the logs at that time (seconds since the epoch), to the second."""
-        return self._reader.cursor_at(native, when, directory)
+        return self.read(native, since, directory, finished=str(native) in self._finished)
 
     def close(self) -> None:
         """Close the watches and connections. They are reopened when needed."""
-        self._reader.close()
+        super().close()
         watch.release(self.api)
 
 

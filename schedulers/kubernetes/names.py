@@ -27,6 +27,8 @@ KUEUE_PRIORITY = "kueue.x-k8s.io/priority-class"
 RESTART_ATTEMPT = "jobset.sigs.k8s.io/restart-attempt"
 # A label (Kubernetes 1.28) and an annotation of the pods of an Indexed Job.
 COMPLETION_INDEX = "batch.kubernetes.io/job-completion-index"
+# A label of the pods of a PyTorchJob, set by the operator.
+REPLICA_INDEX = "training.kubeflow.org/replica-index"
 # Labels of the pods of a JobSet of several Jobs: the Job's index, and the number of pods of each Job.
 JOB_INDEX, SLICE_HOSTS = "jobset.sigs.k8s.io/job-index", "accel.dev/slice-hosts"
 # The training container's name; it depends on the operator.
@@ -82,15 +84,17 @@ def selector_of(jobs: Iterable[str]) -> str:
     return f"{JOB_ID} in ({','.join(sorted(jobs))})"
 
 
+def marks(pod: Mapping[str, Any]) -> dict[str, str]:
+    """Return the pod's annotations and labels."""
+    metadata = pod.get("metadata") or {}
+    return {**(metadata.get("annotations") or {}), **(metadata.get("labels") or {})}
+
+
 def node_of(pod: Mapping[str, Any]) -> int | None:
     """Return the pod's node index (in an elastic world its pod index), or None for a pod of another kind."""
-    metadata = pod.get("metadata") or {}
-    attributes = {**(metadata.get("annotations") or {}), **(metadata.get("labels") or {})}
-    index = attributes.get(COMPLETION_INDEX)
-    kind, replica = (
-        attributes.get("training.kubeflow.org/replica-type"),
-        attributes.get("training.kubeflow.org/replica-index"),
-    )
+    attributes = marks(pod)
+    index, replica = attributes.get(COMPLETION_INDEX), attributes.get(REPLICA_INDEX)
+    kind = attributes.get("training.kubeflow.org/replica-type")
     if index is not None and index.isdigit():
         job, hosts = str(attributes.get(JOB_INDEX, "")), str(attributes.get(SLICE_HOSTS, ""))
         return int(index) + (int(job) * int(hosts) if job.isdigit() and hosts.isdigit() else 0)

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import SpecError
 from . import names
-from .manifests.build import BUILDERS
+from .manifests.workloads import BUILDERS
 
 
 @dataclass(frozen=True)
@@ -35,15 +35,15 @@ class Native:
 
     @property
     def api_version(self) -> str:
-        return BUILDERS[self.workload].API_VERSION
+        return BUILDERS[self.workload].api_version
 
     @property
     def kind(self) -> str:
-        return BUILDERS[self.workload].KIND
+        return BUILDERS[self.workload].kind
 
     @property
     def plural(self) -> str:
-        return BUILDERS[self.workload].PLURAL
+        return BUILDERS[self.workload].plural
 
     @property
     def selector(self) -> str:

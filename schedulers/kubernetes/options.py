@@ -171,6 +171,11 @@ class KubernetesOptions:
     patch: Mapping[str, Any] = field(default_factory=dict)
     pod_patch: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def has_pod_group(self) -> bool:
+        """True if accel creates Volcano's PodGroup. For other workloads Volcano or their operator does."""
+        return self.volcano_queue is not None and self.workload in ("job", "jobset")
+
 
 def gpu_resource(options: KubernetesOptions) -> str:
     return options.gpu_resource or VENDORS[options.gpu][0]

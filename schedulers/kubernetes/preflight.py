@@ -12,8 +12,8 @@ from ..target import CheckReport
 from .client.api import Api
 from .client.errors import ApiError, Forbidden, NotFound
 from .manifests import build
-from .manifests.build import BUILDERS, POD_GROUP
-from .manifests.trainjob import API_VERSION, RUNTIME_PLURAL
+from .manifests.build import POD_GROUP
+from .manifests.workloads import BUILDERS, RUNTIME_API_VERSION, RUNTIME_PLURAL
 from .options import KubernetesOptions, gpu_resource
 
 _HEADER = ["what", "found"]
@@ -77,7 +77,7 @@ def required_permissions(options: KubernetesOptions) -> dict[tuple[str, str], tu
     builder = BUILDERS[options.workload]
     managed_verbs = ("create", "get", "list", "patch", "delete")
     permissions: dict[tuple[str, str], tuple[str, ...]] = {
-        (_group(builder.API_VERSION), builder.PLURAL): ("create", "get", "list", "watch", "delete"),
+        (_group(builder.api_version), builder.plural): ("create", "get", "list", "watch", "delete"),
         ("", "pods"): ("get", "list", "watch"),
         ("", "pods/log"): ("get",),
         ("", "events"): ("list",),
@@ -90,8 +90,8 @@ def required_permissions(options: KubernetesOptions) -> dict[tuple[str, str], tu
         permissions["", "pods/exec"] = _EXEC
         permissions["", "persistentvolumeclaims"] = ("get",)
     if options.workload == "trainjob":
-        permissions[_group(API_VERSION), RUNTIME_PLURAL] = ("create", "get", "patch", "delete")
-    if options.volcano_queue is not None and options.workload in ("job", "jobset"):
+        permissions[_group(RUNTIME_API_VERSION), RUNTIME_PLURAL] = ("create", "get", "patch", "delete")
+    if options.has_pod_group:
         permissions[_group(POD_GROUP), "podgroups"] = ("create", "get", "patch", "delete")
     return permissions
 
@@ -102,7 +102,7 @@ def _optional(options: KubernetesOptions) -> dict[tuple[str, str], tuple[tuple[s
     reason = "Without it the reason of a failure is lost with the pods"
     permissions: dict[tuple[str, str], tuple[tuple[str, ...], str]]
     permissions = {
-        (_group(builder.API_VERSION), builder.PLURAL): (("patch",), reason),
+        (_group(builder.api_version), builder.plural): (("patch",), reason),
         ("", "namespaces"): (("get",), "Without it, another cluster at the same address is taken for this one"),
     }
     if ("", "pods/exec") not in required_permissions(options):

@@ -21,6 +21,7 @@ from .client.api import Api, hang_up
 from .manifests import pods
 from .native_id import Native
 from .options import KubernetesOptions
+from .status import query
 
 _STDIN, _STDOUT, _STDERR, _STATUS, _RESIZE = 0, 1, 2, 3, 4
 # This fits whenever the socket is writable: a send never blocks, which could deadlock with the peer's sends.
@@ -118,25 +119,16 @@ def run(api: Api, native: Native, options: KubernetesOptions, node: int, argv: S
 
 def _pod(api: Api, native: Native, node: int, container: str) -> str:
     """Return the name of the node's running pod. Raises SubmitError."""
-    path = api.path("v1", "pods", namespace=native.namespace)
-    job_pods = api.call("GET", path, query={"labelSelector": native.selector}).get("items") or []
-    node_pods = [pod for pod in job_pods if names.node_of(pod) == node and not pod["metadata"].get("deletionTimestamp")]
+    node_pods = [pod for pod in query.pods_of(api, native) if names.node_of(pod) == node]
+    node_pods = [pod for pod in node_pods if not pod["metadata"].get("deletionTimestamp")]
     if not node_pods:
         raise SubmitError(f"{api.label}: node {node} of job {native.job_id} has no pod now")
     newest = max(node_pods, key=lambda pod: str(pod["metadata"].get("creationTimestamp")))
     name, status = str(newest["metadata"]["name"]), newest.get("status") or {}
-    state = next(
-        (
-            container_status.get("state") or {}
-            for container_status in status.get("containerStatuses") or []
-            if container_status["name"] == container
-        ),
-        {},
-    )
+    states = {entry["name"]: entry.get("state") or {} for entry in status.get("containerStatuses") or []}
+    state = states.get(container, {})
     if status.get("phase") != "Running" or "running" not in state:
-        reason = next(
-            (state_detail.get("reason") for state_detail in state.values() if state_detail.get("reason")), None
-        )
+        reason = next((detail["reason"] for detail in state.values() if detail.get("reason")), None)
         raise SubmitError(
             f"{api.label}: node {node} of job {native.job_id} is not running: its pod {name} is "
             f"{status.get('phase') or 'Pending'}" + (f" ({reason})" if reason else "")

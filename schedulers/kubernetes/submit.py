@@ -9,6 +9,7 @@ https://github.com/kubernetes/kubernetes/issues/106842
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import random
 import time
@@ -22,12 +23,12 @@ from . import names
 from .client.api import Api
 from .client.errors import ApiError, Conflict, Forbidden, NotFound, Unauthorized
 from .manifests import build
-from .manifests.build import BUILDERS
 from .manifests.code_delivery import Code, Object
-from .manifests.trainjob import RUNTIME_KIND, RUNTIME_PLURAL
+from .manifests.workloads import BUILDERS, RUNTIME_KIND, RUNTIME_PLURAL
 from .options import KubernetesOptions
 
-_PLURAL_BY_KIND: Mapping[str, str] = {
+_PLURALS: Mapping[str, str] = {
+    **{builder.kind: builder.plural for builder in BUILDERS.values()},
     "ConfigMap": "configmaps",
     "Service": "services",
     "Pod": "pods",
@@ -36,7 +37,6 @@ _PLURAL_BY_KIND: Mapping[str, str] = {
 }
 # The kinds that have an owner as soon as the job's object exists, and are deleted with it.
 _OWNED_KINDS = ("ConfigMap", "Service")
-_PLURALS = {**{builder.KIND: builder.PLURAL for builder in BUILDERS.values()}, **_PLURAL_BY_KIND}
 _MERGE = "application/merge-patch+json"
 # From Kubernetes 1.25 on, unknown fields are refused instead of dropped.
 _STRICT = {"fieldValidation": "Strict", "fieldManager": "accel"}
@@ -90,7 +90,7 @@ def _create_all(api: Api, manifests: build.Manifests, workload: Object) -> Mappi
         created.append(workload)
         owner = _with_kind(live, workload)
         for manifest in manifests.first:
-            _set_owner(api, manifest, owner)
+            _patch_owner(api, manifest, build.with_owner(manifest, owner)["metadata"]["ownerReferences"])
         for manifest in manifests.then:
             create(api, build.with_owner(build.with_digest(manifest), owner))
             created.append(manifest)
@@ -140,15 +140,12 @@ def _post_with_retries(api: Api, manifest: Object) -> dict[str, Any]:
         try:
             return _post(api, manifest)
         except ApiError as error:
-            if not _is_transient(error) or time.monotonic() > deadline:
+            # Transient are a conflict at a quota (kubernetes/kubernetes#67761), and no runtime yet.
+            at_quota = isinstance(error, Conflict) and error.api_reason == "Conflict"
+            if not (at_quota or lacks_runtime(error)) or time.monotonic() > deadline:
                 raise
         time.sleep(pause * random.uniform(0.5, 1.5))
         pause = min(_MAX_PAUSE_S, 2 * pause)
-
-
-def _is_transient(error: ApiError) -> bool:
-    """Return True for a transient refusal: a conflict at a quota (kubernetes/kubernetes#67761), or no runtime yet."""
-    return (isinstance(error, Conflict) and error.api_reason == "Conflict") or lacks_runtime(error)
 
 
 def lacks_runtime(error: ApiError) -> bool:
@@ -160,16 +157,15 @@ def lacks_runtime(error: ApiError) -> bool:
 
 
 def _post(api: Api, manifest: Object) -> dict[str, Any]:
-    path = list_of(api, manifest)
-
     def on_warning(text: str) -> None:
         progress.warning("%s", warning(api, manifest, text))
 
+    path = list_of(api, manifest)
+    post = functools.partial(api.call, "POST", path, body=manifest, query=_STRICT, on_warning=on_warning)
     try:
-        return api.call("POST", path, body=manifest, query=_STRICT, on_warning=on_warning)
+        return post()
     except Unreachable:
-        # If the first request arrived, the second is refused because the object exists.
-        return api.call("POST", path, body=manifest, query=_STRICT, on_warning=on_warning)
+        return post()  # if the first request arrived, this one is refused because the object exists
 
 
 def warning(api: Api, manifest: Object, text: str) -> str:
@@ -218,11 +214,6 @@ def _check_ours(api: Api, manifest: Object, live: dict[str, Any]) -> dict[str, A
         # Its owner is an earlier object of the same name, with which it would be removed.
         return _patch_owner(api, manifest, owners)
     return live
-
-
-def _set_owner(api: Api, manifest: Object, owner: Mapping[str, Any]) -> None:
-    """Make the job's object the owner of an object created before it."""
-    _patch_owner(api, manifest, build.with_owner(manifest, owner)["metadata"]["ownerReferences"])
 
 
 def _patch_owner(api: Api, manifest: Object, owners: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from ..errors import ConfigError, SchedulerError, SubmitError, Unreachable
@@ -10,7 +10,7 @@ from ..job import Cursor, JobSpec, LogLine, Status
 from ..target import CheckReport, DiscoveredJob, JobSummary, Plan, TargetContext, parse_ids, require_answers
 from . import cluster_ref, tpu_slices
 from . import options as kubernetes_options
-from .manifests import plan as plans
+from .manifests import build
 from .native_id import Native
 from .options import KubernetesOptions
 
@@ -39,7 +39,7 @@ class KubernetesTarget:
 
     def plan(self, spec: JobSpec, job_id: str) -> Plan:
         """Return the objects as YAML. Values known only after packing the code are left open. Raises SpecError."""
-        return plans.plan(spec, self._options, job_id, self.name)
+        return build.plan(spec, self._options, job_id, self.name)
 
     def submit(self, plan: Plan) -> str:
         """Create the job's object and everything that belongs to it, exactly once.
@@ -57,8 +57,8 @@ class KubernetesTarget:
         ref = cluster_ref.ClusterRef.of(api.access, digest)
         if ref != previous:
             cluster_ref.write(self._jobs, plan.job_id, ref)
-        code, configmap_data = code_upload.upload(api, spec, self._options, plan.job_id, data)
-        workload = submit.submit(api, spec, self._options, plan.job_id, code, configmap_data)
+        code = code_upload.upload(api, spec, self._options, plan.job_id, data)
+        workload = submit.submit(api, spec, self._options, plan.job_id, code, data)
         return str(Native.of(self._options.workload, {"namespace": api.namespace, **workload["metadata"]}, plan.job_id))
 
     def _check_kind(self, api: Api, spec: JobSpec, *, sent: bool) -> None:
@@ -68,7 +68,6 @@ class KubernetesTarget:
         Later one may exist, and ConfigError also becomes Unreachable.
         """
         from .client.errors import Forbidden
-        from .manifests import build
 
         try:
             build.check_kind(self._options, api.versions(), self.name)
@@ -106,10 +105,8 @@ class KubernetesTarget:
         """
         statuses: dict[str, Status] = {}
         placements, unreachable = parse_ids(self._native_and_cluster, native_ids)
-        groups: dict[int, tuple[Follower, list[Native]]] = {}
-        for native, cluster in placements.values():
-            groups.setdefault(id(cluster), (cluster, []))[1].append(native)
-        for cluster, natives in groups.values():
+        groups = _by_cluster(placements.values())
+        for cluster, natives in groups:
             try:
                 cluster_statuses, problems = cluster.statuses(natives)
             except SchedulerError as error:
@@ -201,13 +198,8 @@ class KubernetesTarget:
 
     def _sent(self, jobs: Mapping[str, str | None]) -> list[tuple[Follower, list[Native]]]:
         """Return the clusters that these jobs were sent to, and the native ids of each."""
-        groups: dict[int, tuple[Follower, list[Native]]] = {}
-        for job_id, native_id in jobs.items():
-            native = self._native(job_id, native_id)
-            if native is not None:
-                cluster = self._cluster_of(native)
-                groups.setdefault(id(cluster), (cluster, []))[1].append(native)
-        return list(groups.values())
+        natives = (self._native(job_id, native_id) for job_id, native_id in jobs.items())
+        return _by_cluster((native, self._cluster_of(native)) for native in natives if native is not None)
 
     def close(self) -> None:
         """Close the connections and the watch. They are reopened when needed."""
@@ -245,3 +237,10 @@ class KubernetesTarget:
             options = self._options if ref is None else ref.options(self._options)
             self._clusters[key] = Follower(Api(options, self.name), ttl=self._options.ttl_s is not None)
         return self._clusters[key]
+
+
+def _by_cluster(placements: Iterable[tuple[Native, Follower]]) -> list[tuple[Follower, list[Native]]]:
+    groups: dict[int, tuple[Follower, list[Native]]] = {}
+    for native, cluster in placements:
+        groups.setdefault(id(cluster), (cluster, []))[1].append(native)
+    return list(groups.values())

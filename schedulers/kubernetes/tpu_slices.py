@@ -85,7 +85,8 @@ def selector(options: KubernetesOptions) -> dict[str, str]:
 
 def placement_annotations(spec: JobSpec, options: KubernetesOptions) -> dict[str, str]:
     """Return a JobSet's annotations that place each Job on a node pool of its own."""
-    return dict(_EXCLUSIVE) if options.tpu_topology is not None and spec.nodes > 1 else {}
+    exclusive = options.workload == "jobset" and options.tpu_topology is not None and spec.nodes > 1
+    return dict(_EXCLUSIVE) if exclusive else {}
 
 
 def pod_labels(spec: JobSpec, options: KubernetesOptions) -> dict[str, str]:

@@ -61,25 +61,20 @@ class Api:
 
     def __init__(self, options: KubernetesOptions, target: str) -> None:
         self._options = options
-        self._target = target
+        self.target = target  # its name, for messages
         self._lock = threading.RLock()
-        self._access: kubeconfig.Access | None = None
+        self._access: Access | None = None
         self._credentials_cache: Credentials | None = None
         self._api_client: Any = None  # an ApiClient
         self._discovered: set[str] | None = None
         self._ahead_s = 0.0
 
     @property
-    def target(self) -> str:
-        """The target's name, for messages."""
-        return self._target
-
-    @property
-    def access(self) -> kubeconfig.Access:
+    def access(self) -> Access:
         """The cluster and user, from the kubeconfig. Raises ConfigError."""
         with self._lock:
             if self._access is None:
-                self._access = kubeconfig.find(self._options, self._target)
+                self._access = kubeconfig.find(self._options, self.target)
             return self._access
 
     @property
@@ -108,13 +103,8 @@ class Api:
         """Return the path of a list, an object or a part of one. `namespace` "" is for cluster-scoped objects."""
         root = f"/api/{api_version}" if "/" not in api_version else f"/apis/{api_version}"
         scope = self.namespace if namespace is None else namespace
-        segments = [
-            *(("namespaces", scope) if scope else ()),
-            plural,
-            *((name,) if name else ()),
-            *((sub,) if sub else ()),
-        ]
-        return "/".join([root, *(quote(segment, safe="/") for segment in segments)])
+        segments = ("namespaces" if scope else None, scope, plural, name, sub)
+        return "/".join([root, *(quote(segment, safe="/") for segment in segments if segment)])
 
     def call(
         self,
@@ -134,17 +124,15 @@ class Api:
         Raises an ApiError for a refusal, Unreachable without a response, ConfigError if no request can be sent.
         """
         # Servers compress long lists only.
-        headers = {
-            "accept": "application/json",
-            "accept-encoding": "gzip",
-            **({} if body is None else {"content-type": content_type}),
-        }
+        headers = {"accept": "application/json", "accept-encoding": "gzip"}
+        headers |= {} if body is None else {"content-type": content_type}
         request = _Request(method=method, path=path, query=query, body=body, headers=headers, timeout_s=timeout_s)
         response, warnings = self._body_of(request)
         try:
             reply = json.loads(response) if response.strip() else {}
         except ValueError:
-            raise self._unreachable_by(f"it answers {method} {path} with no JSON: {response[:80]!r}") from None
+            cause = f"it answers {method} {path} with no JSON: {response[:80]!r}"
+            raise Unreachable(f"{self.label}: the API server {self.access.display_url}: {cause}") from None
         if on_warning is not None:
             for text in warnings:
                 on_warning(text)
@@ -152,18 +140,16 @@ class Api:
 
     def pages(self, path: str, query: Mapping[str, str]) -> Iterator[dict[str, Any]]:
         """Yield the pages of a list. Adds the kind and API version to each item, which lists omit."""
-        continue_token = ""
+        continuation: dict[str, str] = {}
         while True:
-            page = self.call(
-                "GET", path, query={**query, "limit": _PAGE, **({"continue": continue_token} if continue_token else {})}
-            )
+            page = self.call("GET", path, query={**query, "limit": _PAGE, **continuation})
             kind = str(page.get("kind") or "").removesuffix("List")
             for resource in page.get("items") or []:
                 resource.setdefault("kind", kind)
                 resource.setdefault("apiVersion", page.get("apiVersion"))
             yield page
-            continue_token = (page.get("metadata") or {}).get("continue") or ""
-            if not continue_token:
+            continuation = {"continue": (page.get("metadata") or {}).get("continue") or ""}
+            if not continuation["continue"]:
                 return
 
     def items(self, path: str, query: Mapping[str, str]) -> Iterator[dict[str, Any]]:
@@ -221,7 +207,22 @@ class Api:
             query["container"] = container
         url = self._url(self.path("v1", "pods", pod, "exec", namespace), query)
         auth_headers = self._credentials().headers()
-        return open_exec(self._credentials().configuration(), self.access, auth_headers, url, self.label)
+        configuration = self._credentials().configuration()
+        import websocket
+        from kubernetes.stream import ws_client
+
+        # The client forwards only these two headers: the impersonation headers follow as further lines of one.
+        protocols = f"{ws_client.V5_CHANNEL_PROTOCOL},{ws_client.V4_CHANNEL_PROTOCOL}"
+        extra_lines = "".join(f"\r\n{name}: {value}" for name, value in auth_headers if name != "authorization")
+        headers = {**dict(auth_headers), "sec-websocket-protocol": protocols + extra_lines}
+        client_class: Any = ws_client.WSClient
+        try:
+            return client_class(configuration, "ws" + url.removeprefix("http"), headers, capture_all=False, binary=True)
+        except websocket.WebSocketBadStatusException as error:
+            body = bytes(error.resp_body or b"")
+            raise error_of(error.status_code, body, subject=self.label, user=self.access.user_label) from None
+        except (websocket.WebSocketException, OSError) as error:
+            raise unreachable(error, self.label, self.access.display_url, configuration.proxy) from None
 
     def close(self) -> None:
         """Close the idle connections. They are reopened when needed."""
@@ -233,19 +234,16 @@ class Api:
     @property
     def label(self) -> str:
         """The prefix of messages."""
-        return f"target {self._target}"
+        return f"target {self.target}"
 
     def unreachable(self, error: Exception) -> Unreachable:
         proxy = None if self._api_client is None else self._api_client.configuration.proxy
         return unreachable(error, self.label, self.access.display_url, proxy)
 
-    def _unreachable_by(self, cause: str) -> Unreachable:
-        return Unreachable(f"{self.label}: the API server {self.access.display_url}: {cause}")
-
     def _credentials(self) -> Credentials:
         with self._lock:
             if self._credentials_cache is None:
-                self._credentials_cache = Credentials(self.access, self._target)
+                self._credentials_cache = Credentials(self.access, self.target)
             return self._credentials_cache
 
     def _client(self) -> Any:
@@ -297,10 +295,9 @@ class Api:
                 continue
             refusal = error_of(response.status, error_body, subject=self.label, user=self.access.user_label)
             if response.status in _BUSY:
-                raise Unreachable(
-                    f"{self.label}: the API server {self.access.display_url} answers {response.status}: "
-                    f"{_text(refusal)}"
-                )
+                text = str(refusal).removeprefix(f"{self.label}: ")
+                server = f"{self.label}: the API server {self.access.display_url}"
+                raise Unreachable(f"{server} answers {response.status}: {text}")
             raise refusal
 
     def _send_once(self, request: _Request, pauses: list[float]) -> urllib3.BaseHTTPResponse:
@@ -381,36 +378,10 @@ def _pause(seconds: float, retry_after: str | None) -> None:
     time.sleep(seconds)
 
 
-def _text(error: Exception) -> str:
-    return str(error).partition(": ")[2] or str(error)
-
-
 def _ahead(date: float, sent: float, received: float) -> float:
     """Return the smallest lead of the server's clock in seconds that `date`, in whole seconds, allows."""
     lower, upper = date - received, date + 1 - sent
     return lower if lower > 0 else min(upper, 0.0)
-
-
-# Exec: a program in a running container, over the official client's websocket.
-
-
-def open_exec(configuration: Any, access: Access, auth_headers: list[tuple[str, str]], url: str, subject: str) -> Any:
-    """Return the client's WSClient, authenticated by `auth_headers`. Raises ApiError, Unreachable, ConfigError."""
-    import websocket
-    from kubernetes.stream import ws_client
-
-    # The client forwards only these two headers: the impersonation headers follow as further lines of one.
-    protocols = f"{ws_client.V5_CHANNEL_PROTOCOL},{ws_client.V4_CHANNEL_PROTOCOL}"
-    extra_lines = "".join(f"\r\n{name}: {value}" for name, value in auth_headers if name != "authorization")
-    headers = {**dict(auth_headers), "sec-websocket-protocol": protocols + extra_lines}
-    client_class: Any = ws_client.WSClient
-    try:
-        return client_class(configuration, "ws" + url.removeprefix("http"), headers, capture_all=False, binary=True)
-    except websocket.WebSocketBadStatusException as error:
-        body = error.resp_body or b""
-        raise error_of(error.status_code, bytes(body), subject=subject, user=access.user_label) from None
-    except (websocket.WebSocketException, OSError) as error:
-        raise unreachable(error, subject, access.display_url, configuration.proxy) from None
 
 
 def hang_up(client: Any) -> None:

@@ -19,20 +19,11 @@ from ...printable import without_password
 
 
 class ApiError(SchedulerError):
-    """The API server refused the request.
+    """The API server refused the request. `api_reason`: Kubernetes' (`AlreadyExists`), not a `Reason` of ours."""
 
-    status:     the HTTP status.
-    api_reason: Kubernetes' reason (`AlreadyExists`), not a `Reason` of ours.
-    details:    the details in the response.
-    """
-
-    def __init__(
-        self, message: str, *, status: int = 0, api_reason: str = "", details: Mapping[str, Any] | None = None
-    ) -> None:
+    def __init__(self, message: str, *, api_reason: str = "") -> None:
         super().__init__(message)
-        self.status = status
         self.api_reason = api_reason
-        self.details = details or {}
 
 
 class Unauthorized(ApiError, CredentialsExpired):
@@ -81,16 +72,16 @@ _WARNING = re.compile(r'\d{3} \S+ "((?:[^"\\]|\\.)*)"')
 
 def error_of(status: int, body: bytes, *, subject: str, user: str) -> ApiError:
     """Return the error of a response. `subject`: the start of its message; `user`: the owner of the credentials."""
-    reply = document(body)
+    reply = _document(body)
     message = " ".join(str(reply.get("message") or body.decode("utf-8", "replace") or "no reason given").split())
     details = reply.get("details") or {}
     kind = _KINDS.get(status, ApiError)
     text = _message_of(status, message, details, user)
     line = _short(" ".join(f"{subject}: {text}".split()))
-    return kind(line, status=status, api_reason=str(reply.get("reason") or ""), details=details)
+    return kind(line, api_reason=str(reply.get("reason") or ""))
 
 
-def document(body: bytes) -> dict[str, Any]:
+def _document(body: bytes) -> dict[str, Any]:
     """Return the JSON object in a response; empty if there is none."""
     try:
         value = json.loads(body)
@@ -132,13 +123,9 @@ def _forbidden(message: str, user: str) -> str:
     group = f".{match['group']}" if match["group"] else ""
     resource = f"{match['resource']}{group}" if match["resource"] else str(match["path"])
     scope = f" in namespace {match['namespace']}" if match["namespace"] else ""
-    return f"{_user_label(match['who'])} may not {match['verb']} {resource}{scope}: no Role grants this"
-
-
-def _user_label(user: str) -> str:
-    if user.startswith(_ACCOUNT):
-        return f"service account {user.removeprefix(_ACCOUNT).replace(':', '/')}"
-    return f"user {user}"
+    account = match["who"].removeprefix(_ACCOUNT)
+    who = f"user {account}" if account == match["who"] else f"service account {account.replace(':', '/')}"
+    return f"{who} may not {match['verb']} {resource}{scope}: no Role grants this"
 
 
 def _short(text: str) -> str:
@@ -160,22 +147,15 @@ def _root_cause(error: BaseException) -> str:
     while current is not None and current not in chain:
         chain.append(current)
         context = None if current.__suppress_context__ else current.__context__
-        causes = (
-            getattr(current, "reason", None),
-            getattr(current, "original_error", None),
-            current.__cause__,
-            context,
-        )
+        named = (getattr(current, name, None) for name in ("reason", "original_error"))
+        causes = (*named, current.__cause__, context)
         current = next((cause for cause in causes if isinstance(cause, BaseException)), None)
     for cause in chain:
         if isinstance(cause, ssl.SSLCertVerificationError):
             return _untrusted(cause)
         if isinstance(cause, socket.gaierror):
             return f"its name cannot be resolved ({cause.strerror})"
-        timed_out = isinstance(cause, (kinds.TimeoutError, TimeoutError)) and not isinstance(
-            cause, kinds.NewConnectionError
-        )
-        if timed_out:
+        if isinstance(cause, (kinds.TimeoutError, TimeoutError)) and not isinstance(cause, kinds.NewConnectionError):
             return "no answer in time"
         if isinstance(cause, (kinds.ProtocolError, http.client.IncompleteRead, ConnectionResetError, BrokenPipeError)):
             return "the connection was cut off"

@@ -166,17 +166,13 @@ class Informer:
         if change == "ERROR":
             message = str(resource.get("message") or "the watch ended")
             if resource.get("code") == 410:
-                raise ResourceExpired(message, status=410)
+                raise ResourceExpired(message)
             # Retried: for example, the server's cache is not filled yet.
             raise Unreachable(f"{self._path}: {message}")
         if change != "BOOKMARK":
             name, transformed = name_of(resource), self._transform(resource)
             if change == "DELETED":
-                self.objects = {
-                    other_name: other_resource
-                    for other_name, other_resource in self.objects.items()
-                    if other_name != name
-                }
+                self.objects = {key: value for key, value in self.objects.items() if key != name}
                 self.deleted[str((resource.get("metadata") or {}).get("uid"))] = transformed
             else:
                 self.objects = {**self.objects, name: transformed}

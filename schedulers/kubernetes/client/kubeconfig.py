@@ -5,6 +5,7 @@ https://kubernetes.io/docs/concepts/configuration/organize-cluster-access-kubeco
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 from collections.abc import Callable, Mapping
@@ -88,9 +89,12 @@ def in_cluster(environ: Mapping[str, str] = os.environ, directory: str = SERVICE
             f"{_HOST} is set, so this is a pod, but {str(error).lower().rstrip('.')} in {directory}: "
             "automountServiceAccountToken is off"
         ) from None
+    namespace = ""
+    with contextlib.suppress(OSError), open(os.path.join(directory, "namespace"), encoding="utf-8") as file:
+        namespace = file.read().strip()
     return Access(
         server=configuration.host,
-        namespace=_text(os.path.join(directory, "namespace")) or "default",
+        namespace=namespace or "default",
         cluster={"certificate-authority": configuration.ssl_ca_cert},
         user={"tokenFile": token},
     )
@@ -105,14 +109,6 @@ def package(subject: str) -> Any:
         raise ConfigError(f"{subject}: the package kubernetes is not installed: {INSTALL}") from None
     modules = (client, config, exec_provider, incluster_config, kube_config)
     return SimpleNamespace(**{name: value for module in modules for name, value in vars(module).items()})
-
-
-def _text(path: str) -> str:
-    try:
-        with open(path, encoding="utf-8") as file:
-            return file.read().strip()
-    except OSError:
-        return ""
 
 
 def _files(options: KubernetesOptions, subject: str) -> tuple[str, list[str]]:

@@ -96,7 +96,7 @@ def archive_job(api: Api, native: Native, directory: Path) -> str | None:
         return f"the job's logs were not archived: {error}"
     if not available:
         return None
-    archivers = [_LogArchiver(api, native, source, directory / _LOGS) for source in available]
+    archivers = [_LogArchiver(api, native, source, directory) for source in available]
     pool = ThreadPoolExecutor(max_workers=min(_MAX_WORKERS, len(archivers)), thread_name_prefix="keeping logs")
     try:
         _, pending = wait([pool.submit(archiver.begin) for archiver in archivers], timeout=_LONGEST_S)
@@ -110,19 +110,50 @@ def archive_job(api: Api, native: Native, directory: Path) -> str | None:
     return f"some of the job's logs were not archived: {problems[0]}" if problems else None
 
 
-class Archive:
-    """An archive of one log, to which a follower adds the lines it reads. Never raises.
-
-    Adds nothing after another process has written to the file, so no line is there twice.
-    """
+class _ArchiveFile:
+    """An archive of one log, and the file with the reason if it is incomplete."""
 
     def __init__(self, directory: Path, source: Source) -> None:
         self._directory, self._source = directory, source
         self._path = directory / _LOGS / f"{source.name}{_ARCHIVE_SUFFIX}"
+        self._reason = self._path.with_suffix(_MISSING_SUFFIX)
         self._position: Position | None = None  # at the end of the file
         self._size = 0
         self._failed = False
         self._lock = threading.Lock()
+
+    def _open(self, reason: str = "") -> None:
+        """Find the end of the file, or create it, incomplete for that reason. Raises OSError."""
+        archived = archived_logs(self._directory).get(self._source.name)
+        if archived is None:
+            if reason:
+                self._reason.write_text(f"{reason}\n")
+            header = {"schema": _SCHEMA, "source": dataclasses.asdict(self._source)}
+            self._path.write_text(json.dumps(header) + "\n")
+        for chunk in archived.chunks(None) if archived is not None else ():
+            self._position = chunk.after
+        self._size = self._path.stat().st_size
+
+    def _write(self, file: IO[bytes], chunk: LogChunk) -> None:
+        data = format_stamp(chunk.after.stamp) + b" " + chunk.data if chunk.first else chunk.data
+        self._size += file.write(data)
+        self._position = chunk.after
+
+    def _note(self, reason: str) -> None:
+        with contextlib.suppress(OSError):
+            self._reason.write_text(f"{reason}\n")
+
+    def _note_end(self) -> None:
+        """Record that the log was read to its end. A recorded gap stays. Raises OSError."""
+        if self._reason.exists() and self._reason.read_text().strip() != _ROTATED:
+            self._reason.unlink()
+
+
+class Archive(_ArchiveFile):
+    """An archive of one log, to which a follower adds the lines it reads. Never raises.
+
+    Adds nothing after another process has written to the file, so no line is there twice.
+    """
 
     def add(self, position: Position | None, chunks: Sequence[LogChunk]) -> None:
         """Append the chunks, which follow `position`, unless the file has them."""
@@ -131,31 +162,20 @@ class Archive:
                 return
             self._failed = True  # unless all of this succeeds
             if not self._size:
-                self._open()
+                self._path.parent.mkdir(exist_ok=True)  # fails if the job's record is on another machine
+                self._open("it was not read to its end")
             self._failed = not self._append(position, chunks)
 
     def note_gap(self) -> None:
         """Note that lines before the next ones may be missing."""
         if not self._failed:
-            with contextlib.suppress(OSError):
-                self._path.with_suffix(_MISSING_SUFFIX).write_text(f"{_ROTATED}\n")
+            self._note(_ROTATED)
 
     def finish(self, position: Position | None) -> None:
         """Note that the log is complete if it was archived up to `position`, its end."""
         if position is not None and self._position == position and not self._failed:
             with contextlib.suppress(OSError):
-                _note_end(self._path)
-
-    def _open(self) -> None:
-        """Open or create the archive. Raises OSError, also if the job's record is on another machine."""
-        self._path.parent.mkdir(exist_ok=True)
-        archived = archived_logs(self._directory).get(self._source.name)
-        if archived is None:
-            self._path.with_suffix(_MISSING_SUFFIX).write_text("it was not read to its end\n")
-            self._path.write_text(_header(self._source))
-        for chunk in archived.chunks(None) if archived is not None else ():
-            self._position = chunk.after
-        self._size = self._path.stat().st_size
+                self._note_end()
 
     def _append(self, position: Position | None, chunks: Sequence[LogChunk]) -> bool:
         """Append the chunks. Return False if another process writes or has written to the file. Raises OSError."""
@@ -164,23 +184,19 @@ class Archive:
                 return False
             for chunk in chunks:
                 if position == self._position and self._size <= _MAX_BYTES:
-                    self._size += file.write(_line_of(chunk))
-                    self._position = chunk.after
+                    self._write(file, chunk)
                 position = chunk.after
         return True
 
 
-class _LogArchiver:
+class _LogArchiver(_ArchiveFile):
     """The archiver of one log, for a cancel."""
 
     def __init__(self, api: Api, native: Native, source: Source, directory: Path) -> None:
-        self._api, self._native, self._source = api, native, source
-        self._path = directory / f"{source.name}{_ARCHIVE_SUFFIX}"
-        self._position: Position | None = None
-        self._size = 0
-        self._state = threading.Lock()
+        super().__init__(directory, source)
+        self._api, self._native = api, native
         self._lock_fd: int | None = None  # the file, locked
-        self._is_ready = self._failed = False
+        self._is_ready = False
         self.problem = ""
 
     def begin(self) -> None:
@@ -191,7 +207,7 @@ class _LogArchiver:
                 self._fetch()
         except OSError as error:
             self._record_problem(f"{self._path}: {error.strerror or error}")
-        with self._state:
+        with self._lock:
             if not self._is_ready or self._failed:
                 self._release()
 
@@ -202,19 +218,18 @@ class _LogArchiver:
         if fetched.error is not None:
             self._record_problem(f"its log cannot be read: {fetched.error}")
             return
-        with self._path.open("ab") as file:
-            self._write(file, fetched.chunks())
+        self._add(fetched.chunks())
         if fetched.for_now and self._source.ended:
             self._record_problem("its node no longer has it")
         elif sources.is_truncated(self._source, self._position):
             self._note(_ROTATED)
-        elif not (fetched.lost or self.problem):
-            _note_end(self._path)
+        elif not (fetched.parser.lost or self.problem):
+            self._note_end()
         self._is_ready = True
 
     def start(self) -> None:
         """Archive the remaining lines in a thread."""
-        with self._state:
+        with self._lock:
             if self._is_ready and not self._source.ended and not self.problem:
                 threading.Thread(target=self._follow, name=f"keeping {self._source.name}", daemon=True).start()
                 return
@@ -227,27 +242,20 @@ class _LogArchiver:
             os.close(self._lock_fd)
             self._lock_fd = None
 
-    def _open(self) -> None:
-        if self._path.stat().st_size:  # of a follower or an earlier cancel
-            archived = archived_logs(self._path.parent.parent).get(self._source.name)
-            if archived is not None:
-                for chunk in archived.chunks(None):
-                    self._position = chunk.after
-                self._size = self._path.stat().st_size
-                return
-        self._path.write_text(_header(self._source))
-
     def _follow(self) -> None:
         try:
             self._read_rest()
+        except OSError as error:
+            self._record_problem(f"{self._path}: {error.strerror or error}")
         finally:
             self._release()
 
     def _read_rest(self) -> None:
+        """Follow the log to its end. Raises OSError."""
         ends_at = time.monotonic() + _MARGIN_S
         while True:
             tail = ContainerLogStream(self._api, self._native, self._source, self._position, own=True)
-            try:
+            with contextlib.closing(tail):
                 while not tail.over:
                     self._add(tail.take())
                     time.sleep(_PAUSE_S)
@@ -255,55 +263,27 @@ class _LogArchiver:
                 if tail.error is None:
                     self._add(tail.take_last())
                     return
-            except OSError as error:
-                self._record_problem(f"{self._path}: {error.strerror or error}")
-                return
-            finally:
-                tail.close()
             if time.monotonic() > ends_at:
                 self._record_problem(f"its log cannot be read: {tail.error}")
                 return
             time.sleep(_PAUSE_S * 5)
 
-    def _add(self, chunks: Sequence[LogChunk]) -> None:
-        if chunks:
-            with self._path.open("ab") as file:
-                self._write(file, chunks)
-
-    def _write(self, file: IO[bytes], chunks: Iterator[LogChunk] | Sequence[LogChunk]) -> None:
-        for chunk in chunks:
-            if self._size > _MAX_BYTES:
-                self._record_problem(f"at most {_MAX_BYTES >> 20} MiB of it are archived")
-                return
-            if chunk.gap:
-                self._note(_ROTATED)
-            data = _line_of(chunk)
-            file.write(data)
-            self._size += len(data)
-            self._position = chunk.after
+    def _add(self, chunks: Iterator[LogChunk] | Sequence[LogChunk]) -> None:
+        """Append the chunks. Raises OSError."""
+        if not chunks:
+            return
+        with self._path.open("ab") as file:
+            for chunk in chunks:
+                if self._size > _MAX_BYTES:
+                    self._record_problem(f"at most {_MAX_BYTES >> 20} MiB of it are archived")
+                    return
+                if chunk.gap:
+                    self._note(_ROTATED)
+                self._write(file, chunk)
 
     def _record_problem(self, message: str) -> None:
         self.problem = message
         self._note(message)
-
-    def _note(self, message: str) -> None:
-        with contextlib.suppress(OSError):
-            self._path.with_suffix(_MISSING_SUFFIX).write_text(message + "\n")
-
-
-def _note_end(path: Path) -> None:
-    """Record that the log was read to its end. A recorded gap stays. Raises OSError."""
-    reason = path.with_suffix(_MISSING_SUFFIX)
-    if reason.exists() and reason.read_text().strip() != _ROTATED:
-        reason.unlink()
-
-
-def _header(source: Source) -> str:
-    return json.dumps({"schema": _SCHEMA, "source": dataclasses.asdict(source)}) + "\n"
-
-
-def _line_of(chunk: LogChunk) -> bytes:
-    return format_stamp(chunk.after.stamp) + b" " + chunk.data if chunk.first else chunk.data
 
 
 def _try_lock(fd: int, operation: int) -> bool:

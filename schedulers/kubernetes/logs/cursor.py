@@ -135,6 +135,7 @@ class TimestampParser:
     greets: the log begins with the launcher's first line.
     lost:   the position is no longer in the log, so lines after it may have been removed; or a log that `greets`
             lacks the launcher's first line, so its beginning may have been.
+    has_unreported_gap: there is a gap that no chunk has reported, since none followed it.
     kubelet_lines: the kubelet's message in place of a log. A response that begins inside a line has none: the kubelet
             splits lines after 16 KiB and stamps only their first part.
     absent: the kubelet has no such log now.
@@ -145,7 +146,7 @@ class TimestampParser:
         self._same_run = own
         expects_launch_line = greets if after is None or not own else after.before_launch_line
         self._bytes_before_launch_line = 0 if expects_launch_line else None
-        self._gap = False  # to be reported with the next chunk
+        self.has_unreported_gap = False
         self._seeking = after is not None and not after.is_time
         self._pending: list[LogChunk] = []
         self._rest = bytearray()
@@ -157,11 +158,6 @@ class TimestampParser:
         self._started = False
         self.lost = self.absent = False
         self.kubelet_lines: list[str] = []
-
-    @property
-    def has_unreported_gap(self) -> bool:
-        """True if there is a gap that no chunk has reported, since none followed it."""
-        return self._gap
 
     def feed(self, data: bytes) -> list[LogChunk]:
         r"""Return the lines, parts that end with `\r`, and parts of long lines that `data` completes."""
@@ -218,7 +214,9 @@ class TimestampParser:
 
     def _with_gap(self, chunks: list[LogChunk]) -> list[LogChunk]:
         """Return the chunks, with the first after a gap marked."""
-        for number, chunk in enumerate(chunks if self._gap or self._bytes_before_launch_line is not None else ()):
+        for number, chunk in enumerate(
+            chunks if self.has_unreported_gap or self._bytes_before_launch_line is not None else ()
+        ):
             if self._bytes_before_launch_line is not None:
                 self._bytes_before_launch_line += len(chunk.data)
                 if chunk.first and LAUNCH_LINE.match(chunk.head):
@@ -226,10 +224,10 @@ class TimestampParser:
                 elif self._bytes_before_launch_line > _LAUNCH_LINE_WITHIN or (
                     chunk.first and _REPORT.match(chunk.head)
                 ):
-                    self._bytes_before_launch_line, self.lost, self._gap = None, True, True
+                    self._bytes_before_launch_line, self.lost, self.has_unreported_gap = None, True, True
             after = dataclasses.replace(chunk.after, before_launch_line=self._bytes_before_launch_line is not None)
-            chunks[number] = dataclasses.replace(chunk, after=after, gap=self._gap)
-            self._gap = False
+            chunks[number] = dataclasses.replace(chunk, after=after, gap=self.has_unreported_gap)
+            self.has_unreported_gap = False
         return chunks
 
     def _note_kubelet_line(self, line: bytes, complete: bool) -> None:
@@ -285,7 +283,7 @@ class TimestampParser:
 
     def _stop_seeking(self) -> list[LogChunk]:
         self._seeking = False
-        self.lost = self._gap = self._same_run
+        self.lost = self.has_unreported_gap = self._same_run
         if self._same_run:
             self._bytes_before_launch_line = None  # the gap is reported anyway
         chunks, self._pending = self._pending, []

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,6 @@ from ..status import job_states, query, watch
 from . import archive as archives
 from . import sources
 from .cursor import LogChunk, Position
-from .followed_job import FollowedJob
 from .sources import Source
 from .streams import ContainerLogStream, LogResponse, fetch
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 _CONCURRENT_READS = 16  # logs fetched at a time
 _MAX_TAILS = 64  # of one job; further logs are fetched now and then
 _SELDOM_S, _LONGEST_PAUSE_S = 2.0, 10.0
+_FOLLOWED_S = 30.0  # a job is followed for this time after the last wait for it
 _RESTARTED_S = 5.0
 _MARGIN_S = 10.0  # for a terminating pod after its grace period
 _ENDING_PAUSE_S = 0.1
@@ -48,11 +49,73 @@ _RESTART_ALL_KINDS = ("jobset", "trainjob")  # workloads whose pods are restarte
 _Start = tuple[Position | None, bool]  # a position, and False if it is one in the previous run
 
 
+@dataclass
+class FollowedJob:
+    """The state of one job, shared by all of its readers. A stream has one reader at a time.
+
+    final:              source -> the position at its end, if the log has ended ("" if it is empty).
+    launcher_positions: source -> the position after the launcher's last line.
+    started_attempts:   the attempts in which a rank has written something, so all nodes have run.
+    """
+
+    final: dict[str, str] = field(default_factory=dict)
+    launcher_positions: dict[str, str] = field(default_factory=dict)
+    started_attempts: set[int] = field(default_factory=set)
+    known_sources: dict[str, Source] = field(default_factory=dict)
+    archives: dict[str, archives.Archive] = field(default_factory=dict)
+    not_before: dict[str, float] = field(default_factory=dict)
+    failures: dict[str, int] = field(default_factory=dict)
+    ended_at: dict[str, float] = field(default_factory=dict)
+    followed_at: float = float("-inf")
+    termination_deadline: float | None = None
+    _tails: dict[str, list[ContainerLogStream]] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def followed(self) -> bool:
+        return time.monotonic() - self.followed_at < _FOLLOWED_S
+
+    def names(self) -> list[str]:
+        """Return the sources that have or had streams."""
+        with self._lock:
+            return list(self._tails)
+
+    def all_tails(self) -> list[ContainerLogStream]:
+        with self._lock:
+            return [tail for tails in self._tails.values() for tail in tails]
+
+    def add(self, tail: ContainerLogStream) -> None:
+        with self._lock:
+            self._tails.setdefault(tail.source.name, []).append(tail)
+
+    def tail(self, name: str, position: Position | None, reader: object) -> ContainerLogStream | None:
+        """Reserve and return this source's stream at that position, if no other reader holds it."""
+        with self._lock:
+            for tail in self._tails.get(name, ()):
+                if str(tail.at) == str(position) and tail.holder in (None, reader):
+                    tail.holder = reader
+                    return tail
+        return None
+
+    def release(self, reader: object) -> None:
+        for tail in self.all_tails():
+            if tail.holder is reader:
+                tail.holder = None
+
+    def drop(self, tail: ContainerLogStream) -> None:
+        """Close the stream and forget it."""
+        tail.close()
+        with self._lock:
+            tails = self._tails.get(tail.source.name, [])
+            if tail in tails:
+                tails.remove(tail)
+
+
 class Reader:
     """The reader of one target's job logs. Thread-safe, for several readers of one job."""
 
     def __init__(self, api: Api) -> None:
-        self._api = api
+        self.api = api
         self._lock = threading.Lock()
         self._jobs: dict[str, FollowedJob] = {}
 
@@ -71,7 +134,7 @@ class Reader:
         retries = 0
         while True:
             last = retries >= _MAX_PASSES - 1
-            log_pass = _ReadPass(self._api, native, self._job(native), cursor, directory, finished=finished, last=last)
+            log_pass = _ReadPass(self.api, native, self._job(native), cursor, directory, finished=finished, last=last)
             for line in log_pass.lines():
                 cursor.advance(line)
                 yield line
@@ -83,9 +146,9 @@ class Reader:
 
     def cursor_at(self, native: Native, when: float, directory: Path | None) -> Cursor:
         """Return the cursor of the existing logs at `when`, in seconds since the epoch. Raises Unreachable."""
-        source_names = {source.name for source in sources.list_sources(_pods_of(self._api, native))}
+        source_names = {source.name for source in sources.list_sources(_pods_of(self.api, native))}
         archived = archives.archived_logs(directory) if directory is not None else {}
-        cluster_time = when + int(self._api.now() - time.time())  # whole seconds, as `now`
+        cluster_time = when + int(self.api.now() - time.time())  # whole seconds, as `now`
         return Cursor(dict.fromkeys((*sorted(source_names), *sorted(archived)), str(Position.at(cluster_time))))
 
     def close(self) -> None:
@@ -147,7 +210,8 @@ class _ReadPass:
             missing = self._vanished(available)
         self._job.known_sources |= {source.name: source for source in available}
         for name in missing:
-            yield from self._lines_of_vanished(name)
+            source = self._job.known_sources.get(name)
+            yield from self._lines_of_gone(name, source, "its pod is gone", certain=source is not None)
         to_fetch: list[Source] = []
         for source in available:
             yield from self._lines_of_source(source, to_fetch)
@@ -187,15 +251,8 @@ class _ReadPass:
 
     def _vanished(self, available: Sequence[Source]) -> list[str]:
         """Return the logs that are gone and perhaps not fully read, in display order."""
-        available_names = {source.name for source in available}
-        known_names = [
-            *self._job.known_sources,
-            *(name for name in self._positions if name not in self._job.known_sources and name != _POSITION_GONE),
-        ]
-        known_names += [name for name in self._archived if name not in known_names]
-        return sorted(
-            (name for name in known_names if name not in available_names and not self._is_done(name)), key=self._order
-        )
+        gone = {*self._job.known_sources, *self._positions, *self._archived} - {source.name for source in available}
+        return sorted((name for name in gone - {_POSITION_GONE} if not self._is_done(name)), key=self._order)
 
     def _order(self, name: str) -> tuple[bool, tuple[int, bool, int, str]]:
         """Return the log's sort key, the same for all readers. Logs known only from a cursor come last."""
@@ -204,29 +261,33 @@ class _ReadPass:
             source = self._archived[name].source
         return source is None, (0, False, 0, name) if source is None else source.order
 
-    def _lines_of_vanished(self, name: str) -> Iterator[LogLine]:
-        source = self._job.known_sources.get(name)
+    def _lines_of_gone(self, name: str, source: Source | None, reason: str, *, certain: bool) -> Iterator[LogLine]:
+        """Yield the lines of a log that the cluster no longer has, from its stream, else from its archive.
+
+        certain: the log has more lines than were read.
+        """
         tail = self._tail(name)
-        if (
-            tail is not None
-            and source is not None
-            and tail.run_confirmed
-            and (yield from self._lines_of_stream(source, tail))
-        ):
-            return
+        if source is None or not (yield from self._lines_of_stream(source, tail)):
+            yield from self._archived_or_missing(name, source, reason, certain=certain)
+
+    def _archived_or_missing(
+        self, name: str, source: Source | None, reason: str, *, certain: bool
+    ) -> Iterator[LogLine]:
         if name in self._archived:
             yield from self._lines_of_archive(archives.finished(self._archived[name]))
             return
-        subject = f"what {source.writer()}" if source is not None else f"the log {name}"
-        prefix = "the end of " if name in self._positions else ""
-        verb = "is" if source is not None else "may be"
-        yield self._notice(name, source, f"{prefix}{subject} {verb} missing: its pod is gone")
+        started = name in self._positions
+        subject = f"the log {name}" if source is None else f"what {source.writer()}"
+        verb = "may be" if started and not certain else "is"
+        yield self._notice(name, source, f"{'the end of ' if started else ''}{subject} {verb} missing: {reason}")
 
-    def _lines_of_stream(self, source: Source, tail: ContainerLogStream) -> Generator[LogLine, None, bool]:
+    def _lines_of_stream(self, source: Source, tail: ContainerLogStream | None) -> Generator[LogLine, None, bool]:
         """Yield the lines of a stream whose log cannot be fetched any more: it may outlive the pod and the run.
 
-        Returns False if the stream failed before the log's end.
+        Returns False if the stream failed before the log's end, or is not certainly one of this run.
         """
+        if tail is None or not tail.run_confirmed:
+            return False
         yield from self._archived_lines(source, tail.rest() if self._over else tail.take())
         if not tail.over:
             return True
@@ -255,34 +316,24 @@ class _ReadPass:
         if self._is_done(source.name):
             return
         if source.lost:
-            tail = self._tail(source.name)
-            if tail is not None and tail.run_confirmed and (yield from self._lines_of_stream(source, tail)):
-                return
-            prefix = "the end of " if source.name in self._positions else ""
-            if source.name in self._archived:
-                yield from self._lines_of_archive(archives.finished(self._archived[source.name]))
-                return
             reason = "the cluster keeps the log of a container's last run, and of the one before it at most"
-            verb = "may be" if prefix and source.name not in self._job.final else "is"
-            yield self._notice(source.name, source, f"{prefix}what {source.writer()} {verb} missing: {reason}")
+            yield from self._lines_of_gone(source.name, source, reason, certain=source.name in self._job.final)
             return
         tail = self._tail(source.name)
+        is_usable = tail is not None and tail.run_confirmed and not tail.may_be_stale
+        if tail is not None and is_usable:
+            yield from self._archived_lines(source, tail.take())
         if self._may_be_restarted(source):
-            if tail is not None and tail.run_confirmed and not tail.may_be_stale:
-                yield from self._archived_lines(source, tail.take())
             return
         last = source.ended or (self._over and not self._is_deleted)
         if tail is not None and last:
-            if tail.run_confirmed and not tail.may_be_stale:
+            if is_usable:
                 # If the pod is deleted or the log rotated before the fetch, the stream has the log's end.
                 self._ending_tails[source.name] = tail
-                yield from self._archived_lines(source, tail.take())
             else:
                 self._job.drop(tail)
             to_fetch.append(source)
         elif tail is not None:
-            if tail.run_confirmed and not tail.may_be_stale:
-                yield from self._archived_lines(source, tail.take())
             # The watch may lag behind, and the stream has the last line of a log that has ended.
             if tail.over and (
                 tail.error is not None or ((current := self._current_source(source)) is not None and not current.ended)
@@ -393,7 +444,7 @@ class _ReadPass:
         chunks = fetched.chunks()
         first_chunks = list(itertools.islice(chunks, 1))
         tail = self._ending_tails.pop(source.name, None)
-        if fetched.lost and tail is not None:
+        if fetched.parser.lost and tail is not None:
             # The log was rotated beyond the position; the stream still has the lines after it.
             fetched.close()
             yield from self._archived_lines(source, tail.rest())
@@ -403,7 +454,7 @@ class _ReadPass:
         if tail is not None:
             self._job.drop(tail)
         yield from self._archived_lines(source, itertools.chain(first_chunks, chunks))
-        yield from self._end_notices(source, fetched, gap=fetched.has_unreported_gap and source.ended)
+        yield from self._end_notices(source, fetched, gap=fetched.parser.has_unreported_gap and source.ended)
 
     def _lines_of_rest(self, source: Source, tail: ContainerLogStream) -> Iterator[LogLine]:
         """Yield the log's lines after those of its ended stream."""
@@ -415,20 +466,20 @@ class _ReadPass:
         yield from self._archived_lines(source, fetched.chunks())
         # A log that was rotated after its last line is empty: a reader that kept up has lost nothing.
         kept_up = tail.over and tail.error is None and not tail.behind
-        yield from self._end_notices(source, fetched, gap=fetched.has_unreported_gap and not kept_up)
+        yield from self._end_notices(source, fetched, gap=fetched.parser.has_unreported_gap and not kept_up)
 
     def _end_notices(self, source: Source, fetched: LogResponse, *, gap: bool) -> Iterator[LogLine]:
         """Report the gaps of a log that was read to its end. `gap`: there is one that no line has reported."""
-        if fetched.kubelet_message and source.ended:
-            yield self._notice(source.name, source, f"what {source.writer()} is missing: {fetched.kubelet_message}")
+        message = " ".join(fetched.parser.kubelet_lines)
+        if message and source.ended:
+            yield self._notice(source.name, source, f"what {source.writer()} is missing: {message}")
             return
         # A pod that runs on after its job's end is not followed further.
         yield from self._rotation_notices(source, gap=gap, final=source.ended or (self._over and self._job.followed))
 
     def _lines_of_absent(self, source: Source, *, for_now: bool) -> Iterator[LogLine]:
         """Yield the lines of a log that the cluster no longer has, from its stream or archive."""
-        tail = self._ending_tails.get(source.name)
-        if tail is not None and (yield from self._lines_of_stream(source, tail)):
+        if (yield from self._lines_of_stream(source, self._ending_tails.get(source.name))):
             return
         self._drop_ending(source)
         archived = self._archived.get(source.name)
@@ -436,12 +487,9 @@ class _ReadPass:
             self.absent = self.stale = True
         elif for_now and (archived is None or archived.missing) and self._job.followed and not self._over:
             pass  # retried while the pod exists
-        elif archived is not None:
-            yield from self._lines_of_archive(archives.finished(archived))
         else:
-            started = source.name in self._positions
-            subject = f"the end of what {source.writer()} may be" if started else f"what {source.writer()} is"
-            yield self._notice(source.name, source, f"{subject} missing: the cluster no longer has its log")
+            reason = "the cluster no longer has its log"
+            yield from self._archived_or_missing(source.name, source, reason, certain=False)
 
     def _is_same_run(self, source: Source, fetched: LogResponse) -> bool:
         """Return True if the fetched log still belongs to the source's run."""
@@ -459,16 +507,15 @@ class _ReadPass:
 
     def _current_begin(self, source: Source) -> bytes | None:
         """Return the time of the first line in the log of the container's current run."""
-        fetched = fetch(self._api, self._native, source.of_current(), None, complete=False, limit_bytes=_HEAD)
+        current = dataclasses.replace(source, previous=False, ended=False)
+        fetched = fetch(self._api, self._native, current, None, complete=False, limit_bytes=_HEAD)
         with contextlib.closing(fetched):
             return fetched.begins
 
     def _current_source(self, source: Source) -> Source | None:
         pod = query.pod_of(self._api, self._native, source.pod)
-        return next(
-            (candidate for candidate in sources.list_sources([pod] if pod else []) if candidate.name == source.name),
-            None,
-        )
+        runs = sources.list_sources([pod] if pod else [])
+        return next((run for run in runs if run.name == source.name), None)
 
     def _missing_log_lines(self, pods: Sequence[Mapping[str, Any]], available: Sequence[Source]) -> Iterator[LogLine]:
         """Yield a line for each node or attempt whose log no longer exists anywhere."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -66,10 +65,6 @@ class Source:
         """The name of the same container's previous run, or None."""
         head = self.name.rpartition(".")[0]
         return f"{head}.a{self.run - 1}" if self.run else None
-
-    def of_current(self) -> Source:
-        """Return a source that reads the log of the container's current run."""
-        return dataclasses.replace(self, previous=False, ended=False)
 
     def writer(self) -> str:
         subject = (
@@ -174,10 +169,7 @@ def is_continuation(source: Source, chunk: LogChunk) -> tuple[bool, bytes]:
 
 def _sources_of_pod(pod: Object, node: int, base: int) -> Iterator[Source]:
     status, spec = pod.get("status") or {}, pod.get("spec") or {}
-    commands = {
-        container_spec.get("name"): container_spec.get("command") or ()
-        for container_spec in spec.get("containers") or []
-    }
+    commands = {entry.get("name"): entry.get("command") or () for entry in spec.get("containers") or []}
     finished = status.get("phase") in ("Succeeded", "Failed")
     for container in (*(status.get("initContainerStatuses") or []), *(status.get("containerStatuses") or [])):
         name = str(container.get("name"))
@@ -237,10 +229,5 @@ def _launch(command: Sequence[str]) -> Sequence[str]:
 
 def _attempt_of(pod: Object) -> int | None:
     """Return the attempt that created the pod; None if the cluster does not restart all pods at once."""
-    label = _metadata_values(pod).get(names.RESTART_ATTEMPT, "")
+    label = names.marks(pod).get(names.RESTART_ATTEMPT, "")
     return int(label) if label.isdigit() else None
-
-
-def _metadata_values(pod: Object) -> dict[str, str]:
-    metadata = pod.get("metadata") or {}
-    return {**(metadata.get("annotations") or {}), **(metadata.get("labels") or {})}

@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 class LogResponse:
     """A fetched log, on disk if it is large.
 
+    parser:  the parser of its chunks, which has read as far as `chunks`.
     absent:  the log no longer exists.
     for_now: the kubelet cannot find it now, but may later.
     """
@@ -48,23 +49,9 @@ class LogResponse:
     def __init__(self, after: Position | None, *, own: bool, complete: bool, greets: bool = False) -> None:
         self.error: SchedulerError | None = None
         self.absent = self.for_now = False
-        self._parser = TimestampParser(after, own=own, greets=greets)
+        self.parser = TimestampParser(after, own=own, greets=greets)
         self._complete = complete
         self._file: IO[bytes] | None = None
-
-    @property
-    def lost(self) -> bool:
-        """True if the log no longer contains the position to resume from."""
-        return self._parser.lost
-
-    @property
-    def has_unreported_gap(self) -> bool:
-        """True if there is a gap that no chunk has reported."""
-        return self._parser.has_unreported_gap
-
-    @property
-    def kubelet_message(self) -> str:
-        return " ".join(self._parser.kubelet_lines)
 
     @property
     def begins(self) -> bytes | None:
@@ -91,8 +78,8 @@ class LogResponse:
             return
         with self._file as file:
             while data := file.read(_CHUNK):
-                yield from self._parser.feed(data)
-        yield from self._parser.end(complete=self._complete)
+                yield from self.parser.feed(data)
+        yield from self.parser.end(complete=self._complete)
 
     def close(self) -> None:
         """Close the file, even if it was not read."""
@@ -118,10 +105,8 @@ def fetch(
     fetched = LogResponse(after, own=own, complete=complete, greets=source.greets)
     try:
         stream = _open(api, native, source, after if own else None, follow=False, limit_bytes=limit_bytes)
-        try:
+        with contextlib.closing(stream):
             fetched.fill(stream)
-        finally:
-            stream.close()
     except NotFound:
         fetched.absent = True
     except Invalid as error:
@@ -144,7 +129,6 @@ class ContainerLogStream:
     holder:  the current reader; another one at the same position has a stream of its own.
     over:    the stream has ended.
     error:   the error that ended it; None if the log ended.
-    lost:    the log no longer contains the position to resume from.
     behind:  the last line arrived with a larger delay than earlier ones.
     opened:  the kubelet has chosen the run whose log it sends.
     run_confirmed: the API server has then confirmed that it is the source's run.
@@ -174,28 +158,24 @@ class ContainerLogStream:
         self._thread.start()
 
     @property
-    def lost(self) -> bool:
-        return self._parser.lost
-
-    @property
     def behind(self) -> bool:
         return self._pace.behind
 
     @property
     def may_be_stale(self) -> bool:
         """True if another run may have begun that the API server does not know yet."""
-        return self.lost and not self._is_certain
+        return self._parser.lost and not self._is_certain
 
     @property
     def needs_check(self) -> bool:
         """True if it must be checked now that its run is still the current one."""
         if not self.opened or self._is_certain:
             return False
-        return not self.run_confirmed or (self.lost and time.monotonic() - self.started_at > _RESTART_VISIBLE_S)
+        return not self.run_confirmed or (self._parser.lost and time.monotonic() - self.started_at > _RESTART_VISIBLE_S)
 
     def mark_checked(self) -> None:
         """Note that the run was checked just now."""
-        self._is_certain = self.lost and self.run_confirmed
+        self._is_certain = self._parser.lost and self.run_confirmed
         self.run_confirmed = True
 
     def take(self) -> list[LogChunk]:
@@ -261,7 +241,7 @@ class ContainerLogStream:
         if not self._closed:
             self._last = self._parser.end(complete=True)
             if self._parser.absent:
-                self.error = NotFound(f"{self._api.label}: the kubelet has no log of {self.source.name}", status=404)
+                self.error = NotFound(f"{self._api.label}: the kubelet has no log of {self.source.name}")
 
     def _with_gaps(self, chunks: Sequence[LogChunk], idle_s: float) -> Iterator[LogChunk]:
         """Yield the chunks, with a gap where the kubelet has skipped lines.

@@ -8,39 +8,22 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from ... import object_names
 from ...errors import SpecError
 from ...job import JobSpec
+from ...target import Plan
 from .. import names, tpu_slices
 from ..options import KubernetesOptions
 from . import code_delivery as delivery
-from . import indexed, jobset, pods, pytorchjob, trainjob, validate
+from . import pods, validate, workloads
 from .code_delivery import Code, Object
+from .workloads import BUILDERS
 
+TARGET_KIND = "kubernetes"
 GROUP_ANNOTATION = "scheduling.k8s.io/group-name"
 POD_GROUP = "scheduling.volcano.sh/v1beta1"
-
-
-class _Builder(Protocol):
-    API_VERSION: str
-    KIND: str
-    PLURAL: str
-
-    def build(
-        self, spec: JobSpec, options: KubernetesOptions, metadata: Object, job_id: str, template: Callable[..., Object]
-    ) -> Object: ...
-
-    def warnings(self, spec: JobSpec, options: KubernetesOptions) -> list[str]: ...
-
-
-BUILDERS: Mapping[str, _Builder] = {
-    "pytorchjob": pytorchjob,
-    "jobset": jobset,
-    "job": indexed,
-    "trainjob": trainjob,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,26 +57,32 @@ def build(
     Applies the user's patches last. Raises SpecError for a job that cannot be of this kind.
     """
     check(spec, options, target)
-    name = object_names.object_name(spec.name, job_id)
-    labels = names.labels(spec.name, job_id)
-    namespace = {"namespace": options.namespace} if options.namespace else {}
+    name, builder = object_names.object_name(spec.name, job_id), BUILDERS[options.workload]
     pod = template(spec, options, name, job_id, code, target)
-    metadata = {"name": name, **namespace, "labels": {**labels, **_queue_labels(options), **options.labels}}
-    if options.annotations:
-        metadata["annotations"] = dict(options.annotations)
-    workload = BUILDERS[options.workload].build(spec, options, metadata, job_id, pod)
+    metadata = functools.partial(_metadata, spec, options, job_id)
+    annotations = {**tpu_slices.placement_annotations(spec, options), **options.annotations}
+    workload: Object = {
+        "apiVersion": builder.api_version,
+        "kind": builder.kind,
+        "metadata": {
+            **metadata(),
+            "labels": {**names.labels(spec.name, job_id), **_queue_labels(options), **options.labels},
+            **({"annotations": annotations} if annotations else {}),
+        },
+        "spec": builder.build_spec(spec, options, name, job_id, pod),
+    }
     first: list[Object] = []
     then: list[Object] = []
     if options.workload == "trainjob":
-        first.append(trainjob.runtime(spec, options, {"name": name, **namespace}, labels, pod))
+        first.append(workloads.training_runtime(spec, options, metadata(), pod))
     if pods.needs_rendezvous(spec):
-        first.append(pods.rendezvous(spec, options, {"name": name, **namespace}, job_id))
-    if options.volcano_queue and options.workload in ("job", "jobset"):
-        first.append(_pod_group(spec, options, {"name": name, **namespace, "labels": labels}))
+        first.append(pods.rendezvous(options, metadata(), job_id))
+    if options.has_pod_group:
+        first.append(_pod_group(spec, options, metadata()))
     if options.workload == "job":
-        then.append(indexed.service(spec, options, {"name": name, **namespace}, job_id))
+        then.append(pods.service(metadata(), job_id, {}, clusterIP="None"))
     if code.kind == "configmap" and data is not None:
-        then += delivery.config_maps(name, labels, options.namespace, data)
+        then += delivery.config_maps(name, names.labels(spec.name, job_id), options.namespace, data)
     if options.patch:
         workload = _patched(workload, options, f"target {target}: patch")
     return Manifests(first=tuple(first), workload=workload, then=tuple(then))
@@ -112,11 +101,65 @@ def check(spec: JobSpec, options: KubernetesOptions, target: str) -> None:
 
 def warnings(spec: JobSpec, options: KubernetesOptions) -> tuple[str, ...]:
     """Return warnings about settings whose effect may surprise."""
-    messages = BUILDERS[options.workload].warnings(spec, options)
+    messages = []
+    if spec.max_nodes is not None and not spec.retry.max_restarts:
+        messages.append(
+            f"--nodes {spec.nodes}:{spec.max_nodes} without --max-restarts: pods may join, but the loss of one "
+            "(an eviction, a lost node, a failed rank) ends the job"
+        )
+    if spec.time_limit_s is not None and spec.retry.max_restarts:
+        messages.append(BUILDERS[options.workload].time_limit.format(pods.backstop_s(spec)))
     messages += tpu_slices.warnings(options, pods.node_selector(spec, options))
     if spec.resources.memory_gb is None or spec.resources.cpus is None:
         messages.append("--cpus or --memory is not set: the cluster may overcommit the pods, or evict them first")
     return tuple(messages)
+
+
+def plan(spec: JobSpec, options: KubernetesOptions, job_id: str, target: str) -> Plan:
+    """Return the plan of a submit: the objects as YAML and the actions on them. Raises SpecError.
+
+    Two things are unknown until the code is packed: its digest, and with `code: auto` the use of a claim or store.
+    """
+    code = delivery.plan_delivery(options)
+    manifests = build(spec, options, job_id, code, target=target)
+    documents = files(manifests)
+    if code.kind == "pvc":
+        documents["kubernetes/code-pod.yaml"] = to_yaml([loader_pod(spec, options, job_id, target)])
+    return Plan(
+        target=target,
+        kind=TARGET_KIND,
+        job_id=job_id,
+        files=documents,
+        actions=(*_actions(manifests, spec, options, code), _command(manifests, options)),
+        settings={"spec": spec.to_json()},
+        warnings=warnings(spec, options),
+    )
+
+
+def _actions(manifests: Manifests, spec: JobSpec, options: KubernetesOptions, code: Code) -> list[tuple[str, ...]]:
+    name = str(manifests.workload["metadata"]["name"])
+    fallback = f"claim {options.code_claim}" if options.code_claim else options.code_store and options.code_store.url
+    actions: list[tuple[str, ...]] = []
+    if code.kind == "pvc":
+        via = f"through pod/{name}-loader"
+        actions.append(("send", spec.code, "to", f"claim {options.code_claim}", via, "where it is lacking"))
+    if code.kind == "store" and options.code_store:
+        actions.append(("send", spec.code, "to", options.code_store.url, "where it is lacking"))
+    actions += [("create", f"{str(manifest['kind']).lower()}/{manifest['metadata']['name']}") for manifest in manifests]
+    if code.kind == "configmap":
+        alternative = ("or, if it is more than 1 MiB, to", fallback) if options.code == "auto" and fallback else ()
+        actions.append(("create", f"configmap/{name}-code-0", "out of", spec.code, *alternative))
+    return actions
+
+
+def _command(manifests: Manifests, options: KubernetesOptions) -> tuple[str, ...]:
+    """Return the command that every pod runs."""
+    for manifest in manifests:
+        for _, template in validate.templates(manifest):
+            for container in template["spec"]["containers"]:
+                if container["name"] == pods.container_name(options):
+                    return tuple(argument.replace("$$", "$") for argument in container.get("command", ()))
+    return ()
 
 
 def with_digest(manifest: Object, spec: JobSpec | None = None) -> Object:
@@ -149,10 +192,8 @@ def with_owner(manifest: Object, workload: Mapping[str, Any]) -> Object:
 
 def files(manifests: Manifests) -> dict[str, str]:
     """Return file name -> YAML, one file per object. The names sort in the order of creation."""
-    documents = {}
-    for index, manifest in enumerate(manifests):
-        documents[f"kubernetes/{index}-{manifest['kind'].lower()}.yaml"] = to_yaml([manifest])
-    return documents
+    numbered = [(f"{index}-{manifest['kind'].lower()}", manifest) for index, manifest in enumerate(manifests)]
+    return {f"kubernetes/{name}.yaml": to_yaml([manifest]) for name, manifest in numbered}
 
 
 def to_yaml(objects: Sequence[Mapping[str, Any]]) -> str:
@@ -181,8 +222,7 @@ def template(
     spec: JobSpec, options: KubernetesOptions, name: str, job_id: str, code: Code, target: str
 ) -> Callable[..., Object]:
     """Return a function that builds the patched pod template from the arguments of `pods.template` after `code`."""
-    grouped = options.volcano_queue is not None and options.workload in ("job", "jobset")
-    annotations = {GROUP_ANNOTATION: name} if grouped else None
+    annotations = {GROUP_ANNOTATION: name} if options.has_pod_group else None
     unpatched = functools.partial(pods.template, spec, options, name, job_id, code, annotations=annotations)
     if not options.pod_patch:
         return unpatched
@@ -192,8 +232,7 @@ def template(
         built = unpatched(**parameters)
         merged = validate.apply_patch(built, options.pod_patch, subject)
         validate.check_template(merged, subject)
-        _check_container(merged, options, subject)
-        _check_labels(merged, built, subject)
+        _check_pod(merged, built, options, subject)
         return merged
 
     return patched
@@ -205,27 +244,24 @@ def _patched(workload: Object, options: KubernetesOptions, subject: str) -> Obje
     for (field_path, template), (_, built) in zip(
         validate.templates(merged), validate.templates(workload), strict=False
     ):
-        _check_container(template, options, f"{subject}: {field_path}")
-        _check_labels(template, built, f"{subject}: {field_path}")
+        _check_pod(template, built, options, f"{subject}: {field_path}")
     return merged
 
 
-def _check_container(template: Mapping[str, Any], options: KubernetesOptions, subject: str) -> None:
+def _check_pod(template: Mapping[str, Any], built: Mapping[str, Any], options: KubernetesOptions, subject: str) -> None:
     name = pods.container_name(options)
     containers = [
         container for container in (template.get("spec") or {}).get("containers") or [] if container.get("name") == name
     ]
     if not containers or not containers[0].get("image"):
         raise SpecError(f"{subject}: the training container {name!r} and its image cannot be removed")
+    validate.check_labels(template, built, subject, "pods")
 
 
-def _check_labels(template: Mapping[str, Any], built: Mapping[str, Any], subject: str) -> None:
-    labels = (template.get("metadata") or {}).get("labels") or {}
-    own_labels = {key: value for key, value in built["metadata"]["labels"].items() if key.startswith(names.PREFIX)}
-    if not own_labels.items() <= labels.items():
-        raise SpecError(
-            f"{subject}: metadata.labels: {', '.join(own_labels)} cannot be changed: accel selects the pods by them"
-        )
+def _metadata(spec: JobSpec, options: KubernetesOptions, job_id: str) -> Object:
+    """Return the metadata of an object that belongs to the job."""
+    namespace = {"namespace": options.namespace} if options.namespace else {}
+    return {"name": object_names.object_name(spec.name, job_id), **namespace, "labels": names.labels(spec.name, job_id)}
 
 
 def _queue_labels(options: KubernetesOptions) -> dict[str, str]:
@@ -278,13 +314,12 @@ def loader_pod(spec: JobSpec, options: KubernetesOptions, job_id: str, target: s
     }
     if options.volcano_queue:
         loader_spec.pop("schedulerName", None)
-    namespace = {"namespace": options.namespace} if options.namespace else {}
     return {
         "apiVersion": "v1",
         "kind": "Pod",
         "metadata": {
+            **_metadata(spec, options, job_id),
             "name": f"{name}-loader",
-            **namespace,
             "labels": metadata["labels"],
             **({"annotations": notes} if notes else {}),
         },
@@ -316,12 +351,6 @@ def _container(pod_spec: Object, options: KubernetesOptions, target: str) -> Obj
 
 # The kinds that a cluster supports, by its API groups.
 
-_INSTALLED_BY: Mapping[str, str] = {
-    "pytorchjob": "Kubeflow's training operator, 1.7 to 1.9",
-    "jobset": "the JobSet controller",
-    "trainjob": "Kubeflow Trainer v2",
-    "job": "Kubernetes itself",
-}
 _VOLCANO = "scheduling.volcano.sh"
 # The first version with a Job's `backoffLimitPerIndex`, without which its pods do not know their attempt.
 _PER_INDEX = (1, 28)
@@ -330,30 +359,25 @@ _PER_INDEX = (1, 28)
 def runnable(api_versions: Iterable[str]) -> list[str]:
     """Return the kinds that a cluster with these API versions (`batch/v1`, `kubeflow.org/v1`, …) supports."""
     available = set(api_versions)
-    return [kind for kind, builder in BUILDERS.items() if builder.API_VERSION in available]
+    return [kind for kind, builder in BUILDERS.items() if builder.api_version in available]
 
 
 def check_kind(options: KubernetesOptions, api_versions: Iterable[str], target: str) -> None:
     """Raise SpecError, which names the available kinds, if the cluster lacks the requested kind or Volcano."""
     available = set(api_versions)
     builder = BUILDERS[options.workload]
-    if builder.API_VERSION not in available:
-        group = builder.API_VERSION.partition("/")[0]
+    if builder.api_version not in available:
+        group = builder.api_version.partition("/")[0]
         group_versions = sorted(version for version in available if version.partition("/")[0] == group)
         runnable_kinds = runnable(available)
-        detail = (
-            f"it has {', '.join(group_versions)}"
-            if group_versions
-            else f"{_INSTALLED_BY[options.workload]} is not installed"
-        )
+        detail = f"it has {', '.join(group_versions)}" if group_versions else f"{builder.installed_by} is not installed"
         remedy = (
             f"use workload: {' or '.join(runnable_kinds)}"
             if runnable_kinds
             else "no workload that accel supports is installed"
         )
-        raise SpecError(f"target {target}: the cluster has no {builder.API_VERSION} ({detail}); {remedy}")
-    grouped = options.volcano_queue is not None and options.workload in ("job", "jobset")
-    if grouped and not any(version.partition("/")[0] == _VOLCANO for version in available):
+        raise SpecError(f"target {target}: the cluster has no {builder.api_version} ({detail}); {remedy}")
+    if options.has_pod_group and not any(version.partition("/")[0] == _VOLCANO for version in available):
         raise SpecError(f"target {target}: volcano_queue: the cluster has no {_VOLCANO}: Volcano is not installed")
 
 

@@ -8,6 +8,7 @@ import posixpath
 import shlex
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from ...errors import SpecError, nearest
 from ...job import JobSpec
@@ -91,29 +92,54 @@ def backstop_s(spec: JobSpec) -> int | None:
     return None if spec.time_limit_s is None else math.ceil(spec.time_limit_s + spec.grace_s) + _BACKSTOP_S
 
 
+def deadline(spec: JobSpec) -> Object:
+    """Return the field with the cluster's time limit, if there is one."""
+    return {} if spec.time_limit_s is None else {"activeDeadlineSeconds": backstop_s(spec)}
+
+
+def lifecycle(options: KubernetesOptions) -> Object:
+    """Return the fields that delay a job's start and remove it after its end."""
+    return {
+        **({} if options.ttl_s is None else {"ttlSecondsAfterFinished": options.ttl_s}),
+        **({"suspend": True} if options.suspend or options.queue else {}),
+    }
+
+
+def variable_from(name: str, field_path: str) -> Object:
+    """Return an environment variable with the value of a field of the pod."""
+    return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": field_path}}}
+
+
 def needs_rendezvous(spec: JobSpec) -> bool:
     """Return True if the job may have several nodes."""
     return (spec.max_nodes or spec.nodes) > 1
 
 
-def rendezvous(spec: JobSpec, options: KubernetesOptions, metadata: Object, job_id: str) -> Object:
+def service(metadata: Object, job_id: str, selector: Mapping[str, str], **fields: Any) -> Object:
+    """Build a Service, in which each selected pod of the job has a name before it is ready."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": metadata,
+        "spec": {
+            **fields,
+            "publishNotReadyAddresses": True,
+            "selector": {names.JOB_ID: names.label_value(job_id), **selector},
+            # A server-side apply (Helm 4) on an old server needs the protocol.
+            "ports": [{"name": "rendezvous", "port": PORT, "protocol": "TCP"}],
+        },
+    }
+
+
+def rendezvous(options: KubernetesOptions, metadata: Object, job_id: str) -> Object:
     """Build the Service of node 0, created before any pod.
 
     A pod's own name does not resolve until the pod has an address, and name servers cache that for half a minute. The
     Service's name resolves from the beginning, and its address stays when the pod is replaced.
     """
-    index = "training.kubeflow.org/replica-index" if options.workload == "pytorchjob" else names.COMPLETION_INDEX
+    index = names.REPLICA_INDEX if options.workload == "pytorchjob" else names.COMPLETION_INDEX
     first = {index: "0", **({names.JOB_INDEX: "0"} if options.slices > 1 else {})}
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": {**metadata, "name": rendezvous_name(metadata["name"]), "labels": names.labels(spec.name, job_id)},
-        "spec": {
-            "publishNotReadyAddresses": True,
-            "selector": {names.JOB_ID: names.label_value(job_id), **first},
-            "ports": [{"name": "rendezvous", "port": PORT, "protocol": "TCP"}],
-        },
-    }
+    return service({**metadata, "name": rendezvous_name(metadata["name"])}, job_id, first)
 
 
 def rendezvous_name(name: str) -> str:
@@ -142,28 +168,26 @@ def template(
     launcher_stays = processes(spec) * spec.nodes > 1 or bool(launch) or spec.time_limit_s is not None
     report = names.REPORTED if launcher_stays else names.NOT_REPORTED
     notes = {names.REPORT: report, **(annotations or {}), **options.annotations}
+    variables = [*_environment(spec, options, job_id), *_downward_fields(spec, options, name), *env]
+    main = _main(spec, options, code, command(spec, options, launch), variables)
     return {
         "metadata": {"labels": pod_labels, "annotations": notes},
-        "spec": _drop_empty(_spec(spec, options, name, job_id, code, env, launch)),
+        "spec": _drop_empty(_pod_spec(spec, options, name, code, main)),
     }
 
 
-def _spec(
-    spec: JobSpec,
-    options: KubernetesOptions,
-    name: str,
-    job_id: str,
-    code: Code,
-    env: Sequence[Object],
-    launch: Sequence[str],
-) -> Object:
-    base = {
+def _base(spec: JobSpec, options: KubernetesOptions) -> Object:
+    """Return the settings of all containers."""
+    return {
         "image": spec.image or options.image,
         "imagePullPolicy": options.image_pull_policy,
         "resources": _resources(spec, options, devices=False),
         "securityContext": security(options),
     }
-    python = options.python or "python3"
+
+
+def _pod_spec(spec: JobSpec, options: KubernetesOptions, name: str, code: Code, main: Object) -> Object:
+    base, python = _base(spec, options), options.python or "python3"
     return {
         "terminationGracePeriodSeconds": math.ceil(spec.grace_s) + _MARGIN_S,
         # The first process of a PID namespace ignores SIGTERM unless it has a handler.
@@ -179,38 +203,28 @@ def _spec(
         "nodeSelector": node_selector(spec, options),
         "affinity": dict(options.affinity),
         "tolerations": list(_tolerations(spec, options)),
-        "securityContext": pod_security(options),
+        "securityContext": {} if options.fs_group is None else {"fsGroup": options.fs_group},
         "initContainers": [
             _drop_empty({**container, "command": [unexpanded(argument) for argument in container["command"]]})
             for container in delivery.init_containers(code, options, base, python, tmp_mounts(options))
         ],
-        "containers": [_drop_empty(_main(spec, options, base, code, name, job_id, env, launch))],
+        "containers": [_drop_empty(main)],
         "volumes": _volumes(spec, options, name, code),
     }
 
 
 def _main(
-    spec: JobSpec,
-    options: KubernetesOptions,
-    base: Object,
-    code: Code,
-    name: str,
-    job_id: str,
-    env: Sequence[Object],
-    launch: Sequence[str],
+    spec: JobSpec, options: KubernetesOptions, code: Code, arguments: list[str], variables: list[Object]
 ) -> Object:
-    ports = [] if options.workload == "trainjob" else [{"name": "pytorchjob-port", "containerPort": PORT}]
-    if options.workload != "pytorchjob":
-        ports = [{**port, "name": "rendezvous"} for port in ports]
+    """Build the training container. `arguments`: its command."""
+    port_name = "pytorchjob-port" if options.workload == "pytorchjob" else "rendezvous"
     return {
         "name": container_name(options),
-        **base,
-        "command": [
-            unexpanded(argument) for argument in _encoded_command(command(spec, options, launch), spec, options)
-        ],
+        **_base(spec, options),
+        "command": [unexpanded(argument) for argument in _encoded_command(arguments, spec, options)],
         "workingDir": delivery.workdir(code, options, spec.workdir),
-        "env": [*_environment(spec, options, job_id), *_downward_fields(spec, options, name), *env],
-        "ports": ports,
+        "env": variables,
+        "ports": [] if options.workload == "trainjob" else [{"name": port_name, "containerPort": PORT}],
         "resources": _resources(spec, options, devices=True),
         # `File` would lose the last line of a failed setup, a broken installation, or a program without a launcher.
         "terminationMessagePolicy": "FallbackToLogsOnError",
@@ -286,11 +300,7 @@ def security(options: KubernetesOptions) -> Object:
         }
     elif options.ipc_lock:
         context["capabilities"] = {"add": ["IPC_LOCK"]}
-    return {key: value for key, value in context.items() if value is not None}
-
-
-def pod_security(options: KubernetesOptions) -> Object:
-    return {} if options.fs_group is None else {"fsGroup": options.fs_group}
+    return _drop_empty(context)
 
 
 def memory(gigabytes: float) -> str:
@@ -331,12 +341,12 @@ def tmp_mounts(options: KubernetesOptions) -> list[Object]:
 
 def _downward_fields(spec: JobSpec, options: KubernetesOptions, name: str) -> Iterator[Object]:
     """Yield the variables that distinguish a launcher from its predecessors and let others find it."""
-    yield {"name": "ACCEL_POD_UID", "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}}}
+    yield variable_from("ACCEL_POD_UID", "metadata.uid")
     yield {"name": "ACCEL_STARTS", "value": _STARTS}
     if needs_rendezvous(spec):
         yield {"name": "ACCEL_SERVICE", "value": rendezvous_name(name)}
     if spec.nodes > 1 and spec.max_nodes is None:
-        yield {"name": "ACCEL_POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
+        yield variable_from("ACCEL_POD_IP", "status.podIP")
         if not _restarts_pods(spec, options):
             yield {"name": "ACCEL_NODE_0_REPORTS", "value": "1"}
     if spec.time_limit_s is not None:
@@ -411,14 +421,14 @@ def node_selector(spec: JobSpec, options: KubernetesOptions) -> dict[str, str]:
 def _tolerations(spec: JobSpec, options: KubernetesOptions) -> Iterator[Object]:
     for toleration in options.tolerations:
         operator = toleration.operator or ("Exists" if toleration.value is None else "Equal")
-        fields: Object = {
+        fields = {
             "key": toleration.key,
             "operator": operator,
             "value": toleration.value,
             "effect": toleration.effect,
+            "tolerationSeconds": toleration.seconds,
         }
-        fields["tolerationSeconds"] = toleration.seconds
-        yield {key: value for key, value in fields.items() if value is not None}
+        yield _drop_empty(fields)
     resource = gpu_resource(options)
     if spec.resources.gpus and resource not in {toleration.key for toleration in options.tolerations}:
         # Nodes with GPUs commonly have a taint of the resource's name, against pods that need none.
@@ -455,12 +465,8 @@ def _source(volume: Volume) -> Object:
 
 
 def _mount(volume: Volume, index: int) -> Object:
-    mount: Object = {"name": f"volume-{index}", "mountPath": volume.mount}
-    if volume.sub_path is not None:
-        mount["subPath"] = volume.sub_path
-    if volume.read_only:
-        mount["readOnly"] = True
-    return mount
+    extra = {"subPath": volume.sub_path, "readOnly": volume.read_only or None}
+    return _drop_empty({"name": f"volume-{index}", "mountPath": volume.mount, **extra})
 
 
 def _drop_empty(value: Object) -> Object:

@@ -55,7 +55,7 @@ def _map(base: dict[str, Any], patch: Mapping[str, Any], subject: str) -> dict[s
         return None
     fields = {key: value for key, value in patch.items() if not key.startswith("$")}
     if order == "replace":
-        return _plain_map(fields, subject)
+        return dict(_plain(fields, subject))
     patched = copy.deepcopy(base)
     retain = patch.get("$retainKeys")
     if retain is not None:
@@ -96,7 +96,7 @@ def _key_of(key: str, patch: Sequence[Mapping[str, Any]], base: Any) -> str:
 def _list(base: list[Any], patch: Sequence[Mapping[str, Any]], key: str, subject: str) -> list[Any]:
     """Merge existing elements in place and append new ones."""
     if any(entry.get("$patch") == "replace" and len(entry) == 1 for entry in patch):
-        return [_plain_map(entry, subject) for entry in patch if "$patch" not in entry]
+        return [_plain(entry, subject) for entry in patch if "$patch" not in entry]
     patched = copy.deepcopy(base)
     for element in patch:
         if key not in element:
@@ -133,14 +133,10 @@ def _checked_list(value: Any, subject: str) -> Sequence[Any]:
 
 def _plain(value: Any, subject: str) -> Any:
     """Return the value without nulls. Raises SpecError for a directive without effect."""
-    if isinstance(value, Mapping):
-        return _plain_map(value, subject)
     if isinstance(value, list):
         return [_plain(child, subject) for child in value]
-    return value
-
-
-def _plain_map(value: Mapping[str, Any], subject: str) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        return value
     for key in value:
         if key.startswith("$"):
             raise SpecError(f"{subject}: {key} has no effect here: its parent is replaced as a whole")
@@ -236,11 +232,16 @@ def _check_identity(patched: Mapping[str, Any], built: Mapping[str, Any], subjec
     for key in ("name", "namespace"):
         if metadata.get(key) != built["metadata"].get(key):
             raise SpecError(f"{subject}: metadata.{key} cannot be changed: accel finds the job by it")
+    check_labels(patched, built, subject, "job")
+
+
+def check_labels(patched: Mapping[str, Any], built: Mapping[str, Any], subject: str, selected: str) -> None:
+    """Raise SpecError if the patched object lacks a label by which accel selects it."""
+    labels = (patched.get("metadata") or {}).get("labels") or {}
     own_labels = {key: value for key, value in built["metadata"]["labels"].items() if key.startswith(names.PREFIX)}
-    if not own_labels.items() <= (metadata.get("labels") or {}).items():
-        raise SpecError(
-            f"{subject}: metadata.labels: {', '.join(own_labels)} cannot be changed: accel selects the job by them"
-        )
+    if not own_labels.items() <= labels.items():
+        reason = f"accel selects the {selected} by them"
+        raise SpecError(f"{subject}: metadata.labels: {', '.join(own_labels)} cannot be changed: {reason}")
 
 
 def _at(value: Any, steps: list[str], field_path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:

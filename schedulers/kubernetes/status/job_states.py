@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 
 from ...job import Reason, State, Status
 from .. import names
-from ..manifests import indexed, jobset
+from ..manifests import workloads
 from . import pod_states, reasons
 from .pod_states import is_true, join_message
 from .reasons import ReasonAndMessage
@@ -51,23 +52,18 @@ def status_of(
     }
     restarts, limit = _restarts(kind, status, pods), _max_restarts(workload)
     attempt = restarts if limit is None else min(restarts, limit)
-    if _SUCCEEDED.get(kind, "Succeeded") in conditions:
-        native = _SUCCEEDED.get(kind, "Succeeded")
+    native = _SUCCEEDED.get(kind, "Succeeded")
+    if native in conditions:
         if _has_ending_pods(conditions[native], pods, now):
             return Status(state=State.RUNNING, attempt=attempt, message="it is ending", native_state=native)
         # The launchers of a PyTorchJob with restarts exit with 0 at the time limit, so that none is restarted.
-        out_of_time = Status(
-            state=State.FAILED, reason=Reason.TIME_LIMIT, attempt=attempt, message=pod_states.TIME_LIMIT_PASSED,
-            native_state=native,
-        )  # fmt: skip
-        if any(_out_of_time(pod) for pod in pods):
-            return out_of_time
-        recorded = _recorded_failure(workload)
-        if recorded is not None:
+        is_out_of_time, recorded = any(map(_out_of_time, pods)), _recorded_failure(workload)
+        if recorded is not None and not is_out_of_time:
             return recorded
-        if not any(map(pod_states.over, pods)) and _may_be_out_of_time(workload):
-            return dataclasses.replace(out_of_time, message=_UNKNOWN)
-        return Status(state=State.SUCCEEDED, exit_code=0, attempt=attempt, native_state=native)
+        if not is_out_of_time and (any(map(pod_states.over, pods)) or not _may_be_out_of_time(workload)):
+            return Status(state=State.SUCCEEDED, exit_code=0, attempt=attempt, native_state=native)
+        message, reason = pod_states.TIME_LIMIT_PASSED if is_out_of_time else _UNKNOWN, Reason.TIME_LIMIT
+        return Status(state=State.FAILED, reason=reason, attempt=attempt, message=message, native_state=native)
     failed = conditions.get(_FAILED) or conditions.get(_FAILING)
     if failed is not None:
         if kind == "Job" and not _was_terminated(failed, status, pods):
@@ -81,7 +77,8 @@ def status_of(
         running = any(pod_states.running(pod) for pod in pods)
         state = State.RUNNING if running else State.QUEUED
         return Status(state=state, attempt=attempt, message="it is being deleted", native_state="Deleting")
-    if "Suspended" in conditions or _suspended(workload):
+    spec = workload.get("spec") or {}
+    if "Suspended" in conditions or spec.get("suspend") or (spec.get("runPolicy") or {}).get("suspend"):
         return _suspended_status(workload, attempt)
     restartable = _restarts_again(kind, restarts, limit)
     return _unfinished_status(workload, conditions, pods, events, attempt, restartable=restartable)
@@ -106,13 +103,10 @@ def is_over(kind: str, workload: Object | None, pods: Sequence[Object], now: flo
 
 
 def _failed_status(workload: Object, condition: Object, pods: Sequence[Object], attempt: int) -> Status:
-    condition_message, condition_reason, ends = (
-        str(condition.get("message") or ""),
-        str(condition.get("reason")),
-        pod_states.ends(pods),
-    )
-    if condition_reason == jobset.FAILED_FOR_GOOD:
-        condition_reason = jobset.why_for_good(workload, (end.code for end in ends))
+    condition_message, condition_reason = str(condition.get("message") or ""), str(condition.get("reason"))
+    ends = pod_states.ends(pods)
+    if condition_reason == workloads.FAILED_FOR_GOOD:
+        condition_reason = workloads.why_for_good(workload, (end.code for end in ends))
     reason, message = reasons.JOB.get(condition_reason, (Reason.EXIT_CODE, ""))
     for phrase, meaning in reasons.JOB_MESSAGES:
         if phrase in condition_message:
@@ -121,24 +115,19 @@ def _failed_status(workload: Object, condition: Object, pods: Sequence[Object], 
     limit = _max_restarts(workload)
     if reasons.BACK_OFF in condition_message and workload.get("kind") == "PyTorchJob" and limit is not None:
         attempt = limit  # the operator has deleted the pods that would show it
-    code = end.code if end is not None else None
-    if (
-        reason is not Reason.TIME_LIMIT
-        and end is not None
-        and not (reason in (Reason.SETUP, Reason.PREEMPTED) and end.reason is Reason.EXIT_CODE)
-    ):
-        reason, message = end.reason, str(end)
-    elif reason is not Reason.TIME_LIMIT and end is not None:
-        message = join_message(message, end.message)
-    if reason is Reason.TIME_LIMIT:
-        code = None
+    if reason is not Reason.TIME_LIMIT and end is not None:
+        if reason in (Reason.SETUP, Reason.PREEMPTED) and end.reason is Reason.EXIT_CODE:
+            message = join_message(message, end.message)
+        else:
+            reason, message = end.reason, str(end)
+    code = end.code if end is not None and reason is not Reason.TIME_LIMIT else None
     return Status(
         state=State.FAILED,
         reason=reason,
         exit_code=code or None,
         attempt=attempt,
         message=_one_line(message or condition_message),
-        native_state=_native_state("Failed", condition.get("reason")),
+        native_state=f"Failed: {condition['reason']}" if condition.get("reason") else "Failed",
     )
 
 
@@ -165,18 +154,14 @@ def _unfinished_status(
     reason, message = _obstacle(workload, active, events, has_pods=bool(pods))
     native = next((name for name in ("Restarting", "Running", "Created") if name in conditions), "")
     unresponsive = next((pod for pod in sorted(running, key=pod_states.node_of) if _is_node_silent(pod, events)), None)
+    running_status = functools.partial(Status, state=State.RUNNING, attempt=attempt, native_state=native or "Running")
     if unresponsive is not None:
-        return Status(
-            state=State.RUNNING, reason=Reason.NODE_FAILURE, attempt=attempt, native_state=native or "Running",
-            message=f"node {pod_states.node_of(unresponsive)}: its node does not answer",
-        )  # fmt: skip
+        message = f"node {pod_states.node_of(unresponsive)}: its node does not answer"
+        return running_status(reason=Reason.NODE_FAILURE, message=message)
     if running or (not pods and "Running" in conditions):
         if expected is not None and len(running) < expected and message:
-            return Status(
-                state=State.RUNNING, reason=reason, attempt=attempt, native_state=native or "Running",
-                message=_one_line(f"{len(running)} of {expected} pods run; {message}"),
-            )  # fmt: skip
-        return Status(state=State.RUNNING, attempt=attempt, native_state=native or "Running")
+            return running_status(reason=reason, message=_one_line(f"{len(running)} of {expected} pods run; {message}"))
+        return running_status()
     if reason is Reason.NONE and not message:
         ended_pods = [pod for pod in pods if pod_states.over(pod) or pod_states.ends([pod])]
         end = min(pod_states.ends(ended_pods), key=lambda candidate: candidate.order, default=None)
@@ -232,7 +217,7 @@ def waiting_reason(pod: Object, events: Sequence[Object]) -> Iterable[ReasonAndM
             if reasons.NO_CLAIM.search(detail):
                 reason, summary = Reason.SETUP, "a volume claim does not exist"
             yield reason, join_message(summary, detail)
-    for container in (*(status.get("initContainerStatuses") or []), *(status.get("containerStatuses") or [])):
+    for container in pod_states.containers(pod):
         waiting = (container.get("state") or {}).get("waiting")
         if not waiting or pod_states.running(pod):
             continue
@@ -288,7 +273,9 @@ def _restarts(kind: str, status: Object, pods: Sequence[Object]) -> int:
     if kind == "PyTorchJob":
         counts = [int(entry.get("restartCount") or 0) for pod in pods for entry in pod_states.containers(pod)]
     elif kind == "Job":
-        return _failures([pod for pod in pods if not any(end.code in indexed.FINAL for end in pod_states.ends([pod]))])
+        return _failures(
+            [pod for pod in pods if not any(end.code in workloads.FINAL for end in pod_states.ends([pod]))]
+        )
     return max(counts, default=0)
 
 
@@ -389,11 +376,6 @@ def nodes_of(workload: Object) -> int | None:
     return int(nodes) if nodes else None
 
 
-def _suspended(workload: Object) -> bool:
-    spec = workload.get("spec") or {}
-    return bool(spec.get("suspend") or (spec.get("runPolicy") or {}).get("suspend"))
-
-
 def _is_node_silent(pod: Object, events: Sequence[Object]) -> bool:
     """Return True if the pod's node has stopped reporting since the pod ran."""
     return pod_states.not_ready(pod) and any(
@@ -443,10 +425,6 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _without_nulls(child) for key, child in value.items() if child is not None}
     return [_without_nulls(child) for child in value if child is not None] if isinstance(value, list) else value
-
-
-def _native_state(state: str, reason: Any) -> str:
-    return f"{state}: {reason}" if reason else state
 
 
 def _one_line(text: str) -> str:

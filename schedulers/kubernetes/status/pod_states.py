@@ -230,10 +230,8 @@ def reason_of(pod: Object) -> ReasonAndMessage | None:
 
 def disruption(pod: Object) -> Object:
     conditions = (pod.get("status") or {}).get("conditions") or []
-    return next(
-        (condition for condition in conditions if condition.get("type") == "DisruptionTarget" and is_true(condition)),
-        {},
-    )
+    disruptions = [entry for entry in conditions if entry.get("type") == "DisruptionTarget" and is_true(entry)]
+    return disruptions[0] if disruptions else {}
 
 
 def running(pod: Object) -> bool:
@@ -243,11 +241,8 @@ def running(pod: Object) -> bool:
 
 
 def _main_runs(pod: Object) -> bool:
-    statuses = (pod.get("status") or {}).get("containerStatuses") or []
-    return any(
-        container_status.get("name") in names.MAIN and (container_status.get("state") or {}).get("running")
-        for container_status in statuses
-    )
+    containers = (pod.get("status") or {}).get("containerStatuses") or []
+    return any(entry.get("name") in names.MAIN and (entry.get("state") or {}).get("running") for entry in containers)
 
 
 def not_ready(pod: Object) -> bool:

@@ -110,11 +110,8 @@ def workload_and_pods(native: Native, pods: Sequence[Object]) -> list[str]:
 def strip_pod(pod: Object) -> Object:
     """Return the pod reduced to the used fields: there may be thousands of pods."""
     spec = pod.get("spec") or {}
-    reduced_spec = {
-        key: spec[key]
-        for key in ("nodeName", "restartPolicy", "terminationGracePeriodSeconds")
-        if spec.get(key) is not None
-    }
+    fields = ("nodeName", "restartPolicy", "terminationGracePeriodSeconds")
+    reduced_spec = {key: spec[key] for key in fields if spec.get(key) is not None}
     reduced_spec["containers"] = [
         {"name": container.get("name"), "command": container.get("command")}
         for container in spec.get("containers") or []
@@ -156,13 +153,11 @@ def running(api: Api, native: Native) -> Watcher | None:
 def release(api: Api, native: Native | None = None) -> None:
     """Stop the watches of a finished job, or all watches of this client. They restart when needed."""
     with _lock:
-        only_key = None if native is None else _key(api, native)
-        keys = [
-            key
-            for key, candidate in _watchers.items()
-            if (candidate.api is api if only_key is None else key == only_key)
-        ]
-        released = [_watchers.pop(key) for key in keys]
+        if native is not None:
+            keys = [_key(api, native)]
+        else:
+            keys = [key for key, watcher in _watchers.items() if watcher.api is api]
+        released = [_watchers.pop(key) for key in keys if key in _watchers]
     for watcher in released:
         watcher.stop()
 

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from schedulers import JobSpec, Resources, SpecError
-from schedulers.kubernetes.manifests import build, plan
+from schedulers.kubernetes.manifests import build
 from schedulers.kubernetes.manifests.build import loader_pod
 from schedulers.kubernetes.manifests.code_delivery import Code
 from schedulers.kubernetes.options import KubernetesOptions
@@ -75,5 +75,5 @@ def test_what_pod_patch_makes_of_pods_it_makes_of_this_one() -> None:
 
 def test_a_plan_shows_it() -> None:
     spec, given = JobSpec(argv=("a",), name="train"), least(**CLAIM)
-    assert yaml.safe_load(plan.plan(spec, given, JOB_ID, "k").files["kubernetes/code-pod.yaml"]) == of(spec, given)
-    assert "kubernetes/code-pod.yaml" not in plan.plan(spec, least(), JOB_ID, "k").files
+    assert yaml.safe_load(build.plan(spec, given, JOB_ID, "k").files["kubernetes/code-pod.yaml"]) == of(spec, given)
+    assert "kubernetes/code-pod.yaml" not in build.plan(spec, least(), JOB_ID, "k").files
