@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import os
 import re
@@ -15,6 +16,7 @@ from .job import JobSpec
 from .store.store import Store
 
 if TYPE_CHECKING:
+    from .config.named_targets import ResolvedTarget
     from .jobs.handle import Job
     from .target import Plan
 
@@ -84,11 +86,11 @@ def submit_sweep(
     """
     from .errors import SchedulerError
     from .jobs.handle import Job, submit_spec
-    from .jobs.submit import admit, create_records, prepare, send_many
+    from .jobs.submit import admit, create_records, send
     from .target import Sweeps
 
     store = store or Store.default()
-    resolved, first = prepare(jobs[0], target_name, store, start)
+    resolved, job_specs = _prepare(jobs, target_name, store, start)
     if not isinstance(resolved.target, Sweeps):
         done: list[Job] = []
         for spec in jobs:
@@ -97,13 +99,13 @@ def submit_sweep(
             except SchedulerError as error:
                 raise type(error)(f"{error} ({len(done)} of {len(jobs)} jobs were submitted before)") from None
         return done
-    job_specs = [dataclasses.replace(spec, code=first.code, after=first.after, nodes=first.nodes) for spec in jobs]
     ids = [store.new_id() for _ in job_specs]
     plans = resolved.plan_many(job_specs, ids)
     admit(resolved.target, job_specs)
 
     records = create_records(store, resolved, list(zip(ids, job_specs, plans, strict=True)))
-    send_many(records, resolved.target, plans)
+    with records[0].submission():  # one lock for all: a thousand jobs would need a thousand open files
+        send(records, resolved.target, functools.partial(resolved.target.submit_many, plans))
     return [Job(record, target=resolved.target) for record in records]
 
 
@@ -119,12 +121,17 @@ def plans(
 
     Raises SpecError, ConfigError.
     """
+    resolved, job_specs = _prepare(jobs, target_name, store or Store.default(), start)
+    return resolved.plan_many(job_specs, ids)
+
+
+def _prepare(
+    jobs: Sequence[JobSpec], target_name: str, store: Store, start: str | Path | None
+) -> tuple[ResolvedTarget, list[JobSpec]]:
     from .jobs.submit import prepare
 
-    store = store or Store.default()
     resolved, first = prepare(jobs[0], target_name, store, start)
-    job_specs = [dataclasses.replace(spec, code=first.code, after=first.after, nodes=first.nodes) for spec in jobs]
-    return resolved.plan_many(job_specs, ids)
+    return resolved, [dataclasses.replace(job, code=first.code, after=first.after, nodes=first.nodes) for job in jobs]
 
 
 def _arguments(argv: Sequence[str], point: Point) -> tuple[str, ...]:

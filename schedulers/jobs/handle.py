@@ -12,7 +12,7 @@ from ..job import Cursor, JobSpec, LogLine, Resources, Retry, State, Status
 from ..store.store import CorruptRecord, Record, Store
 from . import poll as polls
 from .follow import Backoff, follow, read_once
-from .poll import is_abandoned, poll_all, recover, restore, target_key
+from .poll import is_abandoned, poll_all, recover, target_key
 from .submit import admit, create_records, default_name, places, prepare, send
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def submit_spec(
     admit(resolved.target, [spec])
     (record,) = create_records(store, resolved, [(job_id, spec, plan)])
     with record.submission():
-        send(record, resolved.target, plan)
+        send([record], resolved.target, lambda: [resolved.target.submit(plan)])
     return Job(record, target=resolved.target)
 
 
@@ -362,7 +362,8 @@ class Job:
                     polls.find_submitted(self.record, target)
                 else:
                     polls.require_backend(self.record, target)
-                    send(self.record, target, self.record.plan())
+                    plan = self.record.plan()
+                    send([self.record], target, lambda: [target.submit(plan)])
             except Unreachable as error:
                 self.record.warning = str(error)
             except SubmitError:
@@ -439,8 +440,7 @@ class Job:
 
     def _target(self) -> Target:
         if self._cached_target is None:
-            key = target_key(self.record)
-            self._cached_target = self._shared.get(key) or self._shared.setdefault(key, restore(self.record))
+            self._cached_target = polls.cached_target(self.record, self._shared)
         return self._cached_target
 
     def _wait(self, timeout: float | None, stop: Event | None) -> Status:
