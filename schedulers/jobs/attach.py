@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 from ..errors import SchedulerError, SpecError, StoreError, UnknownJob
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from ..config.named_targets import ResolvedTarget
     from ..job import Status
     from ..store.record import CorruptRecord, Record
@@ -21,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def find_or_attach(
-    ref: str, store: Store, target: str | None, options: Mapping[str, Any] | None, start: Path | str | None = None
+    ref: str, store: Store, target: str | None, options: Mapping[str, Any]
 ) -> tuple[Record, ResolvedTarget | None]:
     """Return the job's record, and its target if the job was found there now.
 
@@ -43,25 +41,20 @@ def find_or_attach(
         if target is None:
             hint = f"accel status {job_id} --target NAME looks for it there"
             raise UnknownJob(f"no job {job_id} here; if another machine submitted it, {hint}") from None
-        return _attach(job_id, store, target, options or {}, start)
+        return _attach(job_id, store, target, options)
     if target is not None and record.adopted and record.status.state.final:
         with contextlib.suppress(SchedulerError):  # if it cannot be queried, the record stands
-            return _attach(record.id, store, target, options or {}, start, old_record=record)
+            return _attach(record.id, store, target, options, old_record=record)
     return record, None
 
 
 def _attach(
-    job_id: str,
-    store: Store,
-    target: str,
-    options: Mapping[str, Any],
-    start: Path | str | None,
-    old_record: Record | None = None,
+    job_id: str, store: Store, target: str, options: Mapping[str, Any], old_record: Record | None = None
 ) -> tuple[Record, ResolvedTarget | None]:
     from ..config.named_targets import resolve_target
     from ..target import Finds
 
-    resolved = resolve_target(target, store.jobs, start=start, overrides=options)
+    resolved = resolve_target(target, store.jobs, overrides=options)
     if not isinstance(resolved.target, Finds):
         raise SpecError(f"target {target} ({resolved.kind}) cannot find jobs of other machines")
     discovered_job = resolved.target.find(job_id)
@@ -134,15 +127,8 @@ def _unstored(job: JobSummary, resolved: ResolvedTarget, status: Status) -> Reco
         target=resolved.name,
         kind=resolved.kind,
         nodes=job.nodes,
-        procs=None,
         created_at=job.created_at,
-        submitter=("", 0),
-        submitted_from="",
-        after=(),
         native_id=job.native_id,
         status=status,
-        started_at=None,
-        ended_at=None,
-        absent_since=None,
         adopted=True,
     )

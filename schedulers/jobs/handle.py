@@ -140,7 +140,7 @@ def find_all(
     shared: dict[str, Target] = {}
     jobs = []
     for ref in refs:
-        record, resolved = find_or_attach(ref, store, target, options)
+        record, resolved = find_or_attach(ref, store, target, options or {})
         if resolved is not None:
             shared.setdefault(target_key(record), resolved.target)
         jobs.append(Job(record, shared=shared))
@@ -334,14 +334,13 @@ class Job:
 
         Raises SpecError if the target does not support that, and what `Shells.shell` raises.
         """
-        from ..target import Shells, kinds_with
+        from ..target import Shells
 
         target = self.waiting_target()
         if target is None or self.native_id is None:
             raise SubmitError(f"job {self.id} does not run: its target has not confirmed it yet")
         if not isinstance(target, Shells):
-            kinds = kinds_with("shell")
-            raise SpecError(f"shell is not supported by {self.record.kind} targets (supported by: {kinds})")
+            raise SpecError(self._unsupported("shell"))
         return target.shell(self.native_id, node, argv, terminal=terminal)
 
     def resume_submit(self) -> Status:
@@ -461,31 +460,34 @@ class Job:
         """
         from pathlib import Path
 
-        from ..target import Fetches, kinds_with
+        from ..target import Fetches
 
         target = self._target()
         if not isinstance(target, Fetches):
-            kinds = kinds_with("fetch")
-            hint = f"the results of job {self.id} are where it ran"
-            raise SpecError(f"fetch is not supported by {self.record.kind} targets (supported by: {kinds}): {hint}")
-        if self.native_id is None:
-            raise NotReady(f"target {self.target} has not confirmed job {self.id} yet")
-        return target.fetch(self.native_id, Path(directory))
+            raise SpecError(f"{self._unsupported('fetch')}: the results of job {self.id} are where it ran")
+        return target.fetch(self._confirmed_id(), Path(directory))
 
     def native(self) -> object:
         """Return the job as an object of the vendor's own library, such as SageMaker's `TrainingJob`.
 
         Raises ConfigError if that is not installed, NotReady, Unreachable; SpecError for a kind without one.
         """
-        from ..target import HasNative, kinds_with
+        from ..target import HasNative
 
         target = self._target()
         if not isinstance(target, HasNative):
-            kinds = kinds_with("native")
-            raise SpecError(f"native is not supported by {self.record.kind} targets (supported by: {kinds})")
+            raise SpecError(self._unsupported("native"))
+        return target.native(self._confirmed_id())
+
+    def _unsupported(self, method: str) -> str:
+        from ..target import kinds_with
+
+        return f"{method} is not supported by {self.record.kind} targets (supported by: {kinds_with(method)})"
+
+    def _confirmed_id(self) -> str:
         if self.native_id is None:
             raise NotReady(f"target {self.target} has not confirmed job {self.id} yet")
-        return target.native(self.native_id)
+        return self.native_id
 
     def waiting_target(self) -> Target | None:
         """Return the target, or None if it has not confirmed the job."""

@@ -161,11 +161,6 @@ class JobFiles:
             raise StoreError(f"{self.directory / name} is damaged: {error}") from None
 
 
-def progress_document(status: Status) -> dict[str, Any]:
-    """Return the content of local/progress.json."""
-    return {"schema": SCHEMA, **status.to_json()}
-
-
 def _on_disk_of_this_machine(path: Path) -> bool:
     """Return True for a file system that no other machine can have mounted meanwhile, by statfs(2)."""
     if sys.platform != "linux":

@@ -41,7 +41,7 @@ from ..processes import (
 )
 from ..store import atomic_files
 from ..store.store import Store
-from .job_files import SCHEMA, JobFiles, progress_document
+from .job_files import SCHEMA, JobFiles
 
 # Bytes that are reserved on the disk before the ranks start, which may fill it.
 _RESULT_ROOM = 1 << 16
@@ -150,7 +150,7 @@ class Supervisor:
     def _set_status(self, state: State, message: str = "", reason: Reason = Reason.NONE) -> None:
         status = Status(state=state, reason=reason, message=message, observed_at=time.time())
         with contextlib.suppress(OSError, StoreError):  # a full disk must not end a training run
-            self._progress.write(progress_document(status))
+            self._progress.write({"schema": SCHEMA, **status.to_json()})
             self._record.update(status)
 
     def _await_dependencies(self) -> None:

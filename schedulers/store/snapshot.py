@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from ..errors import SnapshotError
+from ..errors import SnapshotError, StoreError
 from ..printable import one_line
 from . import atomic_files
 from .record import CorruptRecord, Record
@@ -34,15 +34,11 @@ class Snapshot:
     """A packed code directory.
 
     digest:   sha256 of every path, its permission bits and its content; equal digests are equal trees.
-    files:    number of files and links.
-    bytes:    size of the files together.
     warnings: one line each: what was left out, and what makes it large.
     """
 
     digest: str
     path: Path
-    files: int
-    bytes: int
     warnings: tuple[str, ...] = ()
 
 
@@ -99,7 +95,7 @@ def unpack(snapshot: Path, destination: Path) -> None:
             _replace(marker, digest.encode())
             os.rename(temporary, destination)
         except BaseException:
-            _remove_tree(temporary)
+            atomic_files.remove_tree(temporary)
             raise
     except OSError as error:
         raise SnapshotError(str(atomic_files.store_error(error, str(destination), "unpack"))) from error
@@ -109,7 +105,7 @@ def _touch_existing(path: str) -> bool:
     """Return True if the snapshot exists; it then counts as packed now."""
     if not os.path.exists(path):
         return False
-    with snapshot_lock(os.path.dirname(path)):
+    with _lock(os.path.dirname(path)):
         try:
             os.utime(path)
         except FileNotFoundError:
@@ -117,16 +113,9 @@ def _touch_existing(path: str) -> bool:
     return True
 
 
-@contextlib.contextmanager
-def snapshot_lock(directory: str) -> Iterator[None]:
-    """Hold the lock for reusing a snapshot in `directory`, or judging its age and deleting it. Raises OSError."""
-    path = os.path.join(directory, ".lock")
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        with atomic_files.locked(fd, path):
-            yield
-    finally:
-        os.close(fd)
+def _lock(directory: str) -> contextlib.AbstractContextManager[bool]:
+    """Return the lock for reusing a snapshot in `directory`, or judging its age and deleting it. Raises StoreError."""
+    return atomic_files.exclusive_lock(os.path.join(directory, ".lock"))
 
 
 def _pack(top: str, home: str) -> Snapshot:
@@ -140,11 +129,11 @@ def _pack(top: str, home: str) -> Snapshot:
             _write(top, entries, hashes, directory, path)
     except OSError as error:
         raise SnapshotError(str(atomic_files.store_error(error, path, "write"))) from error
+    except StoreError as error:
+        raise SnapshotError(str(error)) from error
     return Snapshot(
         digest=digest,
         path=Path(path),
-        files=sum(entry.type != "directory" for entry in entries),
-        bytes=sum(entry.size for entry in entries),
         warnings=(*warnings, *_size_warning(top, entries)),
     )
 
@@ -163,11 +152,11 @@ def _content_hash(top: str, entry: Entry) -> bytes:
 
     if entry.type != "file":
         return hashlib.sha256(os.fsencode(entry.link)).digest()
-    hashed = hashlib.sha256()
     with _open(top, entry) as file:
-        for chunk in _read_listed_size(file, entry):
-            hashed.update(chunk)
-    return hashed.digest()
+        content = _Hashing(file)
+        for start in range(0, entry.size, _CHUNK):
+            content.read(min(_CHUNK, entry.size - start))
+    return content.digest()
 
 
 def _open(top: str, entry: Entry) -> IO[bytes]:
@@ -181,18 +170,7 @@ def _open(top: str, entry: Entry) -> IO[bytes]:
         if error.errno in (errno.ENOENT, errno.ELOOP):
             raise _ChangedError from None
         raise SnapshotError(f"cannot read {full_path!r}: {error.strerror}") from error
-    return open(fd, "rb", buffering=0)
-
-
-def _read_listed_size(file: IO[bytes], entry: Entry) -> Iterable[bytes]:
-    """Yield the file's bytes up to the size that was listed: a log may grow meanwhile, but must not shrink."""
-    remaining = entry.size
-    while remaining:
-        chunk = file.read(min(_CHUNK, remaining))
-        if not chunk:
-            raise _ChangedError
-        remaining -= len(chunk)
-        yield chunk
+    return open(fd, "rb")
 
 
 def _write(top: str, entries: list[Entry], hashes: list[bytes], directory: str, path: str) -> None:
@@ -225,7 +203,7 @@ def _write_tar(out: IO[bytes], top: str, entries: list[Entry], hashes: list[byte
             if entry.type == "file":
                 info.size = entry.size
                 with _open(top, entry) as file:
-                    content = _Hashing(_read_listed_size(file, entry))
+                    content = _Hashing(file)
                     tar.addfile(info, content)  # type: ignore[arg-type]  # all that it calls is read()
                 if content.digest() != expected:
                     raise _ChangedError
@@ -236,22 +214,18 @@ def _write_tar(out: IO[bytes], top: str, entries: list[Entry], hashes: list[byte
 
 
 class _Hashing:
-    """A readable file that hashes what is read from it."""
+    """A file that hashes what is read from it, up to the listed size: a log may grow meanwhile, but must not shrink."""
 
-    def __init__(self, chunks: Iterable[bytes]) -> None:
+    def __init__(self, file: IO[bytes]) -> None:
         import hashlib
 
-        self._chunks = iter(chunks)
-        self._rest = b""
+        self._file = file
         self._hash = hashlib.sha256()
 
     def read(self, count: int) -> bytes:
-        while len(self._rest) < count:
-            chunk = next(self._chunks, b"")
-            if not chunk:
-                break
-            self._rest += chunk
-        data, self._rest = self._rest[:count], self._rest[count:]
+        data = self._file.read(count)
+        if len(data) < count:
+            raise _ChangedError
         self._hash.update(data)
         return data
 
@@ -345,12 +319,6 @@ def _replace(path: str, data: bytes) -> None:
     atomic_files.create_file(path, data)
 
 
-def _remove_tree(path: str) -> None:
-    import shutil
-
-    shutil.rmtree(path, ignore_errors=True)
-
-
 def _size_warning(top: str, entries: list[Entry]) -> list[str]:
     total = sum(entry.size for entry in entries)
     if total < _LARGE_BYTES:
@@ -422,7 +390,7 @@ def _is_old(path: str, cutoff: float) -> bool:
 def _delete(directory: str, name: str, cutoff: float) -> bool:
     """Delete the snapshot, unless a submit has reused it; return True if deleted."""
     path = os.path.join(directory, name)
-    with snapshot_lock(directory):
+    with _lock(directory):
         old = _is_old(path, cutoff)
         if old:
             os.unlink(path)

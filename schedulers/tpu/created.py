@@ -130,11 +130,10 @@ class CreatedSlices(SliceTarget):
 
     def backends(self, jobs: Mapping[str, str | None]) -> Mapping[str, str]:
         """Return each slice's project and zone. Raises ConfigError, StoreError."""
-        states = {job_id: self._read(job_id) for job_id in jobs}
-        projects = {job_id: state.project if state else "" for job_id, state in states.items()}
+        zone, states = self._options.zone, {job_id: self._read(job_id) for job_id in jobs}
         return {
-            job_id: f"project={project or self._api.project}/{self._options.zone}"
-            for job_id, project in projects.items()
+            job_id: f"project={(state and state.project) or self._api.project}/{zone}"
+            for job_id, state in states.items()
         }
 
     def poll(self, native_ids: Sequence[str]) -> Mapping[str, Status]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -47,7 +48,6 @@ class SliceTarget(HostsTarget):
     def __init__(self, context: TargetContext) -> None:
         super().__init__(context)
         tpu_options.check(self._options, self.name)
-        self._cached_api: Api | None = None
 
     def poll(self, native_ids: Sequence[str]) -> Mapping[str, Status]:
         """Poll as `HostsTarget.poll` does. Jobs whose hosts do not respond have the slice's own state."""
@@ -204,13 +204,11 @@ class SliceTarget(HostsTarget):
         except SpecError:
             return False
 
-    @property
+    @functools.cached_property
     def _api(self) -> Api:
-        if self._cached_api is None:
-            from .api import Api
+        from .api import Api
 
-            self._cached_api = Api(self._options, self.name)
-        return self._cached_api
+        return Api(self._options, self.name)
 
     @property
     def _folder(self) -> Path:
