@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import functools
 import itertools
@@ -9,16 +10,15 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from .errors import SpecError
+from .config.named_targets import ResolvedTarget
+from .errors import SchedulerError, SpecError
 from .job import JobSpec
+from .jobs.handle import Job, submit_spec
+from .jobs.submit import admit, create_records, prepare, send
 from .store.store import Store
-
-if TYPE_CHECKING:
-    from .config.named_targets import ResolvedTarget
-    from .jobs.handle import Job
-    from .target import Plan
+from .target import Plan, Sweeps
 
 Point = Mapping[str, str]
 
@@ -84,11 +84,6 @@ def submit_sweep(
     Other targets get the jobs one by one: those before a rejected one stay submitted, and the message counts them.
     Raises what `submit` raises.
     """
-    from .errors import SchedulerError
-    from .jobs.handle import Job, submit_spec
-    from .jobs.submit import admit, create_records, send
-    from .target import Sweeps
-
     store = store or Store.default()
     resolved, job_specs = _prepare(jobs, target_name, store, start)
     if not isinstance(resolved.target, Sweeps):
@@ -128,8 +123,6 @@ def plans(
 def _prepare(
     jobs: Sequence[JobSpec], target_name: str, store: Store, start: str | Path | None
 ) -> tuple[ResolvedTarget, list[JobSpec]]:
-    from .jobs.submit import prepare
-
     resolved, first = prepare(jobs[0], target_name, store, start)
     return resolved, [dataclasses.replace(job, code=first.code, after=first.after, nodes=first.nodes) for job in jobs]
 
@@ -151,8 +144,6 @@ def _check_count(count: int) -> None:
 
 
 def _from_csv(text: str, name: str) -> list[Point]:
-    import csv
-
     rows = csv.reader(text.splitlines(), delimiter="\t" if name.endswith(".tsv") else ",", strict=True)
     try:
         header = next(rows, [])

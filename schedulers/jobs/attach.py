@@ -9,12 +9,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SchedulerError, SpecError, StoreError, UnknownJob
+from ..store.store import CorruptRecord, Record, Store, full_id
 
 if TYPE_CHECKING:
     from ..config.named_targets import ResolvedTarget
     from ..job import Status
-    from ..store.record import CorruptRecord, Record
-    from ..store.store import Store
     from ..target import DiscoveredJob, JobSummary
 
 
@@ -29,8 +28,6 @@ def find_or_attach(
 
     Raises UnknownJob if neither knows it, and the errors of constructing and querying the target.
     """
-    from ..store.store import full_id
-
     try:
         record = store.record(ref)
     except UnknownJob as unknown:
@@ -85,8 +82,6 @@ def _attach(
 
 def _replaces(job: DiscoveredJob | JobSummary, record: Record | CorruptRecord) -> bool:
     """Return True if the record's job is over and the target has since created this one under its id."""
-    from ..store.record import CorruptRecord
-
     if isinstance(record, CorruptRecord) or not record.adopted or not record.status.state.final:
         return False
     return job.native_id != record.native_id and (job.created_at or 0.0) > record.created_at
@@ -118,8 +113,6 @@ def jobs_elsewhere(
 
 
 def _unstored(job: JobSummary, resolved: ResolvedTarget, status: Status) -> Record:
-    from ..store.record import Record
-
     return Record(
         id=job.job_id,
         path="",

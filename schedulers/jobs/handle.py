@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -11,13 +12,13 @@ from ..errors import ConfigError, NotReady, SpecError, StoreNotWritable, SubmitE
 from ..job import Cursor, JobSpec, LogLine, Resources, Retry, State, Status
 from ..store.store import CorruptRecord, Record, Store
 from . import poll as polls
+from .attach import find_or_attach
 from .follow import Backoff, follow, read_once
 from .poll import is_abandoned, poll_all, recover, target_key
 from .submit import admit, create_records, default_name, places, prepare, send
 
 if TYPE_CHECKING:
     from pathlib import Path
-    from threading import Event
 
     from ..job import Entry
     from ..target import Plan, Target
@@ -134,8 +135,6 @@ def find_all(
     options: Mapping[str, Any] | None = None,
 ) -> list[Job]:
     """Return what `find` returns for each of `refs`. Jobs of one target share it and its connections."""
-    from .attach import find_or_attach
-
     store = store or Store.default()
     shared: dict[str, Target] = {}
     jobs = []
@@ -409,7 +408,6 @@ class Job:
     async def wait_async(self, timeout: float | None = None) -> Status:
         """Run `wait` in a thread, which ends within a second of cancellation."""
         import asyncio
-        import threading
 
         stop = threading.Event()
         try:
@@ -427,7 +425,6 @@ class Job:
     ) -> AsyncIterator[LogLine]:
         """Run `logs` in a thread, which ends within a second of closing the iterator."""
         import asyncio
-        import threading
 
         stop = threading.Event()
         lines = self._logs(follow, ranks, since, tail, stop)
@@ -442,7 +439,7 @@ class Job:
             self._cached_target = polls.cached_target(self.record, self._shared)
         return self._cached_target
 
-    def _wait(self, timeout: float | None, stop: Event | None) -> Status:
+    def _wait(self, timeout: float | None, stop: threading.Event | None) -> Status:
         backoff = Backoff(stop, None if timeout is None else time.monotonic() + timeout)
         while True:
             status = self.status()
@@ -499,7 +496,7 @@ class Job:
         ranks: Collection[int] | None,
         since: Cursor | str | float | None,
         tail: int | None,
-        stop: Event | None,
+        stop: threading.Event | None,
     ) -> Iterator[LogLine]:
         cursor = self.cursor(since)
         if not following:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -287,8 +288,6 @@ def grouped(records: Iterable[Record], key: Callable[[Record], str]) -> list[lis
 
 def target_key(record: Record) -> str:
     """Return a key that is the same for records with the same target."""
-    import json
-
     try:
         options = json.dumps(record.options(), sort_keys=True)
     except StoreError:
@@ -298,8 +297,6 @@ def target_key(record: Record) -> str:
 
 def poll_key(record: Record) -> str:
     """Return a key that is the same for records whose backend can be polled for all of them at once."""
-    import json
-
     from ..target import Gathers
 
     kind = installed_kind(record.kind)

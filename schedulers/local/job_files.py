@@ -18,6 +18,7 @@ import json
 import os
 import shlex
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -111,8 +112,6 @@ class JobFiles:
 
     def progress(self) -> Status:
         """Return the live supervisor's last status, with the launcher's current attempt."""
-        import time
-
         read_at = time.time()  # what is written while it is read is newer
         status = self._decoded("local/progress.json", Status.from_json) or Status(state=State.QUEUED)
         return dataclasses.replace(status, attempt=self.attempt(), observed_at=read_at)

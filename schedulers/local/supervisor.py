@@ -42,6 +42,7 @@ from ..processes import (
 from ..store import atomic_files
 from ..store.store import Store
 from .job_files import SCHEMA, JobFiles
+from .target import find_devices
 
 # Bytes that are reserved on the disk before the ranks start, which may fill it.
 _RESULT_ROOM = 1 << 16
@@ -180,8 +181,6 @@ class Supervisor:
 
     def _await_slots(self) -> dict[str, str]:
         """Wait for the job's turn, GPUs and processors; return the environment that makes only those GPUs visible."""
-        from .target import find_devices
-
         self._slots.enqueue()
         devices = find_devices()
         requests = required_slots(self._settings, devices)

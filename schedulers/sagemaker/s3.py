@@ -24,6 +24,7 @@ from .status import Native, describe
 
 _PART = 16 << 20
 _THREADS = 4
+_MISSING = ("404", "NoSuchKey")
 _CONTENT_PREFIX = "accel/content"
 _ORPHAN_S = 7 * 86_400.0
 
@@ -55,22 +56,23 @@ def put_content(aws: Aws, root: str, path: Path, digest: str, on_progress: Calla
     bucket, prefix = split(root)
     key = "/".join(filter(None, (prefix, _CONTENT_PREFIX, digest)))
     size = path.stat().st_size
-    if _is_uploaded(aws, bucket, key, size):
+    # Without permission to list, S3 answers 403 for a missing object: the PUT shows whether writing is allowed.
+    if _size_of(aws, bucket, key, (*_MISSING, "403")) == size:
         return key
     if size <= _PART:
         aws.call("s3", "put_object", Bucket=bucket, Key=key, Body=path.read_bytes())
-        return key
-    _put_parts(aws, bucket, key, path, size, on_progress)
+    else:
+        _put_parts(aws, bucket, key, path, size, on_progress)
     return key
 
 
-def _is_uploaded(aws: Aws, bucket: str, key: str, size: int) -> bool:
+def _size_of(aws: Aws, bucket: str, key: str, missing: Sequence[str]) -> int | None:
+    """Return the size of an object, or None if S3 answers with an error code of `missing`."""
     try:
-        return bool(aws.call("s3", "head_object", Bucket=bucket, Key=key)["ContentLength"] == size)
+        return int(aws.call("s3", "head_object", Bucket=bucket, Key=key)["ContentLength"])
     except AwsError as error:
-        # Without permission to list, S3 answers 403 for a missing object: the PUT shows whether writing is allowed.
-        if error.code in ("404", "403", "NoSuchKey"):
-            return False
+        if error.code in missing:
+            return None
         raise
 
 
@@ -207,15 +209,12 @@ def _fetch_one(aws: Aws, uri: str, partial: Path, name: str) -> bool:
     if uri.endswith("/"):
         return _files(aws, uri, partial / name)
     bucket, key = split(uri)
-    try:
-        head = aws.call("s3", "head_object", Bucket=bucket, Key=key)
-    except AwsError as error:
-        if error.code in ("404", "NoSuchKey"):
-            return False
-        raise
+    size = _size_of(aws, bucket, key, _MISSING)
+    if size is None:
+        return False
     os.makedirs(partial / name)
     archive = partial / f"{name}.tar.gz"
-    _download(aws, bucket, key, archive, int(head["ContentLength"]))
+    _download(aws, bucket, key, archive, size)
     try:
         with tarfile.open(archive, "r:gz") as tar:
             tar.extractall(partial / name, filter="data")

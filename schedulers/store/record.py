@@ -37,13 +37,8 @@ class Event:
     data: Mapping[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True)
-class CorruptRecord:
-    """A job that cannot be read: damaged, or written by a newer accel. Its files are left as they are."""
-
-    id: str
+class _JobDirectory:
     path: str
-    reason: str
 
     @property
     def directory(self) -> Path:
@@ -53,8 +48,17 @@ class CorruptRecord:
         return Path(self.path)
 
 
+@dataclass(frozen=True, kw_only=True)
+class CorruptRecord(_JobDirectory):
+    """A job that cannot be read: damaged, or written by a newer accel. Its files are left as they are."""
+
+    id: str
+    path: str
+    reason: str
+
+
 @dataclass(kw_only=True)
-class Record:
+class Record(_JobDirectory):
     """One job as the store last read it; `reload` and every change read it again.
 
     ended_at:       when the final state was written; None before.
@@ -89,13 +93,6 @@ class Record:
     cancel_requested: bool = False
     incomplete: bool = False
     warning: str = ""
-
-    @property
-    def directory(self) -> Path:
-        """The job's directory."""
-        from pathlib import Path
-
-        return Path(self.path)
 
     def spec(self) -> JobSpec:
         """Return the submitted spec. Raises StoreError if spec.json is missing, damaged or newer."""

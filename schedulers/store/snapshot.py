@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
+import logging
 import os
 import re
 import stat
+import tarfile
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
 from ..errors import SnapshotError, StoreError
 from ..printable import one_line
@@ -19,14 +22,12 @@ from . import atomic_files
 from .record import CorruptRecord, Record
 from .source_files import Entry, list_code
 
-if TYPE_CHECKING:
-    import logging
-    import tarfile
-
 _LARGE_BYTES = 100_000_000
 _MAX_SHOWN = 5
 _ATTEMPTS = 3
 _CHUNK = 1 << 20
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,15 +64,9 @@ def pack(code: Path, home: Path) -> Snapshot:
         with contextlib.suppress(_ChangedError):
             packed = _pack(top, os.path.realpath(home))
             for warning in packed.warnings:
-                _logger().warning("%s", one_line(warning))
+                _logger.warning("%s", one_line(warning))
             return packed
     raise SnapshotError(f"the files in {top} change while they are packed: try again when nothing writes to them")
-
-
-def _logger() -> logging.Logger:
-    import logging
-
-    return logging.getLogger(__name__)
 
 
 def unpack(snapshot: Path, destination: Path) -> None:
@@ -139,8 +134,6 @@ def _pack(top: str, home: str) -> Snapshot:
 
 
 def _digest(entries: Iterable[tuple[Entry, bytes]]) -> str:
-    import hashlib
-
     tree = hashlib.sha256()
     for entry, content in sorted(entries, key=lambda pair: os.fsencode(pair[0].path)):
         tree.update(f"{entry.type} {entry.mode:o} ".encode() + os.fsencode(entry.path) + b"\0" + content)
@@ -148,8 +141,6 @@ def _digest(entries: Iterable[tuple[Entry, bytes]]) -> str:
 
 
 def _content_hash(top: str, entry: Entry) -> bytes:
-    import hashlib
-
     if entry.type != "file":
         return hashlib.sha256(os.fsencode(entry.link)).digest()
     with _open(top, entry) as file:
@@ -191,8 +182,6 @@ def _write(top: str, entries: list[Entry], hashes: list[bytes], directory: str, 
 
 def _write_tar(out: IO[bytes], top: str, entries: list[Entry], hashes: list[bytes]) -> None:
     """Write the same bytes for the same tree: sorted, and without times and owners."""
-    import tarfile
-
     # GNU's format has names as plain bytes, whatever they are.
     with tarfile.open(
         fileobj=out, mode="w", format=tarfile.GNU_FORMAT, encoding="utf-8", errors="surrogateescape"
@@ -217,8 +206,6 @@ class _Hashing:
     """A file that hashes what is read from it, up to the listed size: a log may grow meanwhile, but must not shrink."""
 
     def __init__(self, file: IO[bytes]) -> None:
-        import hashlib
-
         self._file = file
         self._hash = hashlib.sha256()
 
@@ -234,8 +221,6 @@ class _Hashing:
 
 
 def _extract(snapshot: Path, top: str, digest: str) -> None:
-    import tarfile
-
     problem = f"the snapshot {snapshot} is damaged; delete it and submit again"
     try:
         with tarfile.open(snapshot, "r:", encoding="utf-8", errors="surrogateescape") as tar:
@@ -266,8 +251,6 @@ def _members(tar: tarfile.TarFile, max_bytes: int) -> Iterable[tuple[tarfile.Tar
     Raises SnapshotError for one that `pack` does not write, such as a sparse file, which can be larger than the
     archive; ReadError for files of more than `max_bytes` bytes together.
     """
-    import tarfile
-
     remaining = max_bytes
     for info in tar:
         parts = info.name.split("/")
@@ -291,8 +274,6 @@ def _members(tar: tarfile.TarFile, max_bytes: int) -> Iterable[tuple[tarfile.Tar
 
 def _member(tar: tarfile.TarFile, info: tarfile.TarInfo, entry: Entry, top: str) -> bytes:
     """Write a file or an empty directory, and return the hash of its content."""
-    import hashlib
-
     content = hashlib.sha256(os.fsencode(entry.link))
     if entry.type == "directory":
         os.mkdir(_with_parents(top, entry.path), entry.mode | 0o700)

@@ -7,6 +7,7 @@ import os
 import posixpath
 import re
 import stat
+import subprocess
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +17,6 @@ from ..errors import SnapshotError
 from . import paths as store_paths
 
 if TYPE_CHECKING:
-    import subprocess
-
     from pathspec import GitIgnoreSpec
 
 
@@ -309,8 +308,6 @@ def _git_list(top: str, *options: str) -> list[str]:
 
 
 def _run_git(top: str, *arguments: str) -> subprocess.CompletedProcess[bytes]:
-    import subprocess
-
     # fsmonitor is a command out of the repository's own configuration.
     command = ["git", "-c", "core.fsmonitor=false", "-C", top, *arguments]
     return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, env=git_environment())

@@ -60,28 +60,26 @@ class Bucket:
         self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
         try:
             from google.cloud import storage
+            from google.cloud.storage.retry import DEFAULT_RETRY
         except ImportError:
             raise BucketError(
                 f"{uri}: google-cloud-storage is not installed: pip install 'accel-launch[gcs]'"
             ) from None
+        self._retry = DEFAULT_RETRY
         with self._translated_errors():
             self._bucket = storage.Client().bucket(name)
 
     def put(self, name: str, path: str) -> None:
         """Upload a file. Raises FileNotFoundError if it no longer exists."""
-        from google.cloud.storage.retry import DEFAULT_RETRY
-
         with self._translated_errors(FileNotFoundError):
-            self._bucket.blob(self._prefix + name).upload_from_filename(path, retry=DEFAULT_RETRY)
+            self._bucket.blob(self._prefix + name).upload_from_filename(path, retry=self._retry)
 
     def put_manifest(self, name: str, content: bytes, nodes: int) -> None:
         """Upload the manifest, which completes the copy of one of `nodes` hosts."""
-        from google.cloud.storage.retry import DEFAULT_RETRY
-
         with self._translated_errors():
             blob = self._bucket.blob(self._prefix + name)
             blob.metadata = {"nodes": str(nodes)}
-            blob.upload_from_string(content, "application/json", retry=DEFAULT_RETRY)
+            blob.upload_from_string(content, "application/json", retry=self._retry)
 
     def get(self, name: str, path: str) -> None:
         os.makedirs(os.path.dirname(path), exist_ok=True)

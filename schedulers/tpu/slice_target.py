@@ -15,14 +15,14 @@ from ..hosts.jobs.target import HostsTarget
 from ..job import JobSpec, Status
 from ..target import Plan, TargetContext
 from . import options as tpu_options
+from . import slices
+from .api import Api
 from .options import TpuOptions
 
 if TYPE_CHECKING:
     from ..hosts.facts import HostRequirements
     from ..hosts.host_list import Host
     from ..hosts.jobs.status import Hosts
-    from .api import Api
-    from .slices import Slice
 
 
 _METADATA = "169.254.169.254"  # of each host: https://cloud.google.com/compute/docs/metadata/querying-metadata
@@ -112,8 +112,6 @@ class SliceTarget(HostsTarget):
 
     def _candidate_hosts(self, code: str) -> list[Host]:
         """Return the slice's workers, with their current addresses and keys."""
-        from . import slices
-
         api, options = self._api, self._options
         tpu = slices.ready_slice(self._slice(), options, api.label)
         if options.transport == "gcloud":
@@ -175,14 +173,10 @@ class SliceTarget(HostsTarget):
                 f"target {self.name}: --nodes {requested}: {self._options.name} has {len(hosts)} hosts; leave it out"
             )
         if self._options.transport == "ssh":
-            from .slices import install_key
-
-            install_key(self._api, str(self._options.name), self._hosts.pool, hosts)
+            slices.install_key(self._api, str(self._options.name), self._hosts.pool, hosts)
         return len(hosts)
 
-    def _slice(self) -> Slice | None:
-        from . import slices
-
+    def _slice(self) -> slices.Slice | None:
         for key in ("zone", "name"):
             if getattr(self._options, key) is None:
                 raise SpecError(f"target {self.name}: no {key} of a slice: set it in accel.yaml, or --option {key}=…")
@@ -191,8 +185,6 @@ class SliceTarget(HostsTarget):
 
     def _status_if_over(self) -> Status | None:
         """Return how jobs on unreachable hosts have ended, or None if that is unknown."""
-        from . import slices
-
         try:
             return slices.status_if_over(self._slice(), self._options)
         except SchedulerError:
@@ -206,8 +198,6 @@ class SliceTarget(HostsTarget):
 
     @functools.cached_property
     def _api(self) -> Api:
-        from .api import Api
-
         return Api(self._options, self.name)
 
     @property
