@@ -296,7 +296,9 @@ def end_all(find_pids: Callable[[], Iterable[int]], *, grace_s: float) -> None:
     while live_pids := set(find_pids()):
         grace_over = time.monotonic() >= deadline
         for pid in live_pids if grace_over else live_pids - signalled:
-            _kill(pid, signal.SIGKILL if grace_over else signal.SIGTERM)
+            # Gone, or a set-user-id program that only root may end.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL if grace_over else signal.SIGTERM)
         signalled |= live_pids
         time.sleep(_POLL_S)
         _collect_children()
@@ -306,13 +308,6 @@ def _collect_children() -> None:
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
-
-
-def _kill(pid: int, signum: int) -> None:
-    try:
-        os.kill(pid, signum)
-    except (ProcessLookupError, PermissionError):  # gone, or a set-user-id program that only root may end
-        return
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,8 @@ class YamlFile:
         for key, value in _pairs(node):
             line = key.start_mark.line + 1
             first_line, first_value = first_seen.setdefault((key.tag, str(key.value)), (line, value))
-            if first_value is not value and not _is_same_scalar(value, first_value):
+            same = isinstance(value, ScalarNode) and (value.tag, value.value) == (first_value.tag, first_value.value)
+            if first_value is not value and not same:
                 raise ConfigError(f"{self.shown}:{line}: key {key.value!r} is already on line {first_line}")
 
     def _find(self, path: Sequence[Step]) -> Node | None:
@@ -155,10 +156,6 @@ class _Loader(yaml.SafeLoader):
 
 def _pairs(node: Node | None) -> list[tuple[Node, Node]]:
     return list(node.value) if isinstance(node, MappingNode) else []
-
-
-def _is_same_scalar(node: Node, other: Node) -> bool:
-    return isinstance(node, ScalarNode) and (node.tag, node.value) == (other.tag, other.value)
 
 
 def _items(node: Node | None) -> list[Node]:

@@ -81,6 +81,9 @@ class JobPlacement:
     native_id: str
     prefix: str
 
+    def poll(self) -> Status | None:
+        return HostsTarget.poll(self.target, [self.native_id]).get(self.native_id)
+
     def lines(self, since: Cursor) -> Iterator[LogLine]:
         for line in self.target.logs(self.native_id, since.below(self.prefix)):
             yield replace(line, source=self.prefix + line.source)
@@ -178,11 +181,7 @@ class CreatedSlices(SliceTarget):
                 if acquired:
                     return self._step(job_id, state)
             placement = self._current_placement(native_id)
-            status = (
-                None
-                if placement is None
-                else HostsTarget.poll(placement.target, [placement.native_id]).get(placement.native_id)
-            )
+            status = None if placement is None else placement.poll()
             if status is not None:
                 return replace(status, state=State.RUNNING) if status.state.final else status
             return _queued(state, f"another client waits for {node_id(job_id, state.attempt)}")
@@ -265,9 +264,8 @@ class CreatedSlices(SliceTarget):
         try:
             status = Status.from_json(json.loads(result))
         except ValueError as error:
-            return self._fail(
-                job_id, state, Reason.LOST, f"{message}, and its result in the bucket is damaged: {error}"
-            )
+            message += f", and its result in the bucket is damaged: {error}"
+            return self._fail(job_id, state, Reason.LOST, message)
         finish = self._move_on if status.reason is Reason.PREEMPTED else self._end
         return finish(job_id, state, status)
 
@@ -356,9 +354,8 @@ class CreatedSlices(SliceTarget):
         """Delete the job's slices, unless the last is kept. Return the job's end. Raises Unreachable to try again."""
         status, name = Status.from_json(state.end), node_id(job_id, state.attempt)
         keep_last = self._options.keep and bool(state.ready_at)
-        for attempt in reversed(
-            range(state.attempt + (not keep_last))
-        ):  # the deletion of an earlier one may have failed
+        # All of them: the deletion of an earlier one may have failed.
+        for attempt in reversed(range(state.attempt + (not keep_last))):
             try:
                 self._api_of(state).delete(node_id(job_id, attempt), queued=self._options.queued)
             except api.TpuApiError as error:
@@ -389,11 +386,9 @@ class CreatedSlices(SliceTarget):
 
     def cursor_at(self, native_id: str, when: float) -> Cursor:
         placement = self._current_placement(native_id)
-        return (
-            Cursor()
-            if placement is None
-            else placement.target.cursor_at(placement.native_id, when).under(placement.prefix)
-        )
+        if placement is None:
+            return Cursor()
+        return placement.target.cursor_at(placement.native_id, when).under(placement.prefix)
 
     def tail_at(self, native_id: str, since: Cursor, count: int) -> Cursor | None:
         placement = self._current_placement(native_id)

@@ -143,11 +143,10 @@ class SliceTarget(HostsTarget):
         return ["--tpu", "--tpu_runtime", options.runtime, *(function if options.runtime == "torch_xla" else [])]
 
     def _warnings(self, spec: JobSpec) -> tuple[str, ...]:
-        unused = spec.procs_per_node is not None and self._options.runtime == "torch_xla" and not self._options.cpu
-        messages = (
-            (f"{spec.procs_per_node} processes per node are ignored: torch_xla starts one per chip",) if unused else ()
-        )
-        return (*super()._warnings(spec), *messages)
+        warnings = super()._warnings(spec)
+        if spec.procs_per_node is None or self._options.runtime != "torch_xla" or self._options.cpu:
+            return warnings
+        return (*warnings, f"{spec.procs_per_node} processes per node are ignored: torch_xla starts one per chip")
 
     def _requirements_of_host(self) -> HostRequirements:
         requirements, runtime = super()._requirements_of_host(), self._options.runtime
