@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from .config.named_targets import ResolvedTarget
 from .errors import SchedulerError, SpecError
 from .job import JobSpec
@@ -161,8 +163,6 @@ def _from_csv(text: str, name: str) -> list[Point]:
 
 
 def _from_yaml(text: str, name: str) -> list[Point]:
-    import yaml
-
     try:
         # Every scalar as it is written: 1e-3 stays 1e-3, and no is a word.
         value = yaml.load(text, yaml.BaseLoader)

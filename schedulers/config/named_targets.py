@@ -13,7 +13,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import logging
 import os
+import pwd
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -61,8 +63,6 @@ def find_project_file(start: str) -> tuple[str | None, list[str]]:
 @functools.cache
 def _warn_once(warning: str) -> None:
     """Log the warning once per process."""
-    import logging
-
     logging.getLogger(__name__).warning("%s", one_line(warning))
 
 
@@ -112,8 +112,6 @@ def _foreign(directory: str, path: str) -> str | None:
 
 
 def _user_name(uid: int) -> str:
-    import pwd
-
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
@@ -277,12 +275,8 @@ def _construct(named_target: NamedTarget, jobs: Path, overrides: Mapping[str, An
     def locate(path: tuple[str | int, ...], of_key: bool) -> str:
         if file is None:
             return f"target {named_target.name}"
-        keys = tuple(str(step) for step in path)
-        position = (
-            file.key_location("targets", named_target.name, *keys)
-            if of_key
-            else file.location("targets", named_target.name, *path)
-        )
+        keys = ("targets", named_target.name)
+        position = file.key_location(*keys, *map(str, path)) if of_key else file.location(*keys, *path)
         return f"{position}: target {named_target.name}"
 
     options, plain = make_options(kind.Options, named_target.options, overrides, locate, kind=named_target.kind)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import logging
 import os
 import shutil
 import tarfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ _THREADS = 4
 _MISSING = ("404", "NoSuchKey")
 _CONTENT_PREFIX = "accel/content"
 _ORPHAN_S = 7 * 86_400.0
+progress = logging.getLogger("schedulers.progress")
 
 
 def pack_snapshot(tar: Path) -> Path:
@@ -48,11 +50,8 @@ def pack_snapshot(tar: Path) -> Path:
     return path
 
 
-def put_content(aws: Aws, root: str, path: Path, digest: str, on_progress: Callable[[int, int], None]) -> str:
-    """Upload the file under its digest, and return its key. Resumes an interrupted upload.
-
-    `on_progress` is called with the number of bytes uploaded so far and the total.
-    """
+def put_content(aws: Aws, root: str, path: Path, digest: str) -> str:
+    """Upload the file under its digest, and return its key. Resumes an interrupted upload."""
     bucket, prefix = split(root)
     key = "/".join(filter(None, (prefix, _CONTENT_PREFIX, digest)))
     size = path.stat().st_size
@@ -62,7 +61,7 @@ def put_content(aws: Aws, root: str, path: Path, digest: str, on_progress: Calla
     if size <= _PART:
         aws.call("s3", "put_object", Bucket=bucket, Key=key, Body=path.read_bytes())
     else:
-        _put_parts(aws, bucket, key, path, size, on_progress)
+        _put_parts(aws, bucket, key, path, size)
     return key
 
 
@@ -76,12 +75,14 @@ def _size_of(aws: Aws, bucket: str, key: str, missing: Sequence[str]) -> int | N
         raise
 
 
-def _put_parts(aws: Aws, bucket: str, key: str, path: Path, size: int, on_progress: Callable[[int, int], None]) -> None:
+def _put_parts(aws: Aws, bucket: str, key: str, path: Path, size: int) -> None:
     upload, etags = _resumable_upload(aws, bucket, key, size)
     parameters = {"Bucket": bucket, "Key": key, "UploadId": upload}
     count = -(-size // _PART)
     sizes = [min(_PART, size - (number - 1) * _PART) for number in etags]
-    on_progress(sum(sizes), size)
+
+    def log_progress() -> None:
+        progress.info("uploading the code: %.0f of %.0f MB", sum(sizes) / 1e6, size / 1e6)
 
     def put(number: int) -> None:
         with open(path, "rb") as file:
@@ -89,8 +90,9 @@ def _put_parts(aws: Aws, bucket: str, key: str, path: Path, size: int, on_progre
             data = file.read(_PART)
         etags[number] = aws.call("s3", "upload_part", **parameters, PartNumber=number, Body=data)["ETag"]
         sizes.append(len(data))
-        on_progress(sum(sizes), size)
+        log_progress()
 
+    log_progress()
     with ThreadPoolExecutor(max_workers=_THREADS, thread_name_prefix="upload") as pool:
         list(pool.map(put, [number for number in range(1, count + 1) if number not in etags]))
     parts = [{"PartNumber": number, "ETag": etags[number]} for number in sorted(etags)]

@@ -87,7 +87,9 @@ def unpack(snapshot: Path, destination: Path) -> None:
         try:
             os.makedirs(temporary, mode=0o700)
             _extract(snapshot, temporary, digest)
-            _replace(marker, digest.encode())
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(marker)
+            atomic_files.create_file(marker, digest.encode())
             os.rename(temporary, destination)
         except BaseException:
             atomic_files.remove_tree(temporary)
@@ -292,12 +294,6 @@ def _with_parents(top: str, path: str) -> str:
     full_path = os.path.join(top, path)
     os.makedirs(os.path.dirname(full_path), exist_ok=True)
     return full_path
-
-
-def _replace(path: str, data: bytes) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
-    atomic_files.create_file(path, data)
 
 
 def _size_warning(top: str, entries: list[Entry]) -> list[str]:

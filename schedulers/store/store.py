@@ -199,7 +199,8 @@ class Store:
             _reject_live(records, requested)
         needed = {job_id for record in records if not record.status.state.final for job_id in record.after}
         finished = [r for r in records if r.status.state.final and r.id not in needed]
-        chosen = {r.id for r in finished[keep or 0 :] if older_than_s is None or _age(r) > older_than_s}
+        cutoff = float("inf") if older_than_s is None else time.time() - older_than_s
+        chosen = {r.id for r in finished[keep or 0 :] if (r.ended_at or r.created_at) < cutoff}
         if requested is not None:
             chosen = {r.id for r in all_records if force or r.id in chosen or isinstance(r, CorruptRecord)} & requested
         chosen_ids = sorted(chosen, reverse=True)
@@ -275,10 +276,6 @@ def _reject_live(records: Iterable[Record], requested: set[str]) -> None:
     dependents = {job_id: record.id for record in live.values() for job_id in record.after}
     for job_id in sorted(requested & dependents.keys()):
         raise StoreError(f"job {job_id} is still needed: {dependents[job_id]} runs after it")
-
-
-def _age(record: Record) -> float:
-    return time.time() - (record.ended_at or record.created_at)
 
 
 def full_id(ref: str) -> str | None:

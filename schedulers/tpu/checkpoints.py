@@ -187,9 +187,8 @@ class Uploads:
         for folder in self._complete_folders():
             try:
                 content = _read(os.path.join(folder, MANIFEST))
-                save = Save(
-                    os.path.relpath(folder, self._own_folder).replace(os.sep, "/"), str(json.loads(content)["save"])
-                )
+                path = os.path.relpath(folder, self._own_folder).replace(os.sep, "/")
+                save = Save(path, str(json.loads(content)["save"]))
                 if save not in self._done:
                     self._upload(save, folder, content)
             except (FileNotFoundError, ValueError, KeyError):
@@ -202,12 +201,9 @@ class Uploads:
         sizes = self._bucket.sizes(destination)
         if f"{destination}/{MANIFEST}" not in sizes:
             pending = [name for name, size in _files(content).items() if sizes.get(f"{destination}/{name}") != size]
+            objects = [f"{destination}/{name}" for name in pending]
             with ThreadPoolExecutor(_MAX_WORKERS) as pool:
-                list(
-                    pool.map(
-                        lambda name: self._bucket.put(f"{destination}/{name}", os.path.join(folder, name)), pending
-                    )
-                )
+                list(pool.map(self._bucket.put, objects, [os.path.join(folder, name) for name in pending]))
             if _read(os.path.join(folder, MANIFEST)) != content:
                 return  # another save took its place: files of both may have been read
             self._bucket.put_manifest(f"{destination}/{MANIFEST}", content, self._nodes)

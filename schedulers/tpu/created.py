@@ -28,7 +28,7 @@ from ..store import atomic_files
 from ..target import CheckReport, DiscoveredJob, JobSummary, Plan, TargetContext
 from . import api, slices
 from . import options as tpu_options
-from .node_request import body, node_id, result_url
+from .api import node_id, result_url
 from .slice_target import CODE, SliceTarget
 
 _RETRY_PAUSES_S = (5.0, 300.0)  # after a stockout: first, last
@@ -539,7 +539,7 @@ class CreatedSlices(SliceTarget):
 
     def _body(self, job_id: str, attempt: int, project: str, script: str) -> dict[str, Any]:
         parent = f"projects/{project}/locations/{self._options.zone}"
-        return body(self._options, job_id, attempt, parent=parent, endpoint=api.endpoint(), script=script)
+        return api.request_body(self._options, job_id, attempt, parent=parent, script=script)
 
     def _plan(self, job_id: str) -> Plan:
         return Plan.from_json((atomic_files.read_document(self._file(job_id, "plan.json")) or {}).get("plan"))

@@ -149,15 +149,14 @@ class SliceTarget(HostsTarget):
         return (*warnings, f"{spec.procs_per_node} processes per node are ignored: torch_xla starts one per chip")
 
     def _requirements_of_host(self) -> HostRequirements:
-        requirements, runtime = super()._requirements_of_host(), self._options.runtime
-        if self._options.checkpoint_uri is not None:
-            requirements = replace(
-                requirements, packages={**requirements.packages, "google-cloud-storage": "google.cloud.storage"}
-            )
-        if self._options.cpu:
-            return requirements
-        python = _TORCH_TPU_PYTHON if runtime == "torch_tpu" else requirements.python
-        return replace(requirements, python=python, packages={**requirements.packages, runtime: runtime})
+        requirements, options = super()._requirements_of_host(), self._options
+        packages, python = dict(requirements.packages), requirements.python
+        if options.checkpoint_uri is not None:
+            packages["google-cloud-storage"] = "google.cloud.storage"
+        if not options.cpu:
+            packages[options.runtime] = options.runtime
+            python = _TORCH_TPU_PYTHON if options.runtime == "torch_tpu" else python
+        return replace(requirements, python=python, packages=packages)
 
     def _check(self, spec: JobSpec) -> None:
         tpu_options.check_job(spec, self._options, self.name)
