@@ -26,7 +26,7 @@ class YamlFile:
         text = read_text(path)
         loader = yaml.SafeLoader("")
         try:
-            loader = _Loader(text)
+            loader = _YamlLoader(text)
             node = loader.get_single_node()
             self.root: Node | None = node
             if node is not None:
@@ -140,7 +140,7 @@ def format_path(path: str) -> str:
     return path if relative.startswith("..") else relative
 
 
-class _Loader(yaml.SafeLoader):
+class _YamlLoader(yaml.SafeLoader):
     """PyYAML's pure Python loader: the C one counts lines differently for some errors.
 
     A value that cannot be constructed, such as the date `2024-13-99`, is an error with its line.

@@ -180,7 +180,7 @@ def is_named_image(image: str) -> bool:
 
 
 def image_address(image: str, region: str, instance_type: str, subject: str) -> str:
-    """Return the address of an image: itself, or that of `pytorch:VERSION` in the region. Raises SpecError."""
+    """Return the address of an image. For `pytorch:VERSION`, it depends on the region. Raises SpecError."""
     if not is_named_image(image):
         return image
     version = image.removeprefix(_NAMED)

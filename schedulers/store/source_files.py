@@ -263,7 +263,7 @@ def _real_directories(top: str) -> Callable[[str], bool]:
 
 
 def _git_files(top: str, warnings: list[str]) -> dict[str, bool] | None:
-    """Return the files that git tracks (True) or would track, with those of nested repositories; None without git."""
+    """Return the files that git tracks (True) or would track, nested repositories included; None without git."""
     directories = [top, *map(str, Path(top).parents)]
     if not any(os.path.lexists(os.path.join(directory, ".git")) for directory in directories):
         return None
