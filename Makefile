@@ -20,7 +20,7 @@ demo: $(VENV)/.installed-demo
 	$(BIN)/accel status @last
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m tests.rerun $(PYTEST_FLAGS) --durations 50 -m "not long"
+	$(BIN)/python -m tests.rerun $(PYTEST_FLAGS) --durations 120 -m "not long"
 
 test-all: $(VENV)/.installed-dev
 	$(BIN)/python -m tests.rerun $(PYTEST_FLAGS) --durations 50

@@ -11,14 +11,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-# The job's id, in the environment of its supervisor and of everything that the job starts.
-JOB_MARK = "ACCEL_JOB_ID"
-
-PR_SET_PDEATHSIG = 1
-PR_SET_CHILD_SUBREAPER = 36
+from .node import process_table
+from .node.process_table import JOB_MARK as JOB_MARK
+from .node.process_table import OTHERS_S, Row, may_signal, others_warning
+from .node.process_table import adopt_orphans as adopt_orphans
+from .node.process_table import as_exit_code as as_exit_code
+from .node.process_table import die_with_parent as die_with_parent
 
 _POLL_S = 0.02
-_OTHERS_S = 5.0  # for which processes of other users may take to end by themselves
 
 
 def signal_name(number: int) -> str:
@@ -148,7 +148,7 @@ class Identity:
 
 def _started(pid: int) -> str | None:
     if sys.platform == "linux":
-        fields = _stat(pid)
+        fields = process_table.stat(pid)
         return None if fields is None or fields[0] in b"ZX" else f"{_boot()}.{fields[19].decode()}"
     import psutil
 
@@ -175,35 +175,12 @@ def python_module(name: str, *arguments: str) -> list[str]:
     return [sys.executable, "-c", code + run, *arguments]
 
 
-def die_with_parent(signum: int = signal.SIGKILL, parent: int | None = None) -> None:
-    """Have the kernel send `signum` to this process when its parent's thread ends (Linux: PR_SET_PDEATHSIG).
-
-    `parent`: the pid of the process that started this one; if it ended before this call, this process exits now.
-    """
-    _prctl(PR_SET_PDEATHSIG, signum)
-    if parent is not None and os.getppid() != parent:
-        os._exit(128 + signum)
-
-
 def wake_pipe() -> tuple[int, int]:
     """Return a pipe for `signal.set_wakeup_fd` and `select`. Both ends are non-blocking and closed on exec."""
     read_fd, write_fd = os.pipe()
     os.set_blocking(read_fd, False)
     os.set_blocking(write_fd, False)
     return read_fd, write_fd
-
-
-def adopt_orphans() -> None:
-    """Make this process the parent of every descendant whose own parent ends (Linux: PR_SET_CHILD_SUBREAPER)."""
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)
-
-
-def _prctl(option: int, value: int) -> None:
-    if sys.platform == "linux":
-        import ctypes
-
-        if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
-            raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
 
 
 def descendants(pid: int, *, endable: bool = True) -> list[int]:
@@ -213,7 +190,7 @@ def descendants(pid: int, *, endable: bool = True) -> list[int]:
     is what is below it; one without a readable mark (`env -i`, sudo) is. Processes that only another user may signal
     are returned instead with `endable` off.
     """
-    children: dict[int, list[_Row]] = {}
+    children: dict[int, list[Row]] = {}
     for row in _table():
         children.setdefault(row.parent, []).append(row)
     own_marks = ("", os.environ.get(JOB_MARK, ""))
@@ -225,7 +202,7 @@ def descendants(pid: int, *, endable: bool = True) -> list[int]:
                 pending.append(row.pid)
             elif _variable(row.pid, JOB_MARK) in own_marks:
                 pending.append(row.pid)
-                if _may_signal(row.pid) is endable:
+                if may_signal(row.pid) is endable:
                     descendant_pids.append(row.pid)
     return descendant_pids
 
@@ -233,26 +210,15 @@ def descendants(pid: int, *, endable: bool = True) -> list[int]:
 def not_ended(pid: int) -> str:
     """Return a warning that names the processes of this job below `pid` which only another user may end; else ''.
 
-    They have `_OTHERS_S` seconds to end by themselves.
+    They have `OTHERS_S` seconds to end by themselves.
     """
-    deadline = time.monotonic() + _OTHERS_S
+    deadline = time.monotonic() + OTHERS_S
     while others := descendants(pid, endable=False):
         if time.monotonic() >= deadline:
-            numbers = ", ".join(map(str, sorted(others)))
-            return f"processes of the job still run that only another user may end: {numbers}"
+            return others_warning(others)
         time.sleep(_POLL_S)
         _collect_children()
     return ""
-
-
-def _may_signal(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except PermissionError:  # a set-user-id program
-        return False
-    except ProcessLookupError:
-        pass
-    return True
 
 
 def in_sessions(sessions: Iterable[int]) -> list[int]:
@@ -310,49 +276,22 @@ def _collect_children() -> None:
             pass
 
 
-@dataclass(frozen=True)
-class _Row:
-    """One line of the system's process table."""
-
-    pid: int
-    parent: int
-    session: int
-    alive: bool
+def _table() -> Iterator[Row]:
+    return process_table.rows() if sys.platform == "linux" else _table_by_psutil()
 
 
-def _table() -> Iterator[_Row]:
-    if sys.platform != "linux":
-        yield from _table_by_psutil()
-        return
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            fields = _stat(int(name))
-            if fields is not None:
-                yield _Row(int(name), int(fields[1]), int(fields[3]), fields[0] not in b"ZX")
-
-
-def _table_by_psutil() -> Iterator[_Row]:
+def _table_by_psutil() -> Iterator[Row]:
     import psutil
 
     for process in psutil.process_iter():
         try:
             alive = process.status() != psutil.STATUS_ZOMBIE
-            yield _Row(process.pid, process.ppid(), os.getsid(process.pid), alive)
+            yield Row(process.pid, process.ppid(), os.getsid(process.pid), alive, b"")
         except (psutil.Error, OSError):
             continue
 
 
-def _stat(pid: int) -> list[bytes] | None:
-    """Return the fields of /proc/PID/stat (man 5 proc) from the third one, the state."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()
-    except OSError:
-        return None
-
-
 def _variable(pid: int, name: str) -> str:
-    """Return the variable in the environment that the process was started (by exec) with; "" if it cannot be read."""
     if sys.platform != "linux":
         import psutil
 
@@ -360,10 +299,4 @@ def _variable(pid: int, name: str) -> str:
             return str(psutil.Process(pid).environ().get(name, ""))
         except (psutil.Error, OSError):
             return ""
-    prefix = os.fsencode(f"{name}=")
-    try:
-        with open(f"/proc/{pid}/environ", "rb") as file:
-            entries = [entry for entry in file.read().split(b"\0") if entry.startswith(prefix)]
-    except OSError:
-        return ""
-    return os.fsdecode(entries[0][len(prefix) :]) if entries else ""
+    return process_table.variable(pid, name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -111,3 +112,18 @@ class Status:
             observed_at=as_timestamp(data.get("observed_at", 0.0), "observed_at"),
             details=details,
         )
+
+    @classmethod
+    def of_result(cls, document: object, place: str = "") -> Status:
+        """Return the final status of a job from its result (parsed JSON), or `failed (lost)` for a damaged one.
+
+        place: where the result was read, for the message, such as " on node1".
+        """
+        try:
+            status = cls.from_json(document)
+            if status.state.final:
+                return status
+        except ValueError:
+            pass
+        message = f"its result{place} cannot be read: {json.dumps(document)[:200]}"
+        return cls(state=State.FAILED, reason=Reason.LOST, message=message)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 from .convert import convert
-from .errors import ConfigError, SchedulerError, SpecError, UnknownTarget, nearest
+from .errors import ConfigError, SchedulerError, SpecError, UnknownTarget, Unreachable, nearest
 from .job import Cursor, JobSpec, LogLine, Status
 from .printable import one_line
 
@@ -83,6 +83,13 @@ def parse_ids(parse: Callable[[str], T], native_ids: Sequence[str]) -> tuple[dic
         except SchedulerError as error:
             errors[native_id] = str(error)
     return parsed, errors
+
+
+def require_answers(statuses: Mapping[str, Status], unreachable: Mapping[str, str]) -> Mapping[str, Status]:
+    """Return the statuses of a poll. Raises Unreachable, with them, if some jobs (native id -> why) have none."""
+    if unreachable:
+        raise Unreachable("; ".join(dict.fromkeys(unreachable.values())), answers=statuses, silent=unreachable)
+    return statuses
 
 
 class Target(Protocol):
@@ -260,6 +267,17 @@ class Sweeps(Target, Protocol):
 
         Returns, in the order of the plans, the native id, or for a job that was not submitted the error that `submit`
         would raise. Raises errors that concern all of the jobs.
+        """
+
+
+@runtime_checkable
+class LimitsSweeps(Sweeps, Protocol):
+    """A target whose backend limits the number of jobs in one request."""
+
+    def admit_many(self, count: int) -> None:
+        """Check the number of a sweep's jobs after `Identifies.backends` and before they are recorded.
+
+        Raises SpecError if the backend would refuse them; none is then recorded.
         """
 
 

@@ -13,7 +13,7 @@ import mmap
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,6 +21,8 @@ from accel.checkpoint.durable import Digest, DurableFile, write_durably
 from accel.errors import CheckpointError
 from accel.parallel.shares import is_sharded
 from accel.pytree import map_nested
+
+T = TypeVar("T")
 
 TYPES = {
     torch.float64: "F64",
@@ -55,28 +57,36 @@ def write_tensors(
     """Write ``tensors`` as a safetensors file, one at a time, without a second copy of them all.
 
     Memory that several names share (tied weights) is written under the first; the header lists the others.
-    ``fetch`` is called with each tensor in order, and its result is written instead.
+    ``fetch`` is called with each tensor in the order of `file_order`, and its result is written instead.
     """
     unique, aliases = untie(tensors)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {}), **aliases}}
+    offsets: dict[str, list[int]] = {}
     end = 0
-    for name, tensor in unique.items():
+    for name, tensor in file_order(unique).items():
         start, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {
-            "dtype": _type_name(path, name, tensor),
-            "shape": list(tensor.shape),
-            "data_offsets": [start, end],
-        }
+        offsets[name] = [start, end]
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {}), **aliases}}
+    for name, tensor in unique.items():
+        kind = _type_name(path, name, tensor)
+        header[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": offsets[name]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
 
     def fill(file: DurableFile) -> None:
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
-        for tensor in unique.values():
+        for tensor in file_order(unique).values():
             _write_elements(file, tensor if fetch is None else fetch(tensor))
 
     return write_durably(path, fill)
+
+
+def file_order(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return ``tensors`` as they follow each other in a file: by falling element size, so that each is aligned.
+
+    The format allows no gaps between them.
+    """
+    return dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
 
 
 def _write_elements(file: DurableFile, tensor: torch.Tensor) -> None:
@@ -169,7 +179,7 @@ def _map_tensors(path: Path, header: Mapping[str, Any], start: int) -> dict[str,
 def _view(storage: Any, first: int, stop: int, kind: torch.dtype, shape: torch.Size) -> torch.Tensor:
     if first % kind.itemsize:  # other writers need not align tensors
         piece = torch.empty(0, dtype=torch.uint8).set_(storage, first, (stop - first,), (1,))
-        return piece.clone().view(kind).reshape(shape)
+        return in_memory(piece.clone().view(kind).reshape(shape))
     strides = torch.empty(shape, device="meta").stride()
     return torch.empty(0, dtype=kind).set_(storage, first // kind.itemsize, shape, strides)
 
@@ -183,12 +193,33 @@ def _madvise() -> Callable[[int, int, int], int] | None:
     return function  # type: ignore[no-any-return]
 
 
+# The addresses of tensors read from a file that are no memory maps: to evict them would clear memory of this process.
+# An address that a memory map gets later only keeps its pages.
+_in_memory: set[int] = set()
+
+
+def in_memory(state: T) -> T:
+    """Return ``state`` as it is; `evict` ignores the tensors in it from now on, as they are not memory-mapped."""
+
+    def note(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
+            _in_memory.add(leaf.untyped_storage().data_ptr())
+        return leaf
+
+    map_nested(note, state)
+    return state
+
+
 def _advise(mapped: torch.Tensor, advice: int) -> None:
     advise = _madvise()
-    if advise is not None and mapped.numel():
+    if advise is None or mapped.layout is not torch.strided or not mapped.numel():
+        return
+    storage = mapped.untyped_storage()
+    if storage.data_ptr() not in _in_memory:
         start = mapped.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
-        end = mapped.data_ptr() + mapped.numel() * mapped.element_size()
-        advise(start, end - start, advice)
+        # An expanded tensor has more elements than its storage.
+        size = min(mapped.numel() * mapped.element_size(), storage.data_ptr() + storage.nbytes() - mapped.data_ptr())
+        advise(start, mapped.data_ptr() + size - start, advice)
 
 
 def prefetch(mapped: torch.Tensor) -> None:

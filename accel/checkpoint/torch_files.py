@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from accel.checkpoint.durable import Digest, write_durably
+from accel.checkpoint.tensors import in_memory
 from accel.collectives.rng import device_rng_state, host_rng_state, set_device_rng_state, set_host_rng_state
 from accel.errors import CheckpointError
 
@@ -60,7 +61,7 @@ def read_object(path: Path, *, mapped: bool = False, allowed: Iterable[Any] = ()
         raise CheckpointError(f"{path} is missing") from error
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
         if mapped and not _is_archive(path):
-            return read_object(path, allowed=allowed, **options)
+            return in_memory(read_object(path, allowed=allowed, **options))
         raise CheckpointError(f"{path} cannot be loaded: {str(error).splitlines()[0]}") from error
 
 

@@ -23,7 +23,7 @@ from accel.checkpoint.file_names import (
     numbered_name,
     shard_name,
 )
-from accel.checkpoint.tensors import read_tensors, untie, write_tensors
+from accel.checkpoint.tensors import file_order, read_tensors, untie, write_tensors
 from accel.checkpoint.torch_files import numpy_types, read_object, replacing, write_bytes, write_object
 from accel.errors import ArgumentError, CheckpointError
 from accel.parallel.shares import full_tensor, is_sharded
@@ -141,7 +141,7 @@ def save_sharded_weights(state: Mapping[str, Any], folder: Path, max_shard_size:
     max_bytes = size_in_bytes(max_shard_size)
     _refuse_objects(state)
     unique, _ = untie(state)
-    remaining = iter([value for part in shards(unique, max_bytes) for value in part.values()])
+    remaining = iter([value for part in shards(unique, max_bytes) for value in file_order(part).values()])
     try:
         refuse_unsavable(state, folder, max_shard_size, True)
         if writes:

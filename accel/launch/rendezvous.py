@@ -18,6 +18,8 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 
+from schedulers.node.listen import listen
+
 from .errors import LaunchError, RendezvousFailed
 from .incarnation import Incarnation, latest_attempt
 from .peers import LINGER_S, LOST_AFTER_S, Peers, StoreSilent, StoreWithTimeout
@@ -25,6 +27,7 @@ from .peers import LINGER_S, LOST_AFTER_S, Peers, StoreSilent, StoreWithTimeout
 LOOPBACK = "127.0.0.1"
 DEFAULT_TIMEOUT_S = 300.0
 _SLICE_S = 0.25
+_BACKLOG = 2048  # of connections that a store of one machine has not accepted yet
 _SERVICE_S = 30.0
 _REMEDY = "Is the launch running there, and the port open between the machines?"
 _STORE_TIMEOUT = timedelta(seconds=60)
@@ -168,12 +171,8 @@ class GangRendezvous(Peers):
         return store
 
     def _listen(self, port: int) -> socket.socket:
-        dual_stack = self._nodes > 1 and socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if dual_stack else socket.AF_INET
         try:
-            return socket.create_server(
-                ("" if self._nodes > 1 else LOOPBACK, port), family=family, backlog=2048, dualstack_ipv6=dual_stack
-            )
+            return listen(port) if self._nodes > 1 else socket.create_server((LOOPBACK, port), backlog=_BACKLOG)
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise LaunchError(

@@ -5,16 +5,18 @@ from __future__ import annotations
 import functools
 import importlib.resources
 import io
+import os
 import zipfile
 from collections.abc import Mapping
 
 from .errors import RemoteError, one_line
-from .remote_files import host_program, host_programs, program_call
+from .remote_files import JOBS, host_program, host_programs, program_call
 from .transport import Remote
 
 PROGRAM = "supervisor.pyz"
 _PACKAGE = "schedulers.hosts.supervisor"
 _CALL = "main(*sys.argv[1:])"
+_IMPORTED = ("listen", "logs", "process_table", "redaction")  # of `schedulers.node`
 _START_S = 60.0
 _DATE = (1980, 1, 1, 0, 0, 0)
 
@@ -30,10 +32,12 @@ def pack(module: str, call: str) -> bytes:
 
     `call` is the expression that calls its `main`.
     """
-    folder, package = importlib.resources.files(module), module.rpartition(".")[2]
-    sources = {f"{package}/{file.name}": file.read_bytes() for file in folder.iterdir() if file.name.endswith(".py")}
-    sources |= {f"{name}.py": host_program(name) for name in ("logs", "redaction")}
-    main = f"import sys\nfrom {package}.main import main\n{call}\n"
+    files, folder = importlib.resources.files(module).iterdir(), module.replace(".", "/")
+    sources = {f"{folder}/{file.name}": file.read_bytes() for file in files if file.name.endswith(".py")}
+    sources |= {f"schedulers/node/{name}.py": host_program(name) for name in _IMPORTED}
+    packages = ("schedulers", "schedulers/node", os.path.dirname(folder))
+    sources |= {f"{package}/__init__.py": b"" for package in packages}
+    main = f"import sys\nfrom {module}.main import main\n{call}\n"
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, content in sorted({**sources, "__main__.py": main.encode()}.items()):
@@ -54,7 +58,7 @@ def start(
     from . import replies
 
     steps = [{"op": "start", "nodes": dict(nodes), "secrets": dict(secrets)}]
-    argv, stdin = program_call(python, host_programs("logs", "jobs"), {"root": root, "do": steps})
+    argv, stdin = program_call(python, host_programs(*JOBS), {"root": root, "do": steps})
     completed = remote.run(argv, stdin=stdin, timeout_s=_START_S + len(nodes))
     (problems,) = replies.decode_done(completed.stdout, steps, replies.JOBS, remote.name, completed.stderr)
     return {job: RemoteError(remote.name, one_line(problem)) for job, problem in problems.items()}

@@ -18,7 +18,7 @@ from ..errors import SchedulerError
 from . import replies
 from .errors import RemoteError, one_line
 from .host_list import Host
-from .remote_files import TRANSFER_S, Blob, host_program, program_call, send_blob
+from .remote_files import TRANSFER_S, Blob, host_programs, program_call, send_blob
 from .session import Session
 from .transport import Pool, Remote
 
@@ -133,7 +133,7 @@ class _RelaySession:
         self._name = remote.name
         self._blob = blob
         request = {"root": root, "digest": blob.digest, "size": blob.size, "ports": list(ports), "token": token}
-        argv, stdin = program_call(python, host_program("relay"), request)
+        argv, stdin = program_call(python, host_programs("listen", "relay"), request)
         self._session: Session = remote.open(argv)
         try:
             self._session.write(stdin)

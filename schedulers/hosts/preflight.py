@@ -19,7 +19,7 @@ from .checks import OTHER_PYTHON_HINT, Finding, run_checks
 from .errors import HostKeyRefused, HostUnreachable, LoginRefused, RemoteError, one_line
 from .facts import GB, Facts, HostRequirements, TimedFacts
 from .host_list import Host
-from .remote_files import ROOT, host_program, program_loader
+from .remote_files import ROOT, host_programs, program_loader
 from .session import Session
 from .transport import Outcome, Pool, Remote
 
@@ -106,7 +106,7 @@ class _Probe:
     def __init__(self, remote: Remote, python: str, root: str, requirements: HostRequirements) -> None:
         self._remote = remote
         self._python = python
-        program = host_program("probe")
+        program = host_programs("listen", "probe")
         remote.connection()  # log in first: only the request counts for the clock skew
         sent_at = time.time()
         self._session: Session = remote.open([python, "-c", program_loader(program)])

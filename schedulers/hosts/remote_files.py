@@ -27,6 +27,24 @@ FILE_MODE = 0o600
 TRANSFER_S = 3600.0
 _REPLY_TIMEOUT_S = 60.0
 _CHUNK = 1 << 20
+JOBS = ("logs", "listen", "jobs")  # `node/jobs.py` and its imports, for `host_programs`
+# Makes the sources importable under their own names, in packages without files.
+_IMPORTER = """\
+import sys, types
+def load(name):
+    parent, _, last = name.rpartition(".")
+    if parent and parent not in sys.modules:
+        load(parent)
+    module = sys.modules[name] = types.ModuleType(name)
+    if name in sources:
+        module.__package__ = parent
+        exec(compile(sources[name], name, "exec"), module.__dict__)
+    else:
+        module.__package__, module.__path__ = name, []
+    if parent:
+        setattr(sys.modules[parent], last, module)
+    return module
+"""
 _DONE = dict.fromkeys(("put", "blob", "unpack", "remove"), bool)
 
 
@@ -167,15 +185,9 @@ def host_program(name: str) -> bytes:
 @functools.cache
 def host_programs(*names: str) -> bytes:
     """Join modules into one program, each after those that it imports. The last one's `main` is called."""
-    sources = {name.rpartition(".")[2]: host_program(name).decode() for name in names}
-    code = (
-        "import sys, types\n"
-        f"for name, source in {sources!r}.items():\n"
-        "    module = sys.modules[name] = types.ModuleType(name)\n"
-        "    exec(compile(source, name, 'exec'), module.__dict__)\n"
-        "module.main()\n"
-    )
-    return code.encode()
+    full_names = [f"schedulers.{name if '.' in name else f'node.{name}'}" for name in names]
+    sources = {full: host_program(name).decode() for name, full in zip(names, full_names, strict=True)}
+    return f"{_IMPORTER}sources = {sources!r}\nfor name in sources:\n    module = load(name)\nmodule.main()\n".encode()
 
 
 def _source_name(source: Path | bytes) -> str:

@@ -99,6 +99,11 @@ class SlurmAbout(TypedDict):
     home: str
 
 
+class SlurmCluster(TypedDict):
+    name: str
+    max_array_size: int | None
+
+
 class SlurmCheck(TypedDict):
     version: str
     accounting: bool | str
@@ -130,7 +135,7 @@ SLURM: Mapping[str, Any] = {
     "at": dict[str, Count],
     "tail": list[LogEnd],
     "about": SlurmAbout,
-    "cluster": str,
+    "cluster": SlurmCluster,
     "check": SlurmCheck,
 }
 

@@ -80,9 +80,10 @@ def admit(target: Target, specs: Iterable[JobSpec]) -> None:
 def create_records(store: Store, resolved: ResolvedTarget, jobs: Sequence[tuple[str, JobSpec, Plan]]) -> list[Record]:
     """Record the intent to submit the jobs, with the backend that a submit now would use, if that can tell.
 
-    Raises ConfigError, and records nothing, if the credentials have expired.
+    Raises ConfigError if the credentials have expired, SpecError for a sweep that the backend would refuse as too
+    large, and then records nothing.
     """
-    from ..target import Identifies
+    from ..target import Identifies, LimitsSweeps
 
     backends: Mapping[str, str] = {}
     if isinstance(resolved.target, Identifies):
@@ -92,6 +93,8 @@ def create_records(store: Store, resolved: ResolvedTarget, jobs: Sequence[tuple[
             raise ConfigError(str(error)) from None
         except Unreachable:  # the submit then reports it
             pass
+    if len(jobs) > 1 and isinstance(resolved.target, LimitsSweeps):
+        resolved.target.admit_many(len(jobs))
 
     def create(job: tuple[str, JobSpec, Plan]) -> Record:
         name, kind, backend = resolved.name, resolved.kind, backends.get(job[0], "")

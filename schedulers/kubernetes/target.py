@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ..errors import ConfigError, SchedulerError, SubmitError, Unreachable
 from ..job import Cursor, JobSpec, LogLine, Status
-from ..target import CheckReport, DiscoveredJob, JobSummary, Plan, TargetContext, parse_ids
+from ..target import CheckReport, DiscoveredJob, JobSummary, Plan, TargetContext, parse_ids, require_answers
 from . import cluster_ref, tpu_slices
 from . import options as kubernetes_options
 from .manifests import plan as plans
@@ -118,9 +118,7 @@ class KubernetesTarget:
                 cluster_statuses, problems = {}, dict.fromkeys(map(str, natives), str(error))
             statuses |= cluster_statuses
             unreachable |= problems
-        if unreachable:
-            raise Unreachable("; ".join(dict.fromkeys(unreachable.values())), answers=statuses, silent=unreachable)
-        return statuses
+        return require_answers(statuses, unreachable)
 
     def wait(self, native_id: str, timeout_s: float) -> bool | None:
         """Wait until the job may be over (True) or the timeout (False). Return None if it cannot be watched."""

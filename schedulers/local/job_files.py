@@ -49,12 +49,7 @@ class JobFiles:
         """Write a file atomically: a reader sees the old text or the new."""
         path = self.directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.{os.getpid()}")
-        with open(partial, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
+        atomic_files.replace_file(str(path), text.encode(), durably=True)
 
     def read(self, name: str) -> str | None:
         """Return a file's text, or None if it does not exist."""

@@ -32,6 +32,7 @@ from ..processes import (
     JOB_MARK,
     Identity,
     adopt_orphans,
+    as_exit_code,
     descendants,
     die_with_parent,
     end_all,
@@ -231,11 +232,11 @@ class Supervisor:
             returncode = self._watch(command, None)
             if self._must_end():
                 end_all(lambda: descendants(own_pid), grace_s=_LEFTOVER_GRACE_S)
-                return self._ended("cancelled during its setup", exit_code=_as_exit_code(returncode))
+                return self._ended("cancelled during its setup", exit_code=as_exit_code(returncode))
             if returncode != 0:
                 message = f"the setup command {argv[0]!r} failed with exit code {returncode}"
                 return Status(
-                    state=State.FAILED, reason=Reason.SETUP, exit_code=_as_exit_code(returncode), message=message
+                    state=State.FAILED, reason=Reason.SETUP, exit_code=as_exit_code(returncode), message=message
                 )
         return None
 
@@ -281,20 +282,20 @@ class Supervisor:
         failure = self._files.failure()
         attempt = self._files.attempt()
         if self._must_end() and (self._cancelled or code != 0):
-            return self._ended("cancelled", exit_code=_as_exit_code(code), attempt=attempt)
+            return self._ended("cancelled", exit_code=as_exit_code(code), attempt=attempt)
         if self._timed_out:
             message = f"its time limit of {self._settings['time_limit_s']:g} s was reached"
-            return Status(state=State.FAILED, reason=Reason.TIME_LIMIT, exit_code=_as_exit_code(code), attempt=attempt,
+            return Status(state=State.FAILED, reason=Reason.TIME_LIMIT, exit_code=as_exit_code(code), attempt=attempt,
                           message=message)  # fmt: skip
         if code == 0:
             return Status(state=State.SUCCEEDED, exit_code=0, attempt=attempt)
-        if failure is not None and failure["exit_code"] == _as_exit_code(code):
+        if failure is not None and failure["exit_code"] == as_exit_code(code):
             return Status(state=State.FAILED, reason=Reason(failure["reason"]), exit_code=failure["exit_code"],
                           attempt=attempt, message=_message(failure))  # fmt: skip
         message = self._last_log_line() or f"accel launch ended with exit code {code}"
         if code < 0:  # it could report nothing: its log's last line is a rank's
             message = f"accel launch was killed by {signal_name(-code)}"
-        return Status(state=State.FAILED, reason=self._refusal(), exit_code=_as_exit_code(code), attempt=attempt,
+        return Status(state=State.FAILED, reason=self._refusal(), exit_code=as_exit_code(code), attempt=attempt,
                       message=message.removeprefix("accel launch: "))  # fmt: skip
 
     def _refusal(self) -> Reason:
@@ -343,10 +344,6 @@ def _message(failure: dict[str, Any]) -> str:
     message = str(failure["message"])
     text = message if message.startswith(subject) else f"{subject}: {message}"
     return f"{text} ({failure['cause']})" if failure["cause"] else text
-
-
-def _as_exit_code(code: int) -> int:
-    return code if code >= 0 else 128 - code
 
 
 def main(directory: str) -> NoReturn:

@@ -19,7 +19,7 @@ from ..job import Cursor, JobSpec, LogLine, Reason, Resources, State, Status
 from ..node.logs import last_line
 from ..processes import JOB_MARK, end_all, python_module, with_variable
 from ..store import atomic_files, log_lines
-from ..target import Plan, TargetContext
+from ..target import Plan, TargetContext, require_answers
 from .job_files import SCHEMA, JobFiles
 
 _LOOK_S = 0.25
@@ -124,9 +124,7 @@ class LocalTarget:
                 continue
             if status is not None:
                 statuses[native_id] = status
-        if unreachable:
-            raise Unreachable("; ".join(dict.fromkeys(unreachable.values())), answers=statuses, silent=unreachable)
-        return statuses
+        return require_answers(statuses, unreachable)
 
     def logs(self, native_id: str, since: Cursor | None = None) -> Iterator[LogLine]:
         """Yield the job's log lines, from a cursor."""

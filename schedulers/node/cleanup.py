@@ -23,10 +23,7 @@ import subprocess
 import sys
 import time
 
-try:
-    from . import jobs
-except ImportError:  # sent to a host, with this
-    import jobs  # type: ignore[import-not-found, no-redef]
+from . import jobs
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -165,7 +162,3 @@ def clear_environment(directory: str, cutoff: float) -> None:
             raise
     finally:
         os.close(lock)
-
-
-if __name__ == "__main__":
-    main()

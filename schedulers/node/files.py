@@ -130,7 +130,8 @@ def put_all(fd: int, data: bytes, path: str) -> None:
 
 
 def sync_directory(path: str) -> None:
-    fd = os.open(path, os.O_RDONLY)
+    """Make a rename in `path` durable. File systems that cannot sync a directory do not need it."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
     except OSError as error:

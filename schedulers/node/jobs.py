@@ -20,14 +20,11 @@ import fcntl
 import json
 import os
 import re
-import socket
 import sys
 import time
 
-try:
-    from . import logs as files
-except ImportError:  # sent to a host, with this
-    import logs as files  # type: ignore[import-not-found, no-redef]
+from . import logs as files
+from .listen import listen
 
 TYPE_CHECKING = False  # typing itself would take as long to import as all the rest
 if TYPE_CHECKING:
@@ -280,16 +277,12 @@ def start(root: str, step: Step, contents: list[bytes]) -> dict[str, str]:
 def port(root: str, step: Step, contents: list[bytes]) -> int | None:
     """Return the first of the ports that is free here; None if none is."""
     for number in step["ports"]:
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as server:
-            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                server.bind(("", number))
-                server.listen(1)
-            except OSError as error:
-                if error.errno not in (errno.EADDRINUSE, errno.EACCES):
-                    raise
-                continue
-            return int(server.getsockname()[1])
+        try:
+            with listen(number) as server:
+                return int(server.getsockname()[1])
+        except OSError as error:
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                raise
     return None
 
 

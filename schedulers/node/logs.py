@@ -273,6 +273,25 @@ def last_line(path: str, max_chars: int) -> str:
     return lines[-1].strip()[:max_chars] if lines else ""
 
 
+def json_lines(path: str, start: int = 0) -> list[dict[str, Any]]:
+    """Return the JSON objects in the file from byte `start` on, one per line, without those that a crash cut short."""
+    objects = []
+    try:
+        with open(path, "rb") as file:
+            file.seek(start)
+            rows = file.read().splitlines()
+    except OSError:
+        return []
+    for row in rows:
+        try:
+            value = json.loads(row)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(value, dict):
+            objects.append(value)
+    return objects
+
+
 def newest_event(path: str, *names: str) -> dict[str, Any] | None:
     """Return the last event of one of these names in a file of events (JSON lines), read from its end."""
     end = size_of(path)

@@ -19,6 +19,8 @@ import sys
 import threading
 import time
 
+from .listen import listen
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
@@ -305,22 +307,17 @@ def number(path: str) -> int:
         return 0
 
 
-def listen(request: Request) -> dict[str, Any]:
-    """Listen on the first free port (0 is any), for IPv4 and, if possible, for IPv6."""
+def listen_on_first(request: Request) -> dict[str, Any]:
+    """Listen on the first free port (0 is any)."""
     problem = "no ports were given"
     for port in request["ports"]:
         try:
-            ipv4_server = socket.create_server(("", port), family=socket.AF_INET, backlog=256)
+            server = listen(port)
         except OSError as error:
             problem = os.strerror(error.errno) if error.errno else str(error)
             continue
-        bound = ipv4_server.getsockname()[1]
-        servers = [ipv4_server]
-        with contextlib.suppress(OSError, ValueError):
-            servers.append(socket.create_server(("::", bound), family=socket.AF_INET6, backlog=256))
-        for server in servers:
-            threading.Thread(target=serve, args=(server, request["token"].encode()), daemon=True).start()
-        return {"port": bound}
+        threading.Thread(target=serve, args=(server, request["token"].encode()), daemon=True).start()
+        return {"port": server.getsockname()[1]}
     return {"error": problem}
 
 
@@ -368,7 +365,4 @@ def try_address(address: str, host: Request, seconds: float, attempts: dict[str,
         attempts[address] = (error.strerror or str(error)).lower()
 
 
-ACTIONS = {"facts": facts, "listen": listen, "connect": connect}
-
-if __name__ == "__main__":
-    main()
+ACTIONS = {"facts": facts, "listen": listen_on_first, "connect": connect}

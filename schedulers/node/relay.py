@@ -28,6 +28,8 @@ import sys
 import threading
 import time
 
+from .listen import listen
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -163,18 +165,13 @@ class Relay:
     def listen(self, ports: list[int]) -> int | None:
         for port in ports:
             try:
-                server = socket.create_server(("", port), backlog=64)
+                server = listen(port)
             except OSError as error:
                 if error.errno in (errno.EADDRINUSE, errno.EACCES):
                     continue
                 return None
-            bound = int(server.getsockname()[1])
-            servers = [server]
-            with contextlib.suppress(OSError, ValueError):
-                servers.append(socket.create_server(("::", bound), family=socket.AF_INET6, backlog=64))
-            for listener in servers:
-                threading.Thread(target=self.serve, args=(listener,), daemon=True).start()
-            return bound
+            threading.Thread(target=self.serve, args=(server,), daemon=True).start()
+            return int(server.getsockname()[1])
         return None
 
     def serve(self, server: socket.socket) -> None:
@@ -254,7 +251,3 @@ def exit_when_idle(relay: Relay) -> None:
 def write_reply(line: object) -> None:
     sys.stdout.buffer.write(json.dumps(line).encode() + b"\n")
     sys.stdout.buffer.flush()
-
-
-if __name__ == "__main__":
-    main()

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from ..errors import ConfigError, SchedulerError, SpecError, StoreError, Unreachable
 from ..job import Cursor, JobSpec, LogLine, Status
 from ..store.record import read_record
-from ..target import DiscoveredJob, JobSummary, Plan, TargetContext, parse_ids
+from ..target import DiscoveredJob, JobSummary, Plan, TargetContext, parse_ids, require_answers
 from . import logs, request, s3
 from . import options as sagemaker_options
 from . import submit as submission
@@ -95,9 +95,7 @@ class SageMakerTarget:
     def poll(self, native_ids: Sequence[str]) -> Mapping[str, Status]:
         natives, unreachable = parse_ids(Native.parse, native_ids)
         statuses = self._poller.statuses(list(natives.values())) if natives else {}
-        if unreachable:
-            raise Unreachable("; ".join(dict.fromkeys(unreachable.values())), answers=statuses, silent=unreachable)
-        return statuses
+        return require_answers(statuses, unreachable)
 
     def logs(self, native_id: str, since: Cursor | None = None) -> Iterator[LogLine]:
         native, nodes = Native.parse(native_id), None

@@ -42,9 +42,10 @@ class LocalCluster:
 
         return os.path.dirname(self._jobs), os.path.expanduser(self._python or sys.executable)
 
-    def name(self) -> str:
-        """Return the name of the cluster whose controller the commands use. Raises Unreachable, SchedulerError."""
-        return str(self.query([{"op": "cluster"}])[0][0])
+    def about(self) -> tuple[str, int | None]:
+        """Return ClusterName and MaxArraySize of the commands' controller. Raises Unreachable, SchedulerError."""
+        reply = self.query([{"op": "cluster"}])[0][0]
+        return reply["name"], reply["max_array_size"]
 
     def query(self, steps: Sequence[Step]) -> tuple[list[Any], bytes]:
         """Return the result of each step (`login/job_ops.py`) and log bytes. Raises Unreachable, SchedulerError."""
@@ -140,11 +141,11 @@ class RemoteCluster:
         self._location = (directories["root"], python)
         return self._location
 
-    def name(self) -> str:
+    def about(self) -> tuple[str, int | None]:
         # With the directories, which the submit of a job needs next.
-        directories, name = self.query([{"op": "about"}, {"op": "cluster"}])[0]
+        directories, reply = self.query([{"op": "about"}, {"op": "cluster"}])[0]
         self._located(directories)
-        return str(name)
+        return reply["name"], reply["max_array_size"]
 
     def query(self, steps: Sequence[Step]) -> tuple[list[Any], bytes]:
         from ..hosts import replies
@@ -253,4 +254,4 @@ def host_programs() -> bytes:
 
     batch = ("slurm.batch.shared_files", "slurm.batch.unanswered")
     login = ("slurm.login.slurm_commands", "slurm.login.squeue_cache", "slurm.login.job_ops", "slurm.login.main")
-    return files.host_programs(*batch, "logs", "jobs", *login)
+    return files.host_programs(*batch, *files.JOBS, *login)

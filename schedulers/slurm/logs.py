@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 from ..job import Cursor, LogLine
-from ..node.logs import order
 from ..store import log_lines
 
 # `query` of a cluster: steps -> the reply to each, and the bytes of the logs.
@@ -24,15 +22,12 @@ def read(query: Query, job_id: str, since: Cursor | None, *, finished: bool) -> 
     more = True
     while more:
         (reply,), data = query([{**step, "from": positions}])
-        files = sorted(_contents(reply["files"], data), key=lambda pair: _order(pair[0]))
-        step["only"] = []
-        for file, content in files:
-            at_end = file["offset"] + file["length"] >= file["size"]
-            for line in _lines(file, content, complete=reply["complete"] and at_end):
-                positions[file["name"]] = int(line.position)
+        chunks = log_lines.chunks(reply, data)
+        for chunk in chunks:
+            for line in chunk.lines():
+                positions[line.source] = int(line.position)
                 yield line
-            if not at_end:
-                step["only"].append(file["name"])
+        step["only"] = [chunk.source for chunk in chunks if chunk.has_more]
         more = bool(step["only"])
 
 
@@ -50,21 +45,3 @@ def tail_at(query: Query, job_id: str, since: Cursor, count: int, *, finished: b
         return list(query([{**step, "counts": counts}])[0][0])
 
     return since.moved(log_lines.last_lines(log_ends, count))
-
-
-def _contents(files: list[Mapping[str, Any]], data: bytes) -> Iterator[tuple[Mapping[str, Any], bytes]]:
-    offset = 0
-    for file in files:
-        yield file, data[offset : offset + file["length"]]
-        offset += file["length"]
-
-
-def _order(file: Mapping[str, Any]) -> tuple[float, int, str]:
-    return order(file["name"], file["rank"], file["attempt"])
-
-
-def _lines(file: Mapping[str, Any], content: bytes, *, complete: bool) -> Iterator[LogLine]:
-    return log_lines.lines(
-        io.BytesIO(content).read, complete,
-        source=file["name"], rank=file["rank"], attempt=file["attempt"], offset=file["offset"],
-    )  # fmt: skip

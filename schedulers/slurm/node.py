@@ -24,7 +24,7 @@ from typing import Any
 
 from ..node import logs
 from ..node.redaction import redact
-from ..processes import adopt_orphans, descendants, die_with_parent, end_all, wake_pipe
+from ..processes import adopt_orphans, as_exit_code, descendants, die_with_parent, end_all, wake_pipe
 from . import network
 from .batch import shared_files
 
@@ -86,7 +86,7 @@ class Node:
         # Nodes do not write to one file together: over NFS they would write over each other.
         rank_events = os.path.join(self._marks, f"{self._rank}.jsonl")
         self._events = os.path.join(self._logs, "launch.jsonl") if self._rank == 0 else rank_events
-        self._read_from = _size(self._events)
+        self._read_from = logs.size_of(self._events)
         self._next_file_check = 0.0
 
     def run(self) -> int:
@@ -236,7 +236,7 @@ class Node:
                 process.kill()
             select.select([self._woken], [], [], 0.5)
             self._drain()
-        return code if code >= 0 else 128 - code
+        return as_exit_code(code)
 
     def _end_requested(self) -> bool:
         """Return True if the node must end. Checks files now and then; signals are recorded as they arrive."""
@@ -267,7 +267,7 @@ class Node:
 
     def _report(self, code: int, message: str, reason: str | None) -> None:
         failure, started = None, False
-        for event in shared_files.lines(self._events, self._read_from):
+        for event in logs.json_lines(self._events, self._read_from):
             if event.get("event") == "failure" and event["failure"]["attempt"] >= self._attempt:
                 failure = event["failure"]
             elif event.get("event") == "attempt":
@@ -303,10 +303,3 @@ class Node:
 def _text(path: str) -> str:
     with open(path, encoding="utf-8") as file:
         return file.read()
-
-
-def _size(path: str) -> int:
-    try:
-        return os.stat(path).st_size
-    except OSError:
-        return 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import threading
 import time
 from collections.abc import Sequence
@@ -100,7 +99,7 @@ class StatusPoller:
 
 def _status(native_id: str, answer: Reply, observed_at: float) -> Status | None:
     if answer["exit"] is not None:
-        return _result(answer["exit"])
+        return Status.of_result(answer["exit"])
     if answer["said"] is not None:
         status = status_of(SlurmJobInfo(**answer["said"]))
         if status.state is State.FAILED and status.reason is Reason.EXIT_CODE and not answer["started"]:
@@ -115,14 +114,3 @@ def _status(native_id: str, answer: Reply, observed_at: float) -> Status | None:
         message = f"Slurm lost the job, perhaps in a crash of its controller: {number} is another job now"
         return Status(state=State.FAILED, reason=Reason.LOST, message=message)
     return None
-
-
-def _result(document: Any) -> Status:
-    try:
-        status = Status.from_json(document)
-        if status.state.final:
-            return status
-    except ValueError:
-        pass
-    message = f"its result cannot be read: {json.dumps(document)[:200]}"
-    return Status(state=State.FAILED, reason=Reason.LOST, message=message)

@@ -26,7 +26,6 @@ from ..errors import SchedulerError, SubmitError, Unreachable
 from ..hosts.bundle import pack
 from ..node import jobs
 from ..store import atomic_files
-from .batch import shared_files
 from .batch.unanswered import is_unanswered
 from .login import job_ops
 from .login import slurm_commands as commands
@@ -190,11 +189,7 @@ def _write_numbers(request: Mapping[str, Any], job_ids: Sequence[str], slurm: st
 
 def _write(path: str, content: str, *, durable: bool = False) -> None:
     """Write the file atomically; with `durable`, also to disk."""
-    if durable:
-        shared_files.write(path, content)
-        atomic_files.sync_directory(os.path.dirname(path))
-    else:
-        atomic_files.replace_file(path, content.encode("utf-8", "surrogateescape"))
+    atomic_files.replace_file(path, content.encode("utf-8", "surrogateescape"), durably=durable)
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from ..config import secrets
 from ..errors import ConfigError, SchedulerError, SpecError, StoreError, SubmitError, UnknownJob, Unreachable
 from ..job import Cursor, JobSpec, LogLine, Reason, Status
 from ..store import atomic_files
-from ..target import CheckReport, DiscoveredJob, Plan, TargetContext, parse_ids
+from ..target import CheckReport, DiscoveredJob, Plan, TargetContext, parse_ids, require_answers
 from . import options as slurm_options
 from . import script
 from .native_id import Native
@@ -37,6 +37,7 @@ class SlurmTarget:
         self._jobs = context.jobs
         self._open_cluster: Cluster | None = None
         self._open_poller: StatusPoller | None = None
+        self._max_array_size: int | None = None
         slurm_options.check(self._options, self.name)
         if self._options.login is not None:
             from .cluster import login_host
@@ -250,12 +251,22 @@ class SlurmTarget:
     def backends(self, jobs: Mapping[str, str | None]) -> Mapping[str, str]:
         """Return the name of the cluster, from the options or its controller. Raises Unreachable, ConfigError."""
         try:
-            name = (self._options.clusters or "").replace(" ", "") or self._cluster.name()
+            name = (self._options.clusters or "").replace(" ", "")
+            if not name:
+                name, self._max_array_size = self._cluster.about()
         except Unreachable:
             raise
         except SchedulerError as error:
             raise ConfigError(f"target {self.name}: {error}") from None
         return dict.fromkeys(jobs, f"cluster={name}")
+
+    def admit_many(self, count: int) -> None:
+        """Raise SpecError for a sweep that is larger than an array of the cluster that `backends` has found."""
+        if self._max_array_size is not None and count > self._max_array_size:
+            raise SpecError(
+                f"target {self.name}: the sweep has {count:,} jobs, and the cluster's MaxArraySize is "
+                f"{self._max_array_size:,}: split it into several sweeps"
+            )
 
     def poll(self, native_ids: Sequence[str]) -> Mapping[str, Status]:
         """Query all jobs with at most one squeue and one sacct. A job's own result takes precedence.
@@ -265,9 +276,7 @@ class SlurmTarget:
         natives, invalid = parse_ids(Native.parse, native_ids)
         statuses, unreachable = self._poller.statuses(list(natives)) if natives else ({}, {})
         unreachable |= invalid
-        if unreachable:
-            raise Unreachable("; ".join(dict.fromkeys(unreachable.values())), answers=statuses, silent=unreachable)
-        return statuses
+        return require_answers(statuses, unreachable)
 
     def logs(self, native_id: str, since: Cursor | None = None) -> Iterator[LogLine]:
         from . import logs

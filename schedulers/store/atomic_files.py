@@ -17,6 +17,7 @@ from typing import Any
 
 from ..convert import parse_json
 from ..errors import SpecError, StoreError, StoreNotWritable
+from ..node.files import sync_directory as sync_directory
 from ..processes import boot_id, has_ended, pid_namespace, pid_space, space_of
 
 SCHEMA = 1
@@ -70,16 +71,8 @@ def write_document(path: str, data: Mapping[str, Any]) -> None:
     Raises StoreError, and keeps the file, if it cannot be written or is damaged or newer than this program.
     """
     read_document(path)
-    temporary = f"{os.path.dirname(path)}/.{os.path.basename(path)}.{os.getpid()}.{os.urandom(4).hex()}"
     try:
-        try:
-            create_file(temporary, encode({"schema": SCHEMA, **data}, path) + b"\n")
-            os.replace(temporary, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
-        sync_directory(os.path.dirname(path))
+        replace_file(path, encode({"schema": SCHEMA, **data}, path) + b"\n", durably=True)
     except OSError as error:
         raise store_error(error, path, "write") from error
 
@@ -124,42 +117,32 @@ def encode(data: Mapping[str, Any], path: str) -> bytes:
         raise SpecError(f"{name} can hold only text, finite numbers, lists and mappings: {error}") from None
 
 
-def create_file(path: str, data: bytes) -> None:
-    """Create a file, which is on disk when this returns. Raises OSError, also if the file exists."""
+def create_file(path: str, data: bytes, *, durably: bool = True) -> None:
+    """Create a file, which is on disk when this returns, if `durably`. Raises OSError, also if the file exists."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         _write(fd, data)
-        os.fsync(fd)
+        if durably:
+            os.fsync(fd)
     finally:
         os.close(fd)
 
 
-def replace_file(path: str, data: bytes) -> None:
-    """Replace a file atomically, without waiting for the disk. Raises OSError; the file is then unchanged."""
+def replace_file(path: str, data: bytes, *, durably: bool = False) -> None:
+    """Replace a file atomically; if `durably`, it is on disk when this returns.
+
+    Raises OSError; the file is then unchanged, unless only its directory could not be synced.
+    """
     temporary = f"{os.path.dirname(path)}/.{os.path.basename(path)}.{os.getpid()}.{os.urandom(4).hex()}"
     try:
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            _write(fd, data)
-        finally:
-            os.close(fd)
+        create_file(temporary, data, durably=durably)
         os.replace(temporary, path)
-    except OSError:
+    except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
-
-
-def sync_directory(path: str) -> None:
-    """Make a rename in `path` durable. File systems that cannot sync a directory do not need it."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-            raise
-    finally:
-        os.close(fd)
+    if durably:
+        sync_directory(os.path.dirname(path))
 
 
 def _write(fd: int, data: bytes) -> None:

@@ -5,7 +5,9 @@ The files are those of `schedulers.node.logs`. A line longer than MAX_BYTES is s
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,49 @@ def read(directory: Path, since: Cursor | None, *, complete: bool) -> Iterator[L
             with file:
                 offset = file.seek(start.get(name, 0))
                 yield from lines(file.read, complete, source=name, rank=rank, attempt=attempt, offset=offset)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """A part of a log that another machine has sent. `source`: the name of the log in cursors."""
+
+    source: str
+    rank: int | None
+    attempt: int
+    offset: int
+    data: bytes
+    ends: bool  # with the end of a file that nothing writes to any more
+    has_more: bool
+
+    @property
+    def order(self) -> tuple[float, int, str]:
+        """The key of `node.logs.order`."""
+        return files.order(self.source, self.rank, self.attempt)
+
+    def lines(self) -> Iterator[LogLine]:
+        """Yield the lines that end in the chunk, and the last one if the file `ends`."""
+        source, read = self.source, io.BytesIO(self.data).read
+        return lines(read, self.ends, source=source, rank=self.rank, attempt=self.attempt, offset=self.offset)
+
+
+def chunks(reply: Mapping[str, Any], data: bytes, prefix: str = "") -> list[Chunk]:
+    """Return the chunks of a reply of `node/jobs.logs`, in the order of their lines. `prefix`: of their sources."""
+    result, start = [], 0
+    for file in reply["files"]:
+        end = file["offset"] + file["length"]
+        result.append(
+            Chunk(
+                source=prefix + file["name"],
+                rank=file["rank"],
+                attempt=file["attempt"],
+                offset=file["offset"],
+                data=data[start : start + file["length"]],
+                ends=reply["complete"] and end >= file["size"],
+                has_more=end < file["size"],
+            )
+        )
+        start += file["length"]
+    return sorted(result, key=lambda chunk: chunk.order)
 
 
 def lines(
@@ -127,7 +172,12 @@ def _files(directory: Path) -> list[tuple[str, int | None, int]]:
     return sorted(entries, key=lambda entry: files.order(*entry))
 
 
+def positions(since: Cursor | None) -> dict[str, str]:
+    """Return the cursor's position in each source that it names."""
+    pairs = (pair.partition("=") for pair in str(since or "").split(",") if pair)
+    return {source: position for source, _, position in pairs}
+
+
 def offsets(since: Cursor | None) -> dict[str, int]:
     """Return the cursor's position in each file that it names."""
-    pairs = (pair.partition("=") for pair in str(since or "").split(",") if pair)
-    return {source: int(offset) for source, _, offset in pairs if offset.isdigit()}
+    return {source: int(position) for source, position in positions(since).items() if position.isdigit()}

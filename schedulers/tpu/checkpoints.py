@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from ..processes import die_with_parent
+from ..processes import as_exit_code, die_with_parent
 
 MANIFEST, ROOT = "accel_manifest.json", "ACCEL_PROJECT_ROOT"  # as in accel
 _DRAFT = re.compile(r"\..+\.(?:draft|old|gone)-[0-9a-f]{8}")
@@ -272,7 +272,7 @@ def run(command: Sequence[str], uploads: Uploads) -> int:
     code = launcher.wait()
     finished.set()
     uploading.join()
-    return code if code >= 0 else 128 - code
+    return as_exit_code(code)
 
 
 def main() -> int:

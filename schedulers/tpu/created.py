@@ -25,7 +25,7 @@ from ..hosts.jobs.target import HostsTarget
 from ..hosts.remote_files import host_program
 from ..job import Cursor, JobSpec, LogLine, Reason, State, Status
 from ..store import atomic_files
-from ..target import CheckReport, DiscoveredJob, JobSummary, Plan, TargetContext
+from ..target import CheckReport, DiscoveredJob, JobSummary, Plan, TargetContext, require_answers
 from . import api, slices
 from . import options as tpu_options
 from .api import node_id, result_url
@@ -152,9 +152,7 @@ class CreatedSlices(SliceTarget):
             outcomes |= self._polled_elsewhere(elsewhere)
         unreachable = {key: str(outcome) for key, outcome in outcomes.items() if isinstance(outcome, SchedulerError)}
         statuses = {key: outcome for key, outcome in outcomes.items() if isinstance(outcome, Status)}
-        if unreachable:
-            raise Unreachable("; ".join(dict.fromkeys(unreachable.values())), answers=statuses, silent=unreachable)
-        return statuses
+        return require_answers(statuses, unreachable)
 
     def _polled_elsewhere(self, native_ids: Sequence[str]) -> dict[str, Status | SchedulerError | None]:
         """Return the statuses of jobs of other machines by their slices; None for a job without one."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from .. import replies
 from ..host_list import Host
-from ..remote_files import Files, host_programs, program_call
+from ..remote_files import JOBS, Files, host_programs, program_call
 from ..transport import Remote
 from .native_id import Native
 
@@ -29,7 +29,7 @@ def clear(remote: Remote, *, root: str, python: str, unused_s: float, jobs: Sequ
     Returns the reason for each job that was not removed. Raises HostUnreachable, RemoteError.
     """
     request = {"root": root, "jobs": list(jobs), "unused_s": unused_s}
-    argv, stdin = program_call(python, host_programs("logs", "jobs", "cleanup"), request)
+    argv, stdin = program_call(python, host_programs(*JOBS, "cleanup"), request)
     completed = remote.run(argv, stdin=stdin, timeout_s=_CLEANUP_S)
     return replies.decode(completed.stdout, replies.CleanupResult, remote.name, completed.stderr)["kept"]
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ...errors import SchedulerError, Unreachable
 from ...job import Cursor, LogLine
-from ...node.logs import order
 from ...store import log_lines
 from ..host_list import Host
 from .native_id import Native
@@ -24,30 +21,13 @@ _SINCE = "since"  # stands for a host's offsets at this time, which could not be
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Chunk:
-    """A part of a log file. `source`, as in cursors: the host's index in the native id, and the file's name."""
-
-    source: str
-    rank: int | None
-    attempt: int
-    offset: int
-    data: bytes
-    ends: bool  # with the end of a file that nothing writes to any more
-    has_more: bool
-
-    @property
-    def order(self) -> tuple[float, int, str]:
-        return order(self.source, self.rank, self.attempt)
-
-
 def read(hosts: Hosts, native: Native, since: Cursor | None) -> Iterator[LogLine]:
     """Yield the lines that exist now. A host that cannot be reached does not delay the others' lines.
 
     For such a host, raises Unreachable after the others' lines if the job may continue; if it has ended, yields one
     line of the launcher's, once.
     """
-    positions = _positions(since)
+    positions = log_lines.positions(since)
     numbers = {host: number for number, host in enumerate(native.hosts)}
     pending = list(native.hosts)
     max_bytes = max(log_lines.MAX_BYTES, min(_MAX_BYTES, _MAX_TOTAL_BYTES // len(native.hosts)))
@@ -57,20 +37,20 @@ def read(hosts: Hosts, native: Native, since: Cursor | None) -> Iterator[LogLine
     finished, skip_down = False, True
     while pending:
         steps = {host: [_step(native, positions, numbers[host]) | limits | _only(unread.get(host))] for host in pending}
-        chunks: list[_Chunk] = []
+        chunks: list[log_lines.Chunk] = []
         unread = {}
         for host, outcome in hosts.query(steps, skip_down=skip_down).items():
             if outcome.error is not None or outcome.value is None:
                 errors[host] = outcome.error or Unreachable(f"{host}: no answer")
                 continue
             finished = finished or bool(outcome.value.done[0]["over"])
-            host_chunks = _chunks(outcome.value.done[0], outcome.value.data, numbers[host])
+            host_chunks = log_lines.chunks(outcome.value.done[0], outcome.value.data, f"{numbers[host]}/")
             chunks += host_chunks
             unfinished = [chunk.source.partition("/")[2] for chunk in host_chunks if chunk.has_more]
             if unfinished:
                 unread[host] = unfinished
         for chunk in sorted(chunks, key=lambda chunk: chunk.order):
-            for line in _lines(chunk):
+            for line in chunk.lines():
                 positions[line.source] = line.position
                 yield line
         pending = list(unread)
@@ -98,7 +78,7 @@ def tail_at(hosts: Hosts, native: Native, since: Cursor, count: int) -> Cursor:
 
     A host that cannot be reached now returns all its lines later.
     """
-    positions = _positions(since)
+    positions = log_lines.positions(since)
     steps = {
         host: {"op": "tail", "job": native.job_id, "from": _offsets(positions, number), "count": count}
         for number, host in enumerate(native.hosts)
@@ -116,11 +96,6 @@ def tail_at(hosts: Hosts, native: Native, since: Cursor, count: int) -> Cursor:
         return tails
 
     return since.moved(log_lines.last_lines(read_tails, count))
-
-
-def _positions(since: Cursor | None) -> dict[str, str]:
-    pairs = (pair.partition("=") for pair in str(since or "").split(",") if pair)
-    return {source: position for source, _, position in pairs}
 
 
 def _step(native: Native, positions: Mapping[str, str], number: int) -> dict[str, Any]:
@@ -141,33 +116,6 @@ def _positions_of_host(by_source: Mapping[str, T], number: int) -> dict[str, T]:
 
 def _only(logs: list[str] | None) -> dict[str, Any]:
     return {} if logs is None else {"only": logs}
-
-
-def _chunks(done: Mapping[str, Any], data: bytes, number: int) -> list[_Chunk]:
-    chunks = []
-    start = 0
-    for file in done["files"]:
-        end = file["offset"] + file["length"]
-        chunks.append(
-            _Chunk(
-                source=f"{number}/{file['name']}",
-                rank=file["rank"],
-                attempt=file["attempt"],
-                offset=file["offset"],
-                data=data[start : start + file["length"]],
-                ends=done["complete"] and end >= file["size"],
-                has_more=end < file["size"],
-            )
-        )
-        start += file["length"]
-    return chunks
-
-
-def _lines(chunk: _Chunk) -> Iterator[LogLine]:
-    return log_lines.lines(
-        io.BytesIO(chunk.data).read, chunk.ends,
-        source=chunk.source, rank=chunk.rank, attempt=chunk.attempt, offset=chunk.offset,
-    )  # fmt: skip
 
 
 def _unreachable_line(

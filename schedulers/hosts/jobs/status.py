@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import queue
 import threading
 import time
@@ -13,9 +12,9 @@ from typing import Any, TypeAlias
 from ...errors import SchedulerError
 from ...job import Reason, State, Status
 from .. import replies
-from ..errors import HostUnreachable, RemoteError, one_line
+from ..errors import HostUnreachable, RemoteError
 from ..host_list import Host
-from ..remote_files import host_programs, program_call
+from ..remote_files import JOBS, host_programs, program_call
 from ..transport import Outcome, Pool, Remote
 from .native_id import Native
 from .options import HostOptions, python_of
@@ -115,7 +114,7 @@ class Hosts:
 
     def _query_host(self, remote: Remote, steps: Sequence[Step]) -> Reply:
         request = {"root": self._options.root, "do": list(steps)}
-        argv, stdin = program_call(self.python, host_programs("logs", "jobs"), request)
+        argv, stdin = program_call(self.python, host_programs(*JOBS), request)
         completed = remote.run(argv, stdin=stdin, timeout_s=_REPLY_TIMEOUT_S)
         line, _, data = completed.stdout.partition(b"\n")
         return Reply(replies.decode_done(line, steps, replies.JOBS, remote.name, completed.stderr), data)
@@ -205,7 +204,7 @@ def _status_from_reply(job: _PollState, outcome: Outcome[Reply], number: int) ->
         return None
     reply = outcome.value.done[number]
     if reply["exit"] is not None:
-        status = _result(reply["exit"], outcome.host)
+        status = Status.of_result(reply["exit"], f" on {outcome.host}")
         if not (isinstance(reply["exit"], dict) and reply["exit"].get("fenced")):
             return status
         job.fenced = job.fenced or status
@@ -232,17 +231,6 @@ def _conclude(key: str, job: _PollState, job_statuses: dict[str, Status], unreac
     elif any(reply["state"] is not None for reply in job.replies):
         message = "its supervisors were killed, or their hosts restarted, and they left no result"
         job_statuses[key] = Status(state=State.FAILED, reason=Reason.LOST, message=message)
-
-
-def _result(document: Any, host: Host) -> Status:
-    try:
-        status = Status.from_json(document)
-        if status.state.final:
-            return status
-    except ValueError:
-        pass
-    message = f"its result on {host} cannot be read: {one_line(json.dumps(document))}"
-    return Status(state=State.FAILED, reason=Reason.LOST, message=message)
 
 
 def _progress(document: Any) -> Status:

@@ -14,7 +14,7 @@ from ...convert import as_integer, as_text
 from ...errors import SchedulerError, SpecError, StoreError, Unreachable
 from ...job import Cursor, JobSpec, LogLine, Status
 from ...store import atomic_files
-from ...target import CheckReport, DiscoveredJob, Plan, TargetContext, parse_ids
+from ...target import CheckReport, DiscoveredJob, Plan, TargetContext, parse_ids, require_answers
 from ..bundle import PROGRAM
 from . import options as host_options
 from .native_id import Native
@@ -241,9 +241,7 @@ class HostsTarget(abc.ABC):
         natives, invalid = parse_ids(Native.parse, native_ids)
         job_statuses, unreachable = statuses(self._hosts, natives)
         unreachable |= invalid
-        if unreachable:
-            raise Unreachable("; ".join(dict.fromkeys(unreachable.values())), answers=job_statuses, silent=unreachable)
-        return job_statuses
+        return require_answers(job_statuses, unreachable)
 
     def logs(self, native_id: str, since: Cursor | None = None) -> Iterator[LogLine]:
         from . import logs

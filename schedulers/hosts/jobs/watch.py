@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from ...errors import SchedulerError
 from ..errors import RemoteError
 from ..host_list import Host
-from ..remote_files import host_programs, program_loader
+from ..remote_files import JOBS, host_programs, program_loader
 from ..session import Session
 from .native_id import Native
 from .status import Hosts
@@ -113,7 +113,7 @@ class _HostWatch(threading.Thread):
             self._watch.session_closed(self._host, failed=failed)
 
     def _read_events(self) -> None:
-        program = host_programs("logs", "jobs")
+        program = host_programs(*JOBS)
         argv = [self._hosts.python, "-I", "-S", "-c", program_loader(program)]
         request = json.dumps({"root": self._hosts.root, "watch_s": _LIFETIME_S}).encode()
         with self._hosts.pool.remote(self._host).open(argv) as session:

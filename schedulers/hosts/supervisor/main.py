@@ -20,10 +20,11 @@ import sys
 import time
 import traceback
 
-from . import wire
+from ...node.listen import listen
+from ...node.process_table import adopt_orphans
 from .documents import SCHEMA, AtomicJsonFile, log, preallocate
 from .member import Supervisor
-from .reaper import ProcessReaper, adopt_orphans
+from .reaper import ProcessReaper
 from .slots import lock_soon
 
 TYPE_CHECKING = False
@@ -139,7 +140,7 @@ def become_supervisor(directory: str, node: int, notify_fd: int, secrets_json: b
     secrets = check_secrets(settings, secrets_json)
     host = host_of_this_node(settings)
     try:
-        server = wire.listen(host["control_port"]) if len(settings["nodes"] + settings["spares"]) > 1 else None
+        server = listen(host["control_port"]) if len(settings["nodes"] + settings["spares"]) > 1 else None
     except OSError as error:
         raise CannotStart(f"cannot listen on port {host['control_port']} of {host['name']}: {error.strerror}") from None
     leave_session(directory)

@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import time
 
-PR_SET_CHILD_SUBREAPER = 36
-MARKER = "ACCEL_JOB_ID"  # in the environment of everything that a job starts
-OTHERS_S = 5.0
-_STARTTIME_FIELD = 19  # index among the fields of /proc/PID/stat after the name
-_LIBC = ctypes.CDLL(None, use_errno=True)
-
-
-def adopt_orphans() -> None:
-    _LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+from ...node import process_table
 
 
 class ProcessReaper:
@@ -26,7 +17,7 @@ class ProcessReaper:
     """
 
     def __init__(self, job_id: str) -> None:
-        self._mark = os.fsencode(job_id)
+        self._mark = job_id
         self._started_at: float | None = None
         self._terminated: set[tuple[int, bytes]] = set()
         self.warning = ""
@@ -34,14 +25,13 @@ class ProcessReaper:
     def done(self, grace_s: float) -> bool:
         """Take the next step, without waiting; return True if no process is left. Call it again until then."""
         processes = self._remaining()
-        others = {process for process in processes if not _may_signal(process[0])}
+        others = {process for process in processes if not process_table.may_signal(process[0])}
         processes -= others
         now = time.monotonic()
         if self._started_at is None:
             self._started_at = now
-        if not processes and (not others or now - self._started_at >= OTHERS_S):
-            numbers = ", ".join(str(pid) for pid, _ in sorted(others))
-            self.warning = f"processes of the job still run that only another user may end: {numbers}" if others else ""
+        if not processes and (not others or now - self._started_at >= process_table.OTHERS_S):
+            self.warning = process_table.others_warning(pid for pid, _ in others) if others else ""
             self._started_at, self._terminated = None, set()
             return True
         grace_over = now - self._started_at >= grace_s
@@ -53,83 +43,40 @@ class ProcessReaper:
     def _remaining(self) -> set[tuple[int, bytes]]:
         """Return process ids, each with its start time: ids are reused."""
         own_pid = os.getpid()
-        parents: dict[int, int] = {}
-        start_times: dict[int, bytes] = {}
-        for name in os.listdir("/proc"):
-            if not name.isdigit():
-                continue
-            try:
-                fields = _stat(name)
-            except OSError:
-                continue
-            pid = int(name)
-            parents[pid] = int(fields[1])
-            if fields[0] in b"ZX":
-                _collect(pid if parents[pid] == own_pid else 0)
-            else:
-                start_times[pid] = fields[_STARTTIME_FIELD]
-        marks = {pid: _mark_of(pid) for pid in start_times}
-        return {
-            (pid, started)
-            for pid, started in start_times.items()
-            if pid != own_pid and self._is_ours(pid, own_pid, parents, marks)
-        }
+        rows = {row.pid: row for row in process_table.rows()}
+        for row in rows.values():
+            if not row.alive and row.parent == own_pid:
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(row.pid, os.WNOHANG)
+        alive = [row for row in rows.values() if row.alive]
+        marks = {row.pid: process_table.variable(row.pid, process_table.JOB_MARK) for row in alive}
+        own = [row for row in alive if row.pid != own_pid and self._is_ours(row.pid, own_pid, rows, marks)]
+        return {(row.pid, row.started) for row in own}
 
-    def _is_ours(self, pid: int, own_pid: int, parents: dict[int, int], marks: dict[int, bytes]) -> bool:
+    def _is_ours(self, pid: int, own_pid: int, rows: dict[int, process_table.Row], marks: dict[int, str]) -> bool:
         """Return True for a process with the job's mark, or with no readable mark below one of the job."""
         seen: set[int] = set()
         while pid != own_pid:
-            mark = marks.get(pid, b"")  # a process that has ended has none
-            if mark or pid in seen or pid not in parents:
+            mark = marks.get(pid, "")  # a process that has ended has none
+            if mark or pid in seen or pid not in rows:
                 return mark == self._mark
             seen.add(pid)
-            pid = parents[pid]
+            pid = rows[pid].parent
         return True
-
-
-def _stat(pid: int | str) -> list[bytes]:
-    with open(f"/proc/{pid}/stat", "rb") as file:
-        return file.read().rpartition(b")")[2].split()
 
 
 def _send(pid: int, started: bytes, signum: int) -> None:
     """Signal that process, and no later one with its id."""
     with contextlib.suppress(OSError):  # gone
-        if not hasattr(os, "pidfd_open"):  # Python 3.8
-            if _stat(pid)[_STARTTIME_FIELD] == started:
-                os.kill(pid, signum)
-            return
-        pidfd = os.pidfd_open(pid)
+        pidfd = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else None  # Python 3.8 has none
         try:
-            if _stat(pid)[_STARTTIME_FIELD] == started:
+            fields = process_table.stat(pid)
+            if fields is None or fields[19] != started:
+                return
+            if pidfd is None:
+                os.kill(pid, signum)
+            else:
                 signal.pidfd_send_signal(pidfd, signum)
         finally:
-            os.close(pidfd)
-
-
-def _mark_of(pid: int) -> bytes:
-    """Return the job id in the environment that the process was started with; empty if it cannot be read."""
-    prefix = MARKER.encode() + b"="
-    try:
-        with open(f"/proc/{pid}/environ", "rb") as file:
-            return next((entry[len(prefix) :] for entry in file.read().split(b"\0") if entry.startswith(prefix)), b"")
-    except OSError:
-        return b""
-
-
-def _may_signal(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except PermissionError:  # a set-user-id program
-        return False
-    except ProcessLookupError:
-        pass
-    return True
-
-
-def _collect(pid: int) -> None:
-    if pid:
-        try:
-            os.waitpid(pid, os.WNOHANG)
-        except ChildProcessError:
-            return
+            if pidfd is not None:
+                os.close(pidfd)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import json
 import math
 import os
 import resource
@@ -14,25 +12,19 @@ import subprocess
 import threading
 import time
 
+from ...node import logs
+from ...node.process_table import JOB_MARK, as_exit_code, die_with_parent
+from ...node.redaction import redact
 from . import wire
 from .documents import log, preallocate
-from .reaper import MARKER, ProcessReaper
+from .reaper import ProcessReaper
 from .slots import NotEnoughSlots, Slots, required_slots, visible
-
-try:
-    from ...node import logs
-    from ...node.redaction import redact
-except (ImportError, ValueError):  # sent to a host, with this; ValueError: Python 3.8
-    import logs  # type: ignore[import-not-found, no-redef]
-    from redaction import redact  # type: ignore[import-not-found, no-redef]
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from typing import Any
     from urllib.request import OpenerDirector
 
-PR_SET_PDEATHSIG = 1
 ALLOWANCE_S = 6.0  # for `accel launch` to end its ranks after their grace
 LEFTOVER_GRACE_S = 1.0
 NOTE_S = 1.0
@@ -44,7 +36,6 @@ _MAX_MESSAGE = 500
 _QUIET = {"maintenance-event": "NONE", "preempted": "FALSE"}
 _WAIT_S, _ALLOWANCE_S, _RETRY_S = 60, 30.0, 5.0
 _SESSION_VARIABLES = ("SSH_CLIENT", "SSH_CONNECTION", "SSH_TTY", "SSH_AUTH_SOCK", "SSH_ORIGINAL_COMMAND")
-_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class NodeRunner:
@@ -148,7 +139,7 @@ class NodeRunner:
             if code is not None and self._reaper.done(LEFTOVER_GRACE_S):
                 self._note_sizes(now=True)
                 self._process = None
-                self._set("done", code=_as_exit_code(code), report=self._report(), warning=self._warning())
+                self._set("done", code=as_exit_code(code), report=self._report(), warning=self._warning())
         elif phase == "stopping":
             now = time.monotonic()
             if self._process is not None and self._process.poll() is None:
@@ -210,7 +201,7 @@ class NodeRunner:
                 return
             self._process = None
             if code != 0:
-                self._fail(_as_exit_code(code), f"the setup command {commands[0][0]!r} failed with exit code {code}")
+                self._fail(as_exit_code(code), f"the setup command {commands[0][0]!r} failed with exit code {code}")
                 return
             commands.pop(0)
         if not commands:
@@ -287,9 +278,7 @@ class NodeRunner:
         def prepare_child() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, FILES_LIMIT)
             os.umask(UMASK)
-            _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-            if os.getppid() != own_pid:
-                os._exit(128 + signal.SIGTERM)
+            die_with_parent(signal.SIGTERM, own_pid)
             if warned:  # the signal must not end a launcher without its handler yet
                 signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
@@ -302,7 +291,7 @@ class NodeRunner:
         env.update(self._secrets)
         if self._secrets:
             env["ACCEL_SECRETS"] = ",".join(self._secrets)
-        env.update({MARKER: self._settings["job_id"], "ACCEL_JOB_DIR": self._directory})
+        env.update({JOB_MARK: self._settings["job_id"], "ACCEL_JOB_DIR": self._directory})
         env.update(extra)
         workdir = os.path.join(self._directory, os.path.expanduser(self._settings["workdir"]))
         if not os.path.isdir(workdir):
@@ -325,7 +314,12 @@ class NodeRunner:
         return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
 
     def _report(self) -> dict[str, Any]:
-        events = [event for event in self._events() if event.get("event") in ("failure", "refused", "attempt")]
+        path = os.path.join(self._logs, "launch.jsonl")
+        events = [
+            event
+            for event in logs.json_lines(path, self._events_from)
+            if event.get("event") in ("failure", "refused", "attempt")
+        ]
         attempt = self.state["attempt"]
         failures = [event["failure"] for event in events if event["event"] == "failure"]
         failures = [failure for failure in failures if failure["attempt"] == attempt]
@@ -337,20 +331,6 @@ class NodeRunner:
             "words": self._last_log_line(),
             "ended": time.time(),
         }
-
-    def _events(self) -> Iterator[dict[str, Any]]:
-        """Yield the events that this attempt's launcher has written."""
-        try:
-            with open(os.path.join(self._logs, "launch.jsonl"), "rb") as file:
-                file.seek(self._events_from)
-                lines = file.read().splitlines()
-        except OSError:
-            return
-        for line in lines:
-            try:
-                yield json.loads(line)
-            except ValueError:  # cut short by a crash
-                continue
 
     def _last_log_line(self) -> str:
         line = logs.last_line(os.path.join(self._logs, f"node-{self._index}.log"), logs.BLOCK)
@@ -390,10 +370,6 @@ def _interpreter_env(python: str, path: str) -> dict[str, str]:
     if os.path.exists(os.path.join(os.path.dirname(folder), "pyvenv.cfg")):
         env["VIRTUAL_ENV"] = os.path.dirname(folder)
     return env
-
-
-def _as_exit_code(code: int) -> int:
-    return code if code >= 0 else 128 - code
 
 
 class Announcements:

@@ -19,6 +19,8 @@ import random
 import socket
 import time
 
+from ...node.listen import listen
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
@@ -195,6 +197,8 @@ class Calls:
 
     def __init__(self, server: socket.socket | None, party: Party, max_unverified: int) -> None:
         self._server = server
+        if server is not None:
+            server.setblocking(False)
         self._party = party
         self._max_unverified = max_unverified
         self.links: list[Link] = []
@@ -251,15 +255,6 @@ def call(address: str, port: int, party: Party, peer: int) -> Link | None:
         caller.close()
         return None
     return Link(caller, party, peer)
-
-
-def listen(port: int) -> socket.socket:
-    """Listen on all addresses of this host, also for IPv6 if it has that."""
-    dual_stack = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if dual_stack else socket.AF_INET
-    server = socket.create_server(("", port), family=family, backlog=4096, dualstack_ipv6=dual_stack)
-    server.setblocking(False)
-    return server
 
 
 def free_port(preferred: int | None, first: int, last: int) -> int:

@@ -18,13 +18,9 @@ import sys
 import time
 import traceback
 
+from ...node import logs
 from . import outcome, shared_files, slurm
 from .step import Step
-
-try:
-    from ...node import logs
-except (ImportError, ValueError):  # in the file that is sent with a job; ValueError: Python 3.8
-    import logs  # type: ignore[import-not-found, no-redef]
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -84,7 +80,7 @@ class Batch:
         if shared_files.exists(self._path("cancel")):
             return outcome.cancelled(self.settings, self.attempt)
         if self.attempt > int(self.settings["max_restarts"]):
-            ends = shared_files.lines(self._path("ends.jsonl"))
+            ends = logs.json_lines(self._path("ends.jsonl"))
             last = ends[-1] if ends and ends[-1]["start"] == self._last_start else None
             return outcome.restart_limit_status(self.settings, self.attempt, last) if self.attempt else None
         return None
@@ -154,7 +150,7 @@ class Batch:
 
     def _newest(self) -> int:
         """Return the number of the newest attempt that has begun, or -1."""
-        starts = shared_files.lines(self._path("attempts.jsonl"))
+        starts = logs.json_lines(self._path("attempts.jsonl"))
         self._last_start = starts[-1]["attempt"] if starts else -1
         launched_attempt = logs.newest_attempt(os.path.join(self.directory, "logs", "launch.jsonl")) if starts else None
         return max(self._last_start, -1 if launched_attempt is None else launched_attempt)

@@ -88,25 +88,6 @@ def fenced(path: str, attempt: int) -> bool:
     return text.isdigit() and int(text) > attempt
 
 
-def lines(path: str, start: int = 0) -> list[Document]:
-    """Return the documents in the file from byte `start` on, one per line, without truncated ones."""
-    documents = []
-    try:
-        with open(path, "rb") as file:
-            file.seek(start)
-            rows = file.read().splitlines()
-    except OSError:
-        return []
-    for row in rows:
-        try:
-            document = json.loads(row)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(document, dict):
-            documents.append(document)
-    return documents
-
-
 def append(path: str, document: Document) -> None:
     """Append a line, on a new line after one that a crash has truncated. Raises OSError."""
     line = json.dumps(dict(document, schema=SCHEMA)).encode() + b"\n"

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 
+from ...node.listen import server_family
 from .outcome import is_requeued
 from .unanswered import is_unanswered
 
@@ -90,8 +91,7 @@ def hold_port(job: int) -> tuple[int, socket.socket]:
     The socket does not listen. A second bind needs SO_REUSEADDR on both sockets: a search for a free port does
     not set it, but a server does.
     """
-    # `has_ipv6` is about the interpreter: a kernel without IPv6 still refuses such a socket.
-    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    family = server_family()
     for number in range(PORTS):
         port = FIRST_PORT + (job + number) % PORTS
         sock = socket.socket(family, socket.SOCK_STREAM)

@@ -10,13 +10,10 @@ import signal
 import subprocess
 import time
 
+from ...node import logs
+from ...node.process_table import as_exit_code
 from . import shared_files, slurm
 from .outcome import Observations
-
-try:
-    from ...node import logs
-except (ImportError, ValueError):  # in the file that is sent with a job; ValueError: Python 3.8
-    import logs  # type: ignore[import-not-found, no-redef]
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -128,7 +125,7 @@ class Step:
         self._srun_output.read()
         self._check_files(now=True)
         code = self._srun.returncode
-        self._observations.srun = code if code >= 0 else 128 - code
+        self._observations.srun = as_exit_code(code)
         if self._observations.srun and len(self._observations.reports) < self._settings["nodes"]:
             self._observations.last_message = (
                 self._last_error() or self._srun_output.complaint or self._srun_output.first
@@ -154,7 +151,7 @@ class Step:
             self._next_note = clock + _GLANCE_S + len(self._clock.sizes) / 100
 
     def _read_nodes(self) -> None:
-        for name in _entries(self._nodes):
+        for name in logs.entries(self._nodes):
             match = _MARK.match(name)
             if match is None:
                 continue
@@ -251,10 +248,3 @@ class _SrunOutput:
                 if text.startswith(_ERROR) and not self.complaint:
                     self.complaint = text[len(_ERROR) :]
             del self._partial[_MAX_HELD:]  # of a line that does not end
-
-
-def _entries(path: str) -> list[str]:
-    try:
-        return os.listdir(path)
-    except OSError:
-        return []

@@ -10,17 +10,10 @@ import os
 import shutil
 import time
 
-try:
-    from ...node import jobs, logs
-    from ..batch import shared_files as documents
-    from . import slurm_commands as commands
-    from . import squeue_cache as slurm_queue
-except ImportError:  # on a host, next to this file
-    import jobs  # type: ignore[import-not-found, no-redef]
-    import logs  # type: ignore[import-not-found, no-redef]
-    import shared_files as documents  # type: ignore[import-not-found, no-redef]
-    import slurm_commands as commands  # type: ignore[import-not-found, no-redef]
-    import squeue_cache as slurm_queue  # type: ignore[import-not-found, no-redef]
+from ...node import jobs, logs
+from ..batch import shared_files as documents
+from . import slurm_commands as commands
+from . import squeue_cache as slurm_queue
 
 TYPE_CHECKING = False  # typing itself would take as long to import as all the rest
 if TYPE_CHECKING:
@@ -176,7 +169,7 @@ def _from_files(root: str, job: Step) -> dict[str, Any]:
         "exit": result, "said": None, "searched": False, "attempt": 0, "started": False, "foreign": False, "words": "",
     }  # fmt: skip
     if result is None:
-        starts = documents.lines(os.path.join(directory, "slurm/attempts.jsonl"))
+        starts = logs.json_lines(os.path.join(directory, "slurm/attempts.jsonl"))
         launched_attempt = logs.newest_attempt(os.path.join(directory, "logs/launch.jsonl")) if starts else None
         answer["started"] = bool(starts)
         answer["attempt"] = max([launched_attempt or 0, *(_int_or_zero(start.get("attempt")) for start in starts[-1:])])
@@ -243,7 +236,7 @@ def earlier(root: str, job: str, *, array: bool, clusters: str | None = None) ->
         started_at = os.stat(os.path.join(directory, "submitting")).st_mtime
     except FileNotFoundError:
         return None
-    starts = [] if array else documents.lines(os.path.join(directory, "attempts.jsonl"))
+    starts = [] if array else logs.json_lines(os.path.join(directory, "attempts.jsonl"))
     if starts and starts[-1].get("slurm_job"):
         return str(starts[-1]["slurm_job"])
     step = {"clusters": clusters}
@@ -297,7 +290,7 @@ def cancel(root: str, step: Step, contents: list[bytes]) -> str:
     info = answer["said"]
     if info is None or info["state"] not in LIVE:
         return "gone"
-    starts = len(documents.lines(os.path.join(directory, "slurm/attempts.jsonl")))
+    starts = len(logs.json_lines(os.path.join(directory, "slurm/attempts.jsonl")))
     pending = info["state"] in NOT_STARTED
     if info["state"] == "COMPLETING" or (not pending and starts > info["restarts"] and not stale):
         return "asked"
@@ -401,9 +394,9 @@ def check(root: str, step: Step, contents: list[bytes]) -> dict[str, Any]:
     return facts
 
 
-def cluster(root: str, step: Step, contents: list[bytes]) -> str:
-    """Return the cluster's name, by its controller. Raises commands.Unanswered."""
-    return commands.cluster_name()
+def cluster(root: str, step: Step, contents: list[bytes]) -> dict[str, Any]:
+    """Return what the cluster's controller says of itself. Raises commands.Unanswered."""
+    return commands.cluster()
 
 
 OPERATIONS = {

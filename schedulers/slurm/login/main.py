@@ -21,14 +21,9 @@ import sys
 import threading
 import time
 
-try:
-    from ...node import jobs
-    from . import job_ops as slurm
-    from . import slurm_commands as commands
-except ImportError:  # on a host, next to this file
-    import job_ops as slurm  # type: ignore[import-not-found, no-redef]
-    import jobs  # type: ignore[import-not-found, no-redef]
-    import slurm_commands as commands  # type: ignore[import-not-found, no-redef]
+from ...node import jobs
+from . import job_ops as slurm
+from . import slurm_commands as commands
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -9,10 +9,7 @@ import os
 import re
 import subprocess
 
-try:
-    from ..batch.unanswered import is_unanswered
-except ImportError:  # on a host, next to this file
-    from unanswered import is_unanswered  # type: ignore[import-not-found, no-redef]
+from ..batch.unanswered import is_unanswered
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -158,12 +155,13 @@ def cluster_flags(step: Step) -> list[str]:
     return ["-M", str(step["clusters"])] if step.get("clusters") else []
 
 
-def cluster_name() -> str:
-    """Return ClusterName of the controller that the commands use. Raises Unanswered."""
-    match = re.search(r"^ClusterName\s*=\s*(\S+)", _query(["scontrol", "show", "config"]), re.MULTILINE)
-    if match is None:
+def cluster() -> dict[str, Any]:
+    """Return the name and MaxArraySize (None if unknown) of the controller that the commands use. Raises Unanswered."""
+    config = dict(re.findall(r"^(ClusterName|MaxArraySize)\s*=\s*(\S+)", _query(["scontrol", "show", "config"]), re.M))
+    if "ClusterName" not in config:
         raise Unanswered("scontrol show config: it shows no ClusterName")
-    return match.group(1)
+    size = config.get("MaxArraySize", "")
+    return {"name": config["ClusterName"], "max_array_size": int(size) if size.isdigit() else None}
 
 
 def _query(argv: list[str]) -> str:

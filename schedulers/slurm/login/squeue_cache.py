@@ -17,10 +17,7 @@ import shutil
 import time
 import zlib
 
-try:
-    from . import slurm_commands as commands
-except ImportError:  # on a host, next to this file
-    import slurm_commands as commands  # type: ignore[import-not-found, no-redef]
+from . import slurm_commands as commands
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

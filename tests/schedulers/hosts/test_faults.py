@@ -17,6 +17,7 @@ from schedulers.hosts.bundle import PROGRAM, program
 from schedulers.hosts.supervisor import wire
 from schedulers.hosts.supervisor.documents import AtomicJsonFile
 from schedulers.hosts.transport import Pool
+from schedulers.node.listen import listen
 from tests.clusters.ssh import SshHosts
 from tests.marks import long
 from tests.ports import free_port
@@ -29,7 +30,8 @@ CROWD = 64
 # Every time the wall clock is asked, it is another day.
 # Supervisors of one job on one computer have an id each (see below), and still are of one job for each other.
 ONE_JOB = (
-    "import os,sys;sys.path.insert(0,os.path.join(sys.argv[1],'supervisor.pyz'));from supervisor.wire import Party;"
+    "import os,sys;sys.path.insert(0,os.path.join(sys.argv[1],'supervisor.pyz'));"
+    "from schedulers.hosts.supervisor.wire import Party;"
     "made=Party.__init__;Party.__init__=lambda self,job,token,own:made(self,'crowd',token,own);"
 )
 JUMPS = "import time;t=time.time;n=iter(range(1,10**9));time.time=lambda:t()+86400*next(n)*(-1)**next(n);"
@@ -145,7 +147,7 @@ def test_a_document_that_is_read_while_it_is_written_is_whole(tmp_path: Path) ->
 
 def test_the_ranks_port_is_of_the_range_or_there_is_none() -> None:
     taken, free = free_port(), free_port()
-    with wire.listen(taken):
+    with listen(taken):
         assert wire.free_port(free, taken, taken) == free
         assert wire.free_port(taken, free, free) == wire.free_port(None, free, free) == free
         assert wire.free_port(taken, taken, taken) == 0

@@ -15,7 +15,7 @@ import pytest
 from schedulers.hosts.facts import HostRequirements
 from schedulers.hosts.host_list import parse_hosts
 from schedulers.hosts.preflight import Report, examine
-from schedulers.hosts.remote_files import host_program, program_loader
+from schedulers.hosts.remote_files import host_programs, program_loader
 from schedulers.hosts.transport import Pool
 from tests.clusters.ssh import SshHosts
 from tests.nvml import fake_gpus
@@ -168,7 +168,7 @@ def test_a_first_host_that_is_cut_off_from_the_others_is_left_out(pool: Pool, ss
 
 
 def _probe(request: dict[str, object], env: dict[str, str] | None = None) -> dict[str, object]:
-    program = host_program("probe")
+    program = host_programs("listen", "probe")
     done = subprocess.run(
         [sys.executable, "-c", program_loader(program)],
         input=program + json.dumps(request).encode() + b"\n",

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from schedulers.hosts.remote_files import host_program, program_loader
+from schedulers.hosts.remote_files import host_programs, program_loader
 from schedulers.hosts.supervisor.slots import NotEnoughSlots, SlotRequest, Slots, visible
 from schedulers.node import probe
 
@@ -90,7 +90,7 @@ def test_jobs_see_the_gpus_among_their_slots() -> None:
 
 def test_the_examination_of_a_host_sees_its_queue(tmp_path: Path) -> None:
     def seen() -> dict[str, Any]:
-        program = host_program("probe")
+        program = host_programs("listen", "probe")
         request = json.dumps({"do": "facts", "root": str(tmp_path), "packages": {}}).encode() + b"\n"
         argv = [sys.executable, "-c", program_loader(program)]
         done = subprocess.run(argv, input=program + request, stdout=subprocess.PIPE, check=True)

@@ -11,6 +11,7 @@ import pytest
 
 from schedulers.hosts.supervisor import wire
 from schedulers.hosts.supervisor.wire import Calls, Link, Party
+from schedulers.node.listen import listen
 from tests.waiting import until
 
 TOKEN = b"x" * 32
@@ -170,7 +171,7 @@ def test_messages_of_one_connection_are_refused_by_the_next(relay: Callable[...,
 
 @pytest.fixture
 def calls() -> Iterator[tuple[Calls, int]]:
-    with wire.listen(0) as server:
+    with listen(0) as server:
         found = Calls(server, Party("j", TOKEN, 0), max_unverified=10)
         yield found, int(server.getsockname()[1])
         for link in found.links:

@@ -333,7 +333,7 @@ def test_setup_runs_once_a_node(make: Make) -> None:
 
 def test_a_setup_that_fails(make: Make) -> None:
     script = '[ "$SLURM_NODEID" = 0 ] || exit 4'
-    job = make("echo go", nodes=2, setup=[["sh", "-c", script]], start_timeout_s=5.0).submit()
+    job = make("echo go", nodes=2, setup=[["sh", "-c", script]], start_timeout_s=30.0).submit()
     end = job.exit()
     assert (end["state"], end["reason"], end["exit_code"]) == ("failed", "setup", 4)
     name = job.lines("slurm/attempts.jsonl")[0]["nodes"][1]

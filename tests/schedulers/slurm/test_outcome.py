@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from schedulers.job import Status
+from schedulers.node import logs
 from schedulers.slurm.batch import shared_files, slurm
 from schedulers.slurm.batch.outcome import Observations, decide_outcome, restart_limit_status
 from schedulers.slurm.submit import program
@@ -151,21 +152,6 @@ def test_a_start_too_many_says_how_the_last_one_ended() -> None:
     assert restart_limit_status({"nodes": 1, "max_restarts": 1}, 2, None)["reason"] == "node_failure"
 
 
-def test_a_kernel_without_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with `ipv6.disable=1`: Python is built with IPv6, and the system refuses such a socket."""
-    new = socket.socket
-
-    def refusing(family: int = socket.AF_INET, *rest: Any) -> socket.socket:
-        if family == socket.AF_INET6:
-            raise OSError(errno.EAFNOSUPPORT, os.strerror(errno.EAFNOSUPPORT))
-        return new(family, *rest)
-
-    monkeypatch.setattr(socket, "socket", refusing)
-    port, held = slurm.hold_port(4712)
-    assert (held.family, held.getsockname()[1]) == (socket.AF_INET, port)
-    held.close()
-
-
 def test_a_held_port_is_for_its_job_alone() -> None:
     first, held = slurm.hold_port(4711)
     second, other = slurm.hold_port(4711)
@@ -196,7 +182,7 @@ def test_a_torn_line_is_no_document(tmp_path: Path) -> None:
     with open(path, "ab") as file:
         file.write(b'{"a": 2')
     shared_files.append(path, {"a": 3})
-    assert [line["a"] for line in shared_files.lines(path)] == [1, 3]
+    assert [line["a"] for line in logs.json_lines(path)] == [1, 3]
 
 
 def test_a_full_disk_gives_up_what_was_kept_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

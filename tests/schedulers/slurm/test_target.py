@@ -167,6 +167,17 @@ def test_a_sweep_is_one_sbatch(slurm: Slurm, home: Path, project: Path, calls: C
     assert jobs[19].wait(90).state is State.CANCELLED
 
 
+def test_a_sweep_above_max_array_size_is_not_recorded(slurm: Slurm, home: Path, project: Path, calls: Calls) -> None:
+    from schedulers.job import JobSpec
+    from schedulers.sweeps import submit_sweep
+
+    spec = JobSpec(argv=("true",), entry="command", procs_per_node=1, code=str(project), options={"cpu": True})
+    with pytest.raises(SpecError, match=r"target slurm: the sweep has 1,002 jobs, .* MaxArraySize is 1,001: split it"):
+        submit_sweep([spec] * 1002, "slurm")
+    assert calls.taken() == ["scontrol"]
+    assert list_jobs(refresh=False) == []
+
+
 def test_the_code_as_it_was(slurm: Slurm, submit: Submit, project: Path) -> None:
     job = submit("sleep 0.5; cat data", options={"snapshot": True}, **_with(project, "before"))
     (project / "data").write_text("after")

@@ -25,7 +25,7 @@ from schedulers.hosts.bundle import PROGRAM, program
 from schedulers.hosts.errors import RemoteError
 from schedulers.hosts.fanout import FanOutResult, fan_out
 from schedulers.hosts.host_list import parse_hosts
-from schedulers.hosts.remote_files import Blob, Files, host_program, program_loader
+from schedulers.hosts.remote_files import Blob, Files, host_programs, program_loader
 from schedulers.hosts.transport import Pool
 from schedulers.store.snapshot import pack
 from schedulers.store.store import Store
@@ -261,7 +261,7 @@ def test_a_stranger_gets_nothing(pool: Pool, ssh_hosts: SshHosts, tarball: Blob)
     """Somebody who connects without the token learns no byte of it; the program ends with the conversation."""
     Files(pool.remote("node1")).unpack(tarball, "code")
     request = {"root": "~/.accel", "digest": tarball.digest, "size": tarball.size, "ports": [24001], "token": "ab" * 32}
-    program = host_program("relay")
+    program = host_programs("listen", "relay")
     session = pool.remote("node1").open(["python3", "-I", "-S", "-c", program_loader(program)])
     session.write(program + json.dumps(request).encode() + b"\n")
     assert json.loads(session.read_line(20)) == {"have": True, "port": 24001}
