@@ -13,7 +13,7 @@ from ..errors import SchedulerError, SpecError, Unreachable
 from ..hosts.jobs.native_id import Native
 from ..hosts.jobs.target import HostsTarget
 from ..job import JobSpec, Status
-from ..target import Plan, TargetContext
+from ..target import Plan, TargetContext, require_answers
 from . import options as tpu_options
 from . import slices
 from .api import Api
@@ -63,9 +63,7 @@ class SliceTarget(HostsTarget):
                 native_id: problem for native_id, problem in unreachable.items() if native_id not in slice_statuses
             }
             statuses = {**error.answers, **slice_statuses}
-            if remaining:
-                raise Unreachable("; ".join(remaining.values()), answers=statuses, silent=remaining) from None
-            return statuses
+            return require_answers(statuses, remaining)
 
     def cancel(self, native_id: str) -> None:
         """Cancel as `HostsTarget.cancel` does. Do nothing if the slice is gone."""
