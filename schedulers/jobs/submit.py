@@ -122,10 +122,9 @@ def send(records: Sequence[Record], target: Target, submit: Callable[[], Sequenc
     first = problems[0]
     if first is not None and {str(problem) for problem in problems} == {str(first)}:
         if isinstance(first, Unreachable):
-            several = len(records) > 1
-            subject, job_id = (
-                (f"the {len(records)} jobs are", "ID") if several else (f"job {records[0].id} is", records[0].id)
-            )
+            subject, job_id = f"job {records[0].id} is", records[0].id
+            if len(records) > 1:
+                subject, job_id = f"the {len(records)} jobs are", "ID"
             hint = f"{subject} kept as {records[0].status.state.value}, and `accel status {job_id}` tries again"
             raise Unreachable(f"{first}; {hint}") from first
         raise first
