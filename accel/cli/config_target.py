@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _COMMAND = "accel config"
 # Kind -> (module, class) of its options.
 _SCHEMAS = {
-    "ssh": ("schedulers.ssh.options", "SshOptions"),
+    "ssh": ("schedulers.ssh.target", "SshOptions"),
     "slurm": ("schedulers.slurm.options", "SlurmOptions"),
     "kubernetes": ("schedulers.kubernetes.options", "KubernetesOptions"),
     "sagemaker": ("schedulers.sagemaker.options", "SageMakerOptions"),

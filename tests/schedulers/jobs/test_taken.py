@@ -12,6 +12,7 @@ from schedulers.job import Reason, State, Status
 from schedulers.jobs import submit
 from schedulers.jobs.handle import Job, find
 from schedulers.jobs.prune import prune
+from schedulers.store import atomic_files
 from schedulers.target import Plan
 
 from .test_backends import elsewhere, forget_backend
@@ -44,13 +45,13 @@ def test_a_job_that_started_in_part_has_failed_once_that_part_has_ended(
 
 
 def test_a_target_that_does_not_answer_after_it_refused_a_part(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    from schedulers.jobs import poll
+    from schedulers.jobs import submit
 
     def fails(*_: object) -> None:
         raise Unreachable("the shell does not answer")
 
     with monkeypatch.context() as silent:
-        silent.setattr(poll, "poll_target", fails)
+        silent.setattr(submit, "poll_target", fails)
         with pytest.raises(Unreachable, match=r"n-\w+ may still run: the shell does not answer"):
             place.sh("true", "finding", part=True)
     job = find("@last")
@@ -99,7 +100,7 @@ def test_who_cannot_be_asked_keeps_the_jobs_whose_end_nobody_stated(place: Place
     lost, _, unidentified, with_exit = jobs
     forget_backend(unidentified)
     forget_backend(with_exit)
-    with_exit.record.write_exit({"state": "succeeded", "exit_code": 0})
+    atomic_files.write_document(f"{with_exit.record.path}/exit.json", {"state": "succeeded", "exit_code": 0})
     ended(place, jobs)
     for job in jobs:
         job.record.update(LOST if job is lost else SUCCEEDED)
