@@ -8,7 +8,6 @@ from typing import ClassVar
 
 from ..errors import SpecError
 from ..hosts.host_list import Host, parse_hosts, read_hostfile
-from ..hosts.jobs import options as common
 from ..hosts.jobs.options import HostOptions
 from ..hosts.jobs.target import HostsTarget
 from ..job import JobSpec
@@ -44,7 +43,6 @@ class SshTarget(HostsTarget):
         if options.hosts is not None and options.hostfile is not None:
             problem = "hosts and hostfile are both given: keep one (--hosts replaces hosts only)"
             raise SpecError(f"target {self.name}: {problem}")
-        common.check(options, self.name)
         hosts = options.hosts or ""
         self._text = hosts if isinstance(hosts, str) else ",".join(hosts)
         self._has_patterns = "*" in self._text or "?" in self._text
@@ -71,12 +69,14 @@ class SshTarget(HostsTarget):
     def _check(self, spec: JobSpec) -> None:
         super()._check(spec)
         self._require_hosts()
-        if self._options.hostfile is not None or self._has_patterns:
-            return  # a file must be read for their number
-        count, spare_count = len(self._listed_hosts()), self._options.spares
-        if count < spec.nodes + spare_count:
+        count, spare_count = self.known_host_count(), self._options.spares
+        if count is not None and count < spec.nodes + spare_count:
             spares = f" and {spare_count} spares" if spare_count else ""
             raise SpecError(f"target {self.name}: {spec.nodes} nodes{spares} requested, but it has {count} hosts")
+
+    def known_host_count(self) -> int | None:
+        """Return the number of hosts, or None if a file must be read for it. Raises SpecError."""
+        return None if not self._text or self._has_patterns else len(self._listed_hosts())
 
     def _require_hosts(self) -> None:
         if self._options.hosts is None and self._options.hostfile is None:

@@ -159,6 +159,7 @@ def test_a_backend_that_is_gone_for_good(place: Place, capfd: pytest.CaptureFixt
     assert out == f"{job.id}\n"
     assert f"job {job.id} was queued: it may still run as n-{job.id} on target identified (shell=one)" in err
     assert list_jobs() == []
+    release(gate)
 
 
 def test_sixty_jobs_of_another_backend_are_one_question(place: Place) -> None:
