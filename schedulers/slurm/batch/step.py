@@ -184,7 +184,7 @@ class Step:
         if "fence" in self._since:
             return True
         timeout_s = float(settings["grace_s"]) + _ALLOWANCE_S
-        missing = [rank for rank in observations.node_ranks if rank not in observations.reports]
+        missing = observations.missing_ranks
         if not missing:
             return self._has_elapsed("all reported", _REPORTED_S, now)
         idle = [rank for rank in missing if rank not in observations.started_ranks]
@@ -211,12 +211,8 @@ class Step:
 
     def _last_error(self) -> str:
         """Return the last line of the first node that ended without a report: a missing interpreter or package."""
-        for rank in self._observations.node_ranks:
-            if rank not in self._observations.reports:
-                line = logs.last_line(os.path.join(self._logs, f"node-{rank}.log"), _MAX_MESSAGE)
-                if line:
-                    return line
-        return ""
+        paths = (os.path.join(self._logs, f"node-{rank}.log") for rank in self._observations.missing_ranks)
+        return next(filter(None, (logs.last_line(path, _MAX_MESSAGE) for path in paths)), "")
 
 
 class _SrunOutput:
