@@ -118,12 +118,9 @@ class SlurmTarget:
         return self._options.root.rstrip("/"), self._options.python or "python3"
 
     def _script(self, spec: JobSpec, job_id: str, root: str, python: str) -> script.JobScript:
-        code = self._code(spec)
+        # None: the job runs a copy.
+        code = None if self._options.snapshot or self._options.login is not None else spec.code
         return script.JobScript(spec, self._options, job_id, f"{root}/jobs/{job_id}", python=python, code=code)
-
-    def _code(self, spec: JobSpec) -> str | None:
-        """Return the directory if the job runs in place, or None if it runs a copy."""
-        return None if self._options.snapshot or self._options.login is not None else spec.code
 
     def admit(self, spec: JobSpec) -> None:
         """Raise SpecError if a secret is not set on this machine, where secrets are read."""
@@ -155,7 +152,11 @@ class SlurmTarget:
         scripts = [self._script(spec, plan.job_id, root, python) for spec, plan in zip(specs, plans, strict=True)]
         pickles = f"{scripts[0].directory}/slurm/pickles" if array else None
         if scripts[0].code is None:
-            self._send_code(specs, plans)
+            from ..store import snapshot
+
+            packed = snapshot.pack(Path(specs[0].code), self._jobs.parent)
+            for plan in plans:
+                self._cluster.unpack(packed.path, plan.job_id)
         request = {
             "schema": 1,
             "root": root,
@@ -189,13 +190,6 @@ class SlurmTarget:
             raise
         atomic_files.write_document(sent_path, {"login": self._options.login})
         return location
-
-    def _send_code(self, specs: Sequence[JobSpec], plans: Sequence[Plan]) -> None:
-        from ..store import snapshot
-
-        packed = snapshot.pack(Path(specs[0].code), self._jobs.parent)
-        for plan in plans:
-            self._cluster.unpack(packed.path, plan.job_id)
 
     def _numbers(self, after: Sequence[str]) -> list[str]:
         """Return the Slurm numbers of the jobs of --after, without those that have succeeded."""

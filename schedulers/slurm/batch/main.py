@@ -99,7 +99,7 @@ class Batch:
         )
         observations = outcome.Observations(self.settings, self.attempt, self.names)
         observations.runs_before = self.starts_before
-        self.step = Step(self.settings, self.directory, self.attempt, env, observations, lambda: self.terminated)
+        self.step = Step(self.directory, env, observations, lambda: self.terminated)
         self.step.run()
         observations.attempt = max(self.attempt, self._newest())
         observations.terminated = self.terminated
@@ -109,11 +109,11 @@ class Batch:
         return observations
 
     def _act(self, observations: outcome.Observations) -> int:
-        if self._fenced():
+        if shared_files.fenced(self._path("attempt"), self.attempt):
             slurm.log("a later start of this job has begun: this one stops here")
             return 1
         end = outcome.decide_outcome(observations)
-        if self.step.full:
+        if self.step.clock.full:
             end.status["message"] = "; ".join(filter(None, (end.status["message"], logs.FULL)))
         if end.do != "again":
             self.step.finish()
@@ -158,9 +158,6 @@ class Batch:
         self._last_start = starts[-1]["attempt"] if starts else -1
         launched_attempt = logs.newest_attempt(os.path.join(self.directory, "logs", "launch.jsonl")) if starts else None
         return max(self._last_start, -1 if launched_attempt is None else launched_attempt)
-
-    def _fenced(self) -> bool:
-        return shared_files.fenced(self._path("attempt"), self.attempt)
 
     def _path(self, name: str) -> str:
         return os.path.join(self.own, name)
