@@ -142,7 +142,7 @@ def test_a_slice_that_is_still_created_when_the_time_is_over(tpu: Tpu, create: S
 
 @pytest.mark.parametrize("moment", ["wait_reachable", *long("ship", "start")])
 def test_preempted_before_the_job_runs(tpu: Tpu, create: Submit, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
-    """The job runs on the next slice, whichever step the hosts failed in."""
+    """The job runs on the next slice."""
     owner: Any = SliceTarget if moment == "wait_reachable" else hosts_submit
     step = getattr(owner, moment)
     called: list[None] = []
