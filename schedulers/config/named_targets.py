@@ -13,9 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import logging
 import os
-import pwd
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -63,6 +61,8 @@ def find_project_file(start: str) -> tuple[str | None, list[str]]:
 @functools.cache
 def _warn_once(warning: str) -> None:
     """Log the warning once per process."""
+    import logging
+
     logging.getLogger(__name__).warning("%s", one_line(warning))
 
 
@@ -112,6 +112,8 @@ def _foreign(directory: str, path: str) -> str | None:
 
 
 def _user_name(uid: int) -> str:
+    import pwd
+
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:

@@ -12,7 +12,6 @@ from ..errors import ConfigError, NotReady, SpecError, StoreNotWritable, SubmitE
 from ..job import Cursor, JobSpec, LogLine, Resources, Retry, State, Status
 from ..store.store import CorruptRecord, Record, Store
 from . import poll as polls
-from .attach import find_or_attach
 from .follow import Backoff, follow, read_once
 from .poll import is_abandoned, poll_all, recover, target_key
 from .submit import admit, create_records, default_name, places, prepare, send
@@ -135,6 +134,8 @@ def find_all(
     options: Mapping[str, Any] | None = None,
 ) -> list[Job]:
     """Return what `find` returns for each of `refs`. Jobs of one target share it and its connections."""
+    from .attach import find_or_attach
+
     store = store or Store.default()
     shared: dict[str, Target] = {}
     jobs = []

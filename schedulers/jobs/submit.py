@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from ..errors import ConfigError, CredentialsExpired, SchedulerError, SpecError, Unreachable
 from ..job import JobSpec, Reason, State, Status
-from .poll import identify, poll_target
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -149,6 +148,8 @@ def for_each(act: Callable[[Item], Result], items: Iterable[Item]) -> list[Resul
 
 def _record_backends(records: Sequence[Record], target: Target) -> None:
     """Record the backends that only the submit has chosen, such as hosts. If that fails, the first poll repeats it."""
+    from .poll import identify
+
     unidentified = {record.id: record for record in records if record.native_id is not None and not record.backend}
     with contextlib.suppress(SchedulerError):
         for job_id, backend in identify(target, unidentified.values()).items():
@@ -198,6 +199,8 @@ def _cancel_or_record(record: Record, outcome: str | SchedulerError, target: Tar
 
 def _is_over(record: Record, target: Target) -> bool:
     """Poll a job that started in part; if it was cancelled, until it is over or `_END_S` pass. Raises Unreachable."""
+    from .poll import poll_target
+
     deadline = time.monotonic() + (_END_S if record.cancel_requested else 0.0)
     while True:
         answer = poll_target([record], target)[record.id]

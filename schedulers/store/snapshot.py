@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import logging
 import os
 import re
 import stat
@@ -26,8 +25,6 @@ _LARGE_BYTES = 100_000_000
 _MAX_SHOWN = 5
 _ATTEMPTS = 3
 _CHUNK = 1 << 20
-
-_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +61,9 @@ def pack(code: Path, home: Path) -> Snapshot:
         with contextlib.suppress(_ChangedError):
             packed = _pack(top, os.path.realpath(home))
             for warning in packed.warnings:
-                _logger.warning("%s", one_line(warning))
+                import logging
+
+                logging.getLogger(__name__).warning("%s", one_line(warning))
             return packed
     raise SnapshotError(f"the files in {top} change while they are packed: try again when nothing writes to them")
 
