@@ -45,13 +45,13 @@ def test_a_job_that_started_in_part_has_failed_once_that_part_has_ended(
 
 
 def test_a_target_that_does_not_answer_after_it_refused_a_part(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    from schedulers.jobs import submit
+    from schedulers.jobs import poll
 
     def fails(*_: object) -> None:
         raise Unreachable("the shell does not answer")
 
     with monkeypatch.context() as silent:
-        silent.setattr(submit, "poll_target", fails)
+        silent.setattr(poll, "poll_target", fails)
         with pytest.raises(Unreachable, match=r"n-\w+ may still run: the shell does not answer"):
             place.sh("true", "finding", part=True)
     job = find("@last")
