@@ -57,7 +57,7 @@ def _prepared(kind: str) -> tuple[Any, Any, Any, Any, Any, Tally]:
     set_seed(1)
     model: Any = Model()
     others = [parameter for name, parameter in model.named_parameters() if name != "scale"]
-    groups = [{"params": [model.scale], "lr": 0.02}, {"params": others}]
+    groups: list[dict[str, Any]] = [{"params": [model.scale], "lr": 0.02}, {"params": others}]
     optimizer: Any = torch.optim.AdamW(groups, lr=0.01)
     scheduler: Any = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     loader: Any = DataLoader(Numbers(32), batch_size=4, shuffle=True)
