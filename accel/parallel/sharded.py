@@ -144,7 +144,7 @@ class Sharded(Strategy):
         refuse_unshardable(members, weights.names, weights.dtype)
         if plugin.activation_checkpointing:
             _checkpoint(model, [unit for _, unit in units[:-1]], plugin.activation_checkpointing_offload)
-        weights.materialize(ignored)
+        weights.materialize(parameter for parameter in weights.names if parameter in ignored)  # in the model's order
         weights.materialize_buffers()
         unsharded = {model.get_parameter(weights.names[parameter][0]) for parameter in ignored}
         for name, unit in units:

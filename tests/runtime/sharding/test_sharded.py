@@ -194,6 +194,20 @@ def test_what_is_ignored_is_whole_and_stays_alike_on_all_processes() -> None:
     assert len(set(first["norm"])) > 1  # it was trained
 
 
+def _left_out_in_order() -> list[int]:
+    """What ignored parameters hold on a process that created them in another order than the main process."""
+    accelerator = Accelerator(fsdp_plugin=Plugin(ignored_modules=".*left_out"))
+    main = accelerator.is_main_process
+    values = [nn.Parameter(torch.tensor([float(n)])) for n in (range(40) if main else reversed(range(40)))]
+    model: Any = nn.Linear(2, 2)
+    model.left_out = nn.ParameterList(values if main else reversed(values))
+    return [int(p.item()) for p in accelerator.prepare(model).left_out]
+
+
+def test_ignored_parameters_are_sent_in_the_order_of_the_model() -> None:
+    assert run(_left_out_in_order) == [[*range(40)]] * 2
+
+
 def _stepped(how: dict[str, Any]) -> dict[str, Any]:
     """An optimizer of shards and an ignored module, beside a second model, and what the script sees of its groups."""
     model: Any = decoder()
