@@ -91,7 +91,8 @@ class WeightMaterializer:
         reusable = tensor.device == self.device and tensor.is_contiguous()
         if tensor.is_meta or (receives and not reusable):
             return torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
-        return tensor.detach().to(self.device)
+        value = tensor.detach().to(self.device)
+        return value.contiguous() if self.broadcast else value  # as the receivers' are
 
     def _new_parameter(self, current: nn.Parameter, original: nn.Parameter) -> nn.Parameter:
         value = self._value(current)
