@@ -92,7 +92,8 @@ class WeightMaterializer:
         if tensor.is_meta or (receives and not reusable):
             return torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
         value = tensor.detach().to(self.device)
-        return value.contiguous() if self.broadcast else value  # as the receivers' are
+        # As the receivers' memory is.
+        return value.resolve_conj().resolve_neg().contiguous() if self.broadcast else value
 
     def _new_parameter(self, current: nn.Parameter, original: nn.Parameter) -> nn.Parameter:
         value = self._value(current)
