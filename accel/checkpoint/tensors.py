@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from accel.checkpoint.durable import Digest, DurableFile, write_durably
 from accel.errors import CheckpointError
-from accel.parallel.shares import elements, is_sharded
+from accel.parallel.shares import is_sharded
 from accel.pytree import map_nested
 
 T = TypeVar("T")
@@ -77,9 +77,10 @@ def write_tensors(
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
         for tensor in file_order(unique).values():
-            file.write(memoryview(elements(tensor if fetch is None else fetch(tensor)).numpy().data))
+            _write_elements(file, tensor if fetch is None else fetch(tensor))
 
-    return write_durably(path, fill)
+    device = next((tensor.device for tensor in unique.values() if tensor.is_cuda), torch.device("cpu"))
+    return write_durably(path, fill, device)
 
 
 def file_order(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -95,6 +96,10 @@ def fits_safetensors(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and (
         is_sharded(value) or (value.layout is torch.strided and value.dtype in TYPES)
     )
+
+
+def _write_elements(file: DurableFile, tensor: torch.Tensor) -> None:
+    file.write_tensor(tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1))
 
 
 def _type_name(path: Path, name: str, tensor: torch.Tensor) -> str:

@@ -28,12 +28,6 @@ def full_tensor(value: Any) -> Any:
     return value.full_tensor() if is_sharded(value) else value
 
 
-def elements(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements of ``tensor`` as bytes in host memory, in order; without a copy if they lie so."""
-    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
-
-
 def count_versions(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
     """Return, for each tensor that is not sharded, 1 if it is equal on all processes, else the number of processes.
 
@@ -61,8 +55,9 @@ def refuse_versions(versions: Mapping[str, int]) -> None:
 
 
 def _digest(tensor: torch.Tensor) -> str:
+    elements = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-    digest.update(memoryview(elements(tensor).numpy().data))
+    digest.update(memoryview(elements.numpy().data))
     return digest.hexdigest()
 
 
