@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,6 +10,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy
 import torch
 
 from accel.checkpoint.chunks import (
@@ -356,12 +356,9 @@ class CheckpointContents:
 
 def _object(name: str, value: Any) -> Piece:
     """Return a file of a state dict, with NumPy's numbers as Python's."""
-    return Piece(name, "object", map_nested(lambda leaf: leaf.item() if _is_numpy_number(leaf) else leaf, value))
-
-
-def _is_numpy_number(leaf: Any) -> bool:
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(leaf, numpy.generic)
+    return Piece(
+        name, "object", map_nested(lambda leaf: leaf.item() if isinstance(leaf, numpy.generic) else leaf, value)
+    )
 
 
 def _has_weights(folder: Path, saved: Chunks, index: int) -> bool:

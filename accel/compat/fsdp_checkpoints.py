@@ -114,7 +114,7 @@ def save_fsdp_optimizer(
     refuse_versions(outline["versions"])
     if full:
         tensors = full_state(tensors, accelerator.is_main_process)
-        _write_file(path, join_tensors(outline["tree"], tensors) if tensors else {})
+        _write_file(path, join_tensors(outline["tree"], tensors) if accelerator.is_main_process else {})
     else:
         state = {"optimizer": _without_tuples(join_tensors(outline["tree"], tensors))}
         items = {id(tensor): item for item, tensor in item_names(state).items()}
