@@ -226,10 +226,11 @@ class Sharded(Strategy):
 
         Raises `CheckpointError` for state that is not sharded and differs between processes.
         """
-        outline, tensors = split_tensors(optimizer.state_dict())
+        state, keep = optimizer.state_dict(), self.state.is_local_main_process
+        outline, tensors = split_tensors(state)
         refuse_versions(count_versions(tensors))
-        full = full_state(tensors, self.state.is_local_main_process)
-        return join_tensors(outline, full) if self.state.is_local_main_process else {}
+        full = full_state(tensors, keep)
+        return join_tensors(outline, full) if keep else {**state, "state": {}}
 
 
 @contextmanager
