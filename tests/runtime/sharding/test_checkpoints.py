@@ -318,7 +318,7 @@ def _killed(folder: str, after: int) -> None:
             os._exit(1)
         return parts(file, length)
 
-    DurableFile._parts = count  # type: ignore[method-assign]
+    DurableFile._parts = count  # type: ignore[method-assign, assignment]
     accelerator.save_state(folder)
 
 
