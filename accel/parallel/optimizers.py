@@ -21,7 +21,7 @@ def to_shards(parameters: Iterable[torch.Tensor], shards: Mapping[torch.Tensor, 
 def rebind_to_shards(optimizer: torch.optim.Optimizer, shards: Mapping[torch.Tensor, torch.Tensor]) -> None:
     """Make ``optimizer`` step the shards instead of the original parameters."""
     for group in optimizer.param_groups:
-        group["params"][:] = to_shards(group["params"], shards)  # in place: LBFGS keeps the list
+        group["params"][:] = to_shards(group["params"], shards)  # LBFGS keeps this list
     for parameter in list(optimizer.state):
         (shard,) = to_shards([parameter], shards)
         if shard is not parameter:
