@@ -35,14 +35,15 @@ from accel.checkpoint.file_names import (
     numbered_name,
     random_states_name,
 )
-from accel.checkpoint.tensors import load_module, load_optimizer, read_tensors, write_tensors
-from accel.checkpoint.torch_files import random_states, read_object, set_random_states, write_safe_object
+from accel.checkpoint.tensors import load_module, load_optimizer, write_tensors
+from accel.checkpoint.torch_files import random_states, set_random_states, write_safe_object
 from accel.checkpoint.weights import read_weights
 from accel.errors import CheckpointError
 from accel.logging import get_logger
 from accel.parallel.base import Strategy
 from accel.parallel.shares import is_sharded
 from accel.precision.base import Precision
+from accel.tensor_files import SafetensorsFile, read_object
 from accel.world.environment import read_int
 
 logger = get_logger(__name__)
@@ -258,14 +259,14 @@ class CheckpointContents:
     def _read_optimizer(self, folder: Path, saved: Chunks, index: int, optimizer: Any) -> None:
         outline = folder / numbered_name(OUTLINE, index)
         path = outline if outline.exists() else folder / numbered_name(OPTIMIZER, index)
-        state = self._object(path, mapped=True)
+        state = self._object(path, stored=True)
         try:
             if path == outline:
                 fill_optimizer(optimizer, self._names, state, saved, f"optimizer.{index}.")
             elif any(is_sharded(parameter) for group in optimizer.param_groups for parameter in group["params"]):
                 fill_optimizer_from_full_state(optimizer, state, path)
             else:
-                load_optimizer(optimizer, state, mapped=True)
+                load_optimizer(optimizer, state)
         except (ValueError, KeyError, RuntimeError, TypeError) as error:
             raise _mismatch_error(path.name, optimizer, error) from error
 
@@ -283,14 +284,14 @@ class CheckpointContents:
 
     def _read_gradients(self, folder: Path, saved: Chunks) -> None:
         path = folder / gradients_name(self.process_index)
-        gradients = read_tensors(path) if path.exists() else {}
+        gradients = SafetensorsFile(path).tensors if path.exists() else {}
         for name, parameter in self._parameters():
             if f"gradient.{name}" in saved:
                 parameter.grad = torch.empty_like(parameter.detach())
                 saved.fill(f"gradient.{name}", parameter.grad)
                 continue
             gradient = gradients.get(name)
-            parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
+            parameter.grad = None if gradient is None else gradient.read(parameter.device)
 
 
 def _loader_state(loader: Any) -> Any:

@@ -25,11 +25,11 @@ from accel.checkpoint.chunks import (
 )
 from accel.checkpoint.dcp import DcpFolder, write_dcp
 from accel.checkpoint.file_names import OPTIMIZER_NAME, numbered_name
-from accel.checkpoint.torch_files import read_object
 from accel.compat.constants import FSDP_MODEL_NAME
 from accel.compat.helpers import is_peft_model
 from accel.errors import ArgumentError, CheckpointError
 from accel.parallel.shares import full_state
+from accel.tensor_files import read_all, read_object
 
 
 def save_fsdp_model(
@@ -211,9 +211,9 @@ def _write_file(path: Path, state: Any) -> None:
 def _read_weights(path: Path, full: bool) -> tuple[Chunks, dict[str, Any]]:
     """Return the saved tensors of a model, and the rest of its state dict."""
     if full:
-        state = read_object(path, mapped=True)
+        state = read_object(path, stored=True)
         tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-        extra = {name: value for name, value in state.items() if name not in tensors}
+        extra = {name: read_all(value) for name, value in state.items() if name not in tensors}
         return Chunks.single_chunk(tensors, str(path)), extra
     folder = _open_folder(path, "model")
     key_paths = {item: folder.paths[item] for item in folder.tensors.shapes}
@@ -222,7 +222,7 @@ def _read_weights(path: Path, full: bool) -> tuple[Chunks, dict[str, Any]]:
 
 
 def _fill_from_file(optimizer: Any, name_of: NameOf, path: Path) -> None:
-    state = read_object(path, mapped=True)
+    state = read_object(path, stored=True)
     if all(isinstance(number, int) for group in state["param_groups"] for number in group["params"]):
         fill_optimizer_from_full_state(optimizer, state, path)  # by `save_state`, which numbers parameters
         return
