@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import operator
 import os
 import pickle
 import struct
@@ -51,7 +52,6 @@ _BY_NAME = {name: kind for kind, name in TYPES.items()}
 MAX_HEADER = 100_000_000  # the limit of safetensors' own reader
 _ALIAS = "accel_alias:"
 
-_SCRATCH = 16 << 20
 _MAX_READ = 1 << 30  # the system reads at most 2 GB a call
 _scratch_lock = threading.Lock()
 
@@ -59,7 +59,7 @@ _scratch_lock = threading.Lock()
 @functools.cache
 def _scratch() -> torch.Tensor:
     """Return the buffer for what cannot be read directly into its destination."""
-    return torch.empty(_SCRATCH, dtype=torch.uint8, device="cpu")
+    return torch.empty(16 << 20, dtype=torch.uint8, device="cpu")
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class StoredTensor(torch.Tensor):
         if function in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **(kwargs or {}))
-        if function is torch.Tensor.copy_ and _is_plain(args[0]) and args[0].shape == args[1].shape:
+        if function is torch.Tensor.copy_ and len(args) > 1 and _is_plain(args[0]) and args[0].shape == args[1].shape:
             args[1].read_into(args[0])
             return args[0]
         loaded = map_nested(lambda leaf: leaf.loaded() if isinstance(leaf, cls) else leaf, (args, kwargs or {}))
@@ -173,7 +173,7 @@ class StoredTensor(torch.Tensor):
         length = size * (1 + sum((count - 1) * stride for count, stride in zip(view.shape, view.stride(), strict=True)))
         if _is_memory(target, view.dtype) and view.is_contiguous():
             self._read(file, target.reshape(-1).view(torch.uint8), start)
-        elif length <= _SCRATCH:
+        elif length <= (limit := _scratch().numel()):
             with _scratch_lock:
                 piece = _scratch()[:length]
                 self._read(file, piece, start)
@@ -181,7 +181,7 @@ class StoredTensor(torch.Tensor):
         else:
             stride, dim = max((stride, dim) for dim, stride in enumerate(view.stride()) if view.shape[dim] > 1)
             row = length - size * (view.shape[dim] - 1) * stride
-            rows = max(1, (_SCRATCH - row) // (size * stride) + 1)
+            rows = max(1, (limit - row) // (size * stride) + 1)
             for first in range(0, view.shape[dim], rows):
                 count = min(rows, view.shape[dim] - first)
                 self._fill(file, target.narrow(dim, first, count), view.narrow(dim, first, count))
@@ -259,7 +259,7 @@ class SafetensorsFile:
             kind, shape = _BY_NAME.get(entry["dtype"]), entry["shape"]
             if kind is None:
                 raise CheckpointError(f"{self.path}: {name} is of type {entry['dtype']}, which torch does not have")
-            first, stop = (start + offset for offset in entry["data_offsets"])
+            first, stop = (start + operator.index(offset) for offset in entry["data_offsets"])
             if first != end or stop - first != math.prod(shape) * kind.itemsize:
                 raise CheckpointError(f"{self.path} is damaged: the offsets of {name} in its header do not match")
             tensors[name] = StoredTensor.of(self._source, first, torch.empty(shape, dtype=kind, device="meta"))

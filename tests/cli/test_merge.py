@@ -133,9 +133,17 @@ def test_what_cannot_be_merged_is_one_line(sharded: Path, tmp_path: Path, capsys
     shard = sorted(copy.glob("*.distcp"))[0]
     whole = shard.read_bytes()
     shard.write_bytes(whole[: len(whole) // 2])
-    assert f"{copy} cannot be read" in fails(capsys, str(copy), out, "--remove_checkpoint_dir")
+    assert f"{shard} cannot be loaded" in fails(capsys, str(copy), out, "--remove_checkpoint_dir")
     shard.unlink()
-    assert shard.name in fails(capsys, str(copy), out)
+    assert f"{shard} is missing" in fails(capsys, str(copy), out)
+    metadata = (copy / ".metadata").read_bytes()
+    (copy.parent / "x1.distcp").write_bytes(whole)  # there, and good
+    for elsewhere in (b"../x1.distcp", bytes(copy.parent / "x1.distcp")):
+        length = b"X\x0c\x00\x00\x00__0_0.distcp"
+        assert length in metadata
+        named = metadata.replace(length, b"X" + len(elsewhere).to_bytes(4, "little") + elsewhere)
+        (copy / ".metadata").write_bytes(named)
+        assert f"names '{elsewhere.decode()}', which is not in its folder" in fails(capsys, str(copy), out)
     (copy / ".metadata").write_bytes(b"nothing")
     assert "cannot be read" in fails(capsys, str(copy), out)
     assert copy.exists()
