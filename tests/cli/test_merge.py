@@ -136,14 +136,13 @@ def test_what_cannot_be_merged_is_one_line(sharded: Path, tmp_path: Path, capsys
     assert f"{shard} cannot be loaded" in fails(capsys, str(copy), out, "--remove_checkpoint_dir")
     shard.unlink()
     assert f"{shard} is missing" in fails(capsys, str(copy), out)
-    metadata = (copy / ".metadata").read_bytes()
-    (copy.parent / "x1.distcp").write_bytes(whole)  # there, and good
-    for elsewhere in (b"../x1.distcp", bytes(copy.parent / "x1.distcp")):
-        length = b"X\x0c\x00\x00\x00__0_0.distcp"
-        assert length in metadata
-        named = metadata.replace(length, b"X" + len(elsewhere).to_bytes(4, "little") + elsewhere)
-        (copy / ".metadata").write_bytes(named)
-        assert f"names '{elsewhere.decode()}', which is not in its folder" in fails(capsys, str(copy), out)
+    metadata = pickle.loads((copy / ".metadata").read_bytes())
+    (copy.parent / shard.name).write_bytes(whole)  # there, and good
+    for elsewhere in (f"../{shard.name}", str(copy.parent / shard.name)):
+        for item in metadata.storage_data.values():
+            item.relative_path = elsewhere
+        (copy / ".metadata").write_bytes(pickle.dumps(metadata))
+        assert f"names '{elsewhere}', which is not in its folder" in fails(capsys, str(copy), out)
     (copy / ".metadata").write_bytes(b"nothing")
     assert "cannot be read" in fails(capsys, str(copy), out)
     assert copy.exists()

@@ -220,7 +220,7 @@ def test_code_of_modules_sees_tensors(tmp_path: Path, writer: str, assign: bool)
         for name in [name for name in state if name.startswith("old.")]:
             state[name.removeprefix("old.")] = state.pop(name)
 
-    model.register_load_state_dict_pre_hook(rename)
+    model.register_load_state_dict_pre_hook(rename)  # type: ignore[no-untyped-call]
     saved = {f"old.{name}": torch.rand(value.shape) + 1 for name, value in model.state_dict().items()}
     saved["old.0.queue"] = torch.arange(6.0)
     saved["old.2.num_batches_tracked"] = torch.tensor(7)
@@ -327,7 +327,8 @@ def test_damaged_files_are_one_line(tmp_path: Path, header: Any, size: int, told
 
 
 def test_a_file_that_changes_before_its_tensors_are_read(tmp_path: Path) -> None:
-    for name, change in (("changed", lambda path: path.write_bytes(b"")), ("gone", lambda path: path.unlink())):
+    changes: dict[str, Callable[[Path], Any]] = {"changed": lambda path: path.write_bytes(b""), "gone": Path.unlink}
+    for name, change in changes.items():
         path = tmp_path / name
         save_file({"a": torch.ones(math.prod((3, 3)))}, path)
         stored = SafetensorsFile(path).tensors["a"]
