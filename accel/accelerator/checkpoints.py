@@ -141,16 +141,18 @@ class CheckpointControl(Part):
     def _collect(self, folder: Path, safe: bool) -> list[Piece]:
         contents = self._contents(models=self._run.models, safe=safe)
         in_shards, writes, window = self.strategy.keeps_shards, self._checkpoints.is_writer, self._run.window
-        weights = [self.strategy.model_state(model, full=not in_shards) for model in self._run.models]
+        states = [self.strategy.model_state(model, full=not in_shards) for model in self._run.models]
+        remaining = list(states)
         for hook in self._save_model_state_pre_hook.values():
-            hook(self._run.models, weights, str(folder))
-        pieces: list[Piece] = []
-        if not in_shards:
-            states = [self.strategy.optimizer_state(optimizer) for optimizer in self._run.optimizers]
-            pieces += contents.shared(weights, states) if writes else ()
-        pieces += contents.sharded_state(
-            weights if in_shards else None, window.is_open, is_writer=writes, every_copy=self._checkpoints.on_each_node
+            hook(list(self._run.models), remaining, str(folder))
+        numbers = {id(state): number for number, state in enumerate(states)}
+        weights = {numbers.get(id(state), position): state for position, state in enumerate(remaining)}
+        optimizers = () if in_shards else [self.strategy.optimizer_state(item) for item in self._run.optimizers]
+        pieces = list(
+            contents.sharded_state(weights, window.is_open, is_writer=writes, every_copy=self._checkpoints.on_each_node)
         )
+        if writes and not in_shards:
+            pieces += contents.shared(weights, optimizers)
         return [*pieces, *contents.rank_state(window.step, window.is_open)]
 
     def wait_for_checkpoint(self) -> None:
@@ -187,7 +189,8 @@ class CheckpointControl(Part):
         models = list(self._run.models)
         for hook in self._load_model_state_pre_hook.values():
             hook(models, str(folder))
-        contents = self._contents(models=models, options=options)
+        hooked = [number for number, model in enumerate(self._run.models) if all(model is not m for m in models)]
+        contents = self._contents(models=self._run.models, hooked=hooked, options=options)
         self._run.window.resume(self._checkpoints.load(folder, contents, **load_model_func_kwargs))
         logger.info(f"loaded {folder}")
 

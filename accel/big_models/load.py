@@ -284,9 +284,9 @@ def _load_distributed(
         set_model_state_dict(model, values or {}, options=options)
 
 
-def _batches(files: CheckpointFiles, names: Collection[str]) -> Iterator[dict[str, torch.Tensor]]:
+def _batches(files: CheckpointFiles, names: Collection[str]) -> Iterator[dict[str, Any]]:
     """Yield the tensors called ``names`` in memory, _BATCH bytes at a time."""
-    batch: dict[str, torch.Tensor] = {}
+    batch: dict[str, Any] = {}
     size = 0
     for shard in files.shards():
         for name in shard.names():

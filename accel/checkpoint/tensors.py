@@ -1,4 +1,4 @@
-"""Files of tensors in the safetensors format, and the loading of such files into modules and optimizers."""
+"""Files of tensors in the safetensors format, and the loading of their tensors into a module."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from accel.checkpoint.durable import Digest, DurableFile, write_durably
 from accel.errors import CheckpointError
 from accel.parallel.shares import is_sharded
-from accel.tensor_files import MAX_HEADER, TYPES, StoredTensor, alias_metadata, read_all
+from accel.tensor_files import MAX_HEADER, TYPES, StoredTensor, alias_metadata
 
 _ALIGNMENT = 64  # as torch aligns memory
 
@@ -68,6 +69,13 @@ def file_order(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
 
 
+def fits_safetensors(value: Any) -> bool:
+    """Return True for a dense tensor of a type that the format has; sharded ones count as such."""
+    return isinstance(value, torch.Tensor) and (
+        is_sharded(value) or (value.layout is torch.strided and value.dtype in TYPES)
+    )
+
+
 def _write_elements(file: DurableFile, tensor: torch.Tensor) -> None:
     file.write_tensor(tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1))
 
@@ -78,7 +86,9 @@ def why_unsavable(value: Any) -> str | None:
         return f"a {type(value).__name__}"
     if value.layout is not torch.strided:
         return f"a tensor of layout {str(value.layout).removeprefix('torch.')}"
-    return None if value.dtype in TYPES else str(value.dtype)
+    wrapper = is_traceable_wrapper_subclass(value) and not is_sharded(value)
+    good = value.dtype in TYPES and not value.is_meta and not wrapper
+    return None if good else f"a {type(value).__name__} of {value.dtype} on {value.device}"
 
 
 def untie(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -100,76 +110,17 @@ def identity(tensor: torch.Tensor) -> Any:
     """Return a key that is equal for tensors that are the same view of the same memory."""
     if is_sharded(tensor) or tensor.layout is not torch.strided:  # this process's part may be empty
         return id(tensor)
-    view = tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
-    return tensor.device, tensor.data_ptr(), tensor.dtype, view
+    view = tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
+    return tensor.device, tensor.data_ptr(), view
 
 
 def load_module(module: torch.nn.Module, state: dict[str, Any], **kwargs: Any) -> Any:
     """Call ``module.load_state_dict`` with a ``state`` that may hold stored tensors."""
     if kwargs.get("assign"):
-        state = read_all(state)
+        state = {key: value.loaded() if isinstance(value, StoredTensor) else value for key, value in state.items()}
     result = module.load_state_dict(state, **kwargs)
     for part in module.modules():  # code of a module may have kept what it got
         holders: tuple[dict[str, Any], ...] = (vars(part), part._parameters, part._buffers)
         for held in holders:
             held.update({key: value.loaded() for key, value in held.items() if isinstance(value, StoredTensor)})
     return result
-
-
-def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
-    """Call ``optimizer.load_state_dict(state)``, reusing the memory of the optimizer's existing state where it fits.
-
-    ``state`` may hold stored tensors. Raises the optimizer's own error for a mismatch.
-    """
-    parameters = _parameters(optimizer, state)
-    if parameters is None:
-        optimizer.load_state_dict(read_all(state))
-        return
-    owned_state = {
-        number: _owned(entry, optimizer.state.get(parameters.get(number), {}), parameters.get(number))
-        for number, entry in state["state"].items()
-    }
-    rest = {key: value for key, value in state.items() if key != "state"}
-    optimizer.load_state_dict({**read_all(rest), "state": owned_state})
-
-
-def _parameters(optimizer: Any, state: Any) -> dict[Any, torch.Tensor] | None:
-    """Map the parameter numbers in ``state`` to parameters; return ``None`` if the two do not correspond."""
-    try:
-        saved = [group["params"] for group in state["param_groups"]]
-        present = [group["params"] for group in optimizer.param_groups]
-        if not isinstance(state["state"], dict) or list(map(len, saved)) != list(map(len, present)):
-            return None
-        return {
-            number: parameter
-            for numbers, parameters in zip(saved, present, strict=True)
-            for number, parameter in zip(numbers, parameters, strict=True)
-        }
-    except (KeyError, TypeError, AttributeError):
-        return None
-
-
-def _owned(entry: Any, present: Any, parameter: torch.Tensor | None) -> Any:
-    if not isinstance(entry, dict):
-        return read_all(entry)
-    owned_state = {}
-    for name, value in entry.items():
-        current = present.get(name) if isinstance(present, dict) else None
-        if not isinstance(value, torch.Tensor):
-            owned_state[name] = read_all(value)
-        elif _is_compatible(current, value):
-            owned_state[name] = current.copy_(value)  # type: ignore[union-attr]
-        else:
-            # Scalars (step counts) stay on their device; other state goes to its parameter's device.
-            device = parameter.device if parameter is not None and value.ndim else value.device
-            owned_state[name] = value.read(device) if isinstance(value, StoredTensor) else value.to(device)
-    return owned_state
-
-
-def _is_compatible(current: Any, value: torch.Tensor) -> bool:
-    return (
-        isinstance(current, torch.Tensor)
-        and current.shape == value.shape
-        and current.dtype == value.dtype
-        and not current.requires_grad
-    )
