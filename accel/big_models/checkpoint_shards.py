@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
-import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +13,8 @@ import torch
 
 from accel.big_models.device_map import device_of
 from accel.big_models.devices import CPU, Device, as_device
-from accel.big_models.offload import SafetensorsFile
 from accel.errors import CheckpointError
+from accel.tensor_files import SafetensorsFile, StoredTensor, read_object
 
 # In order of preference: safetensors, which can hold no code, is loaded if a folder has both.
 _SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
@@ -60,19 +58,6 @@ class CheckpointFiles:
         if self.file_of is not None:
             return list(self.file_of)
         return [name for path in self.paths for name in open_shard(path).names()]
-
-
-# Raised by torch's unpickler for bytes that are no pickle, or that name types other than those of weights.
-_CORRUPTION_ERRORS = (
-    pickle.UnpicklingError,
-    RuntimeError,
-    EOFError,
-    ValueError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    struct.error,
-)
 
 
 def find_files(checkpoint: str | os.PathLike[str]) -> CheckpointFiles:
@@ -133,34 +118,23 @@ class _Safetensors:
         layout = self._file.metadata.get("format", "pt")
         if layout not in ("pt", "np"):
             raise CheckpointError(f"{path} was saved by {layout!r}, whose layout of weights differs from torch's")
-        names = set(self._file.names())
-        # accel stores a tied weight once, and its other names in the file's metadata.
-        self._same_as = {name: owner for name, owner in self._file.metadata.items() if owner in names - {name}}
 
     def names(self) -> list[str]:
-        return list(dict.fromkeys([*self._file.names(), *self._same_as]))
+        return list(self._file.tensors)
 
     def get(self, name: str) -> torch.Tensor:
-        return self._file.get(self.stored_name(name))
+        return self._file.tensors[name]
 
     def stored_name(self, name: str) -> str:
-        return self._same_as.get(name, name)
+        return self._file.aliases.get(name, name)
 
 
 class _Pickled:
-    """A file by `torch.save`, memory-mapped if its format allows; types that could run code are refused."""
+    """A file by `torch.save`; types that could run code are refused."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
-            with path.open("rb") as file:
-                mapped = file.read(4) == b"PK\x03\x04"
-            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
-        except _CORRUPTION_ERRORS as error:
-            reason = str(error).strip().partition("\n")[0]
-            raise CheckpointError(f"{path} cannot be loaded as weights only: {reason}") from error
+        loaded = read_object(path, stored=True)
         if not isinstance(loaded, Mapping):
             raise CheckpointError(f"{path} holds one {type(loaded).__name__}: pass the file of a model's state_dict")
         extra = [str(key) for key, value in loaded.items() if not isinstance(value, torch.Tensor)]
@@ -207,9 +181,11 @@ def load_state_dict(
     return tensors
 
 
-def in_memory(mapped: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a memory-mapped tensor to ``device``, so that it does not change with the file."""
-    return mapped.to(device, copy=True)
+def in_memory(tensor: torch.Tensor, device: torch.device | str = CPU, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Copy a tensor in a file, or a memory-mapped one, to ``device``, so that it does not change with the file."""
+    if isinstance(tensor, StoredTensor):
+        return tensor.read(device, dtype)
+    return tensor.to(device, dtype, copy=True)
 
 
 def _device_for(name: str, device_map: Mapping[str, Device]) -> torch.device:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from accel.errors import ArgumentError, CheckpointError, nearest
 
 logger = logging.getLogger(__name__)
 
+_BATCH = 1 << 27  # bytes
 _STATISTICS = "SCB"  # bitsandbytes' scales of an int8 weight
 
 
@@ -165,7 +166,7 @@ class _WeightPlacer:
     def _to_device(
         self, shard: Shard, name: str, value: torch.Tensor, dtype: torch.dtype, device: torch.device
     ) -> None:
-        value = value.to(dtype) if value.dtype != dtype else in_memory(value, device)
+        value = in_memory(value, device, dtype)
         statistics = None
         if value.dtype == torch.int8 and "weight" in name:
             scales = name.replace("weight", _STATISTICS)
@@ -177,7 +178,7 @@ class _WeightPlacer:
     def _to_disk(self, shard: Shard, name: str, value: torch.Tensor, dtype: torch.dtype) -> None:
         entry = offload_entry(shard, name) if value.dtype == dtype else None
         if entry is None:
-            self._index[name] = self._files.write(value, name, dtype)
+            self._index[name] = self._files.write(in_memory(value), name, dtype)
         else:
             self._index[name] = {**entry, "dtype": str(dtype).removeprefix("torch."), "shape": list(value.shape)}
         set_module_tensor_to_device(self._model, name, META, dtype=dtype)
@@ -272,13 +273,31 @@ def _load_distributed(
     if outcome[1] is not None:
         raise CheckpointError(outcome[1])
     options = StateDictOptions(full_state_dict=full_state_dict, broadcast_from_rank0=broadcast_from_rank0, strict=False)
-    shards = iter(files.shards()) if files is not None else None
-    for _ in outcome[0]:
-        values: dict[str, Any] = {}
-        if shards is not None:
-            shard = next(shards)
-            values = {name: shard.get(name) for name in shard.names() if name in common_names}
-        set_model_state_dict(model, values, options=options)
+    batches = iter(()) if files is None else _batches(files, common_names)
+    while True:
+        values = next(batches, None)
+        more = [values is not None]
+        if broadcast_from_rank0:
+            dist.broadcast_object_list(more, src=0)
+        if not more[0]:
+            return
+        set_model_state_dict(model, values or {}, options=options)
+
+
+def _batches(files: CheckpointFiles, names: Collection[str]) -> Iterator[dict[str, Any]]:
+    """Yield the tensors called ``names`` in memory, _BATCH bytes at a time."""
+    batch: dict[str, Any] = {}
+    size = 0
+    for shard in files.shards():
+        for name in shard.names():
+            if name in names:
+                batch[name] = in_memory(shard.get(name))
+                size += batch[name].nbytes
+            if size >= _BATCH:
+                yield batch
+                batch, size = {}, 0
+    if batch:
+        yield batch
 
 
 def load_offloaded_weights(model: nn.Module, index: Index | None, offload_folder: str | os.PathLike[str]) -> None:

@@ -18,36 +18,11 @@ import torch
 
 from accel.big_models.devices import CPU, Device, as_device, dtype_named
 from accel.errors import ArgumentError, CheckpointError, nearest
+from accel.tensor_files import SafetensorsFile
 
 # Memory-mapped tensors: nothing is read before it is used, and a dropped tensor frees its memory.
-#
-# The header of a safetensors file (https://github.com/huggingface/safetensors, "Format") is read here and not
-# by that library, which maps complete files that stay in memory as long as the file is open.
 
-# safetensors' name of a type → torch's; a torch that lacks one cannot load it.
-_TYPES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "F8_E8M0": "float8_e8m0fnu",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U64": "uint64",
-    "U32": "uint32",
-    "U16": "uint16",
-    "U8": "uint8",
-    "BOOL": "bool",
-    "C64": "complex64",
-}
 _ALIGNMENT = 64  # bytes, as torch allocates on the host
-_LARGEST_HEADER = 100_000_000  # safetensors' own limit
 
 
 def map_tensor(path: str | os.PathLike[str], dtype: torch.dtype, shape: Sequence[int], offset: int = 0) -> torch.Tensor:
@@ -72,63 +47,6 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
     Kernels depend on the alignment: the last bits of a result can differ with it.
     """
     return tensor.clone() if tensor.numel() and tensor.data_ptr() % _ALIGNMENT else tensor
-
-
-class SafetensorsFile:
-    """The header of a safetensors file, and memory-mapped access to its tensors.
-
-    Raises `CheckpointError` for a file that is missing, truncated or not a safetensors file.
-    """
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
-        try:
-            with self.path.open("rb") as file:
-                stat = os.fstat(file.fileno())
-                length = int.from_bytes(file.read(8), "little")
-                if not 2 <= length <= min(_LARGEST_HEADER, stat.st_size - 8):
-                    raise CheckpointError(f"{self.path} is not a safetensors file, or is truncated")
-                header = json.loads(file.read(length))
-        except OSError as error:
-            raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from error
-        except ValueError as error:
-            raise CheckpointError(f"{self.path} is not a safetensors file: its header is damaged") from error
-        self.stamp = _stamp(stat)
-        self.metadata: dict[str, str] = header.pop("__metadata__", None) or {}
-        self._start = 8 + length
-        self._tensors: dict[str, Any] = header
-        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-        if self._start + end > stat.st_size:
-            missing = self._start + end - stat.st_size
-            raise CheckpointError(f"{self.path} is truncated: {missing} bytes are missing at its end")
-
-    def names(self) -> list[str]:
-        """Return the names of the tensors, in the order of the header."""
-        return list(self._tensors)
-
-    def get(self, name: str) -> torch.Tensor:
-        """Memory-map the tensor ``name``. Raises `CheckpointError` for an unknown name or type."""
-        entry = self._tensors.get(name)
-        if entry is None:
-            raise CheckpointError(f"{self.path} holds no tensor {name!r}")
-        dtype = getattr(torch, _TYPES.get(entry["dtype"], ""), None)
-        first, last = entry["data_offsets"]
-        if not isinstance(dtype, torch.dtype):
-            raise CheckpointError(f"{self.path}: {name} is of type {entry['dtype']}, which this torch does not have")
-        if torch.Size(entry["shape"]).numel() * dtype.itemsize != last - first:
-            raise CheckpointError(f"{self.path}: {name} has {last - first} bytes, which do not match {entry['shape']}")
-        return map_tensor(self.path, dtype, entry["shape"], self._start + first)
-
-    def changed(self) -> bool:
-        """Return True if the file has changed since its header was read."""
-        try:
-            return _stamp(os.stat(self.path)) != self.stamp
-        except OSError:
-            return True
-
-
-def _stamp(stat: os.stat_result) -> tuple[int, int, int]:
-    return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 # The folder and its index.
@@ -349,7 +267,10 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         weights_file = self._files.get(file)
         if weights_file is None or weights_file.changed():
             weights_file = self._files[file] = SafetensorsFile(file)
-        return weights_file.get(name)
+        stored = weights_file.tensors.get(name)
+        if stored is None:
+            raise CheckpointError(f"{file} holds no tensor {name!r}")
+        return map_tensor(stored.path, stored.dtype, stored.shape, stored.offset)
 
     def reads_file(self, key: str) -> bool:
         """Return True if the tensor ``key`` is memory-mapped."""

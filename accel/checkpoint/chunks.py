@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from accel.checkpoint.file_names import CHUNKS
-from accel.checkpoint.tensors import evict, read_tensors_and_metadata
 from accel.errors import CheckpointError
 from accel.parallel.shares import count_versions, is_sharded
 from accel.pytree import join_tensors, leaves, meta_tensors, split_tensors
 from accel.state import PartialState
+from accel.tensor_files import SafetensorsFile, cut
 
 _TABLE = "accel_chunks"
 
@@ -83,7 +83,6 @@ class Chunks:
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
-        self.mapped = False  # True if chunks are memory-mapped: their pages need not stay in memory
         self.shapes: dict[str, Dims] = {}
         self._chunks: dict[str, dict[tuple[Dims, Dims], Any]] = {}
 
@@ -97,20 +96,19 @@ class Chunks:
 
     @classmethod
     def in_folder(cls, folder: Path) -> Chunks:
-        """Read all chunks of a checkpoint, memory-mapped. Raises `CheckpointError` for a damaged file."""
+        """Find all chunks of a checkpoint. Raises `CheckpointError` for a damaged file."""
         saved = cls(str(folder))
-        saved.mapped = True
         for path in sorted(folder.glob(CHUNKS)):
-            tensors, metadata = read_tensors_and_metadata(path)
+            file = SafetensorsFile(path)
             try:
-                for name, (shape, offset) in json.loads(metadata[_TABLE]).items():
-                    saved.add(name, tuple(shape), tuple(offset), tensors[name])
+                for name, (shape, offset) in json.loads(file.metadata[_TABLE]).items():
+                    saved.add(name, tuple(shape), tuple(offset), file.tensors[name])
             except (KeyError, TypeError, ValueError) as error:
                 raise CheckpointError(f"{path} cannot be loaded: its table of chunks is damaged") from error
         return saved
 
     def add(self, name: str, shape: Dims, offset: Dims, data: Any) -> None:
-        """Add a chunk of the tensor ``name``: a tensor, or an object with its shape and dtype that slices to one."""
+        """Add a chunk of the tensor ``name``: a tensor, or an object that opens one."""
         if self.shapes.setdefault(name, shape) != shape:
             raise CheckpointError(f"{self.folder}: {name} is {self.shapes[name]} in one file, but {shape} in another")
         self._chunks.setdefault(name, {})[offset, tuple(data.shape)] = data
@@ -125,7 +123,6 @@ class Chunks:
     def renamed(self, names: Mapping[str, str]) -> Chunks:
         """Return a subset under new names; ``names`` maps new names to existing ones."""
         saved = Chunks(self.folder)
-        saved.mapped = self.mapped
         saved.shapes = {name: self.shapes[old] for name, old in names.items()}
         saved._chunks = {name: self._chunks[old] for name, old in names.items()}
         return saved
@@ -164,11 +161,9 @@ class Chunks:
                 (max(a, b), min(a + m, b + n)) for a, m, b, n in zip(offset, part.shape, start, size, strict=True)
             ]
             if all(first < stop for first, stop in common):
-                source = data[_slices(common, start)]
+                tensor_part = cut(data if isinstance(data, torch.Tensor) else data.open(), _slices(common, start))
                 target = part[_slices(common, offset)]
-                target.copy_(source)
-                if self.mapped:
-                    evict(source)
+                target.copy_(tensor_part)
                 missing -= target.numel()
         if missing:
             raise CheckpointError(
@@ -336,10 +331,9 @@ def _filled(saved: Chunks, name: str, parameter: Any, current: Any, *, plain: bo
 
 
 def fill_optimizer_from_full_state(optimizer: Any, state: Mapping[str, Any], folder: Path) -> None:
-    """Load the memory-mapped state dict of an unsharded optimizer, by the order of parameters."""
+    """Load the state dict of an unsharded optimizer, which may hold stored tensors, by the order of parameters."""
     outline, tensors = outline_full_state(_by_name(state, optimizer, lambda parameter: str(id(parameter))))
     saved = Chunks.single_chunk(tensors, str(folder))
-    saved.mapped = True
     fill_optimizer(optimizer, lambda parameter: str(id(parameter)), outline, saved)
 
 

@@ -40,8 +40,8 @@ from accel.checkpoint.file_names import (
     numbered_name,
     random_states_name,
 )
-from accel.checkpoint.tensors import fits_safetensors, load_module, read_tensors, write_tensors
-from accel.checkpoint.torch_files import random_states, read_object, set_random_states, write_safe_object
+from accel.checkpoint.tensors import fits_safetensors, load_module, write_tensors
+from accel.checkpoint.torch_files import random_states, set_random_states, write_safe_object
 from accel.checkpoint.weights import read_weights
 from accel.errors import CheckpointError
 from accel.logging import get_logger
@@ -50,6 +50,7 @@ from accel.parallel.shares import count_versions, is_sharded
 from accel.precision.base import Precision
 from accel.pytree import map_nested
 from accel.state import PartialState
+from accel.tensor_files import SafetensorsFile, read_all, read_object
 from accel.world.environment import read_int
 
 logger = get_logger(__name__)
@@ -307,7 +308,7 @@ class CheckpointContents:
     def _read_optimizer(self, folder: Path, saved: Chunks, index: int, optimizer: Any) -> None:
         outline = folder / numbered_name(OUTLINE, index)
         path = outline if outline.exists() else folder / numbered_name(OPTIMIZER, index)
-        state = self._object(path, mapped=True)
+        state = self._object(path, stored=path != outline)
         try:
             if path == outline:
                 fill_optimizer(optimizer, self._names, state, saved, f"optimizer.{index}.")
@@ -336,16 +337,17 @@ class CheckpointContents:
             path, older = (folder / gradients_name(rank, suffix) for suffix in ("bin", "safetensors"))
             if not path.exists() and not older.exists():
                 break
-            files.append(read_object(path, mapped=True) if path.exists() else read_tensors(older))
+            files.append(read_object(path, stored=True) if path.exists() else SafetensorsFile(older).tensors)
         if len(files) == PartialState().num_processes:
             files = [files[self.process_index]]
         for name, parameter in self._parameters():
             parameter.grad, key = None, f"gradient.{name}"
             chunks, values = saved, [gradients[name] for gradients in files if name in gradients]
             if values:
-                mean = values[0] if len(files) == 1 else sum(values[1:], start=values[0]) / len(files)
+                mean = sum(map(read_all, values[1:]), start=read_all(values[0]))
+                mean = mean / len(files) if len(files) > 1 else mean
                 if not is_sharded(parameter):  # it may be sparse
-                    parameter.grad = mean.to(parameter.device, copy=True)
+                    parameter.grad = mean.to(parameter.device)
                     continue
                 chunks = Chunks.single_chunk({key: mean}, str(folder))
             if key in chunks:

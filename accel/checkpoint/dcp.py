@@ -6,22 +6,21 @@ else is read with ``weights_only=True``.
 
 from __future__ import annotations
 
-import io
 import pickle
 import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
 
 from accel.checkpoint.all_ranks import run_on_all_ranks
 from accel.checkpoint.chunks import Chunks
-from accel.checkpoint.tensors import TYPES
-from accel.checkpoint.weights import load
+from accel.checkpoint.torch_files import numpy_types
 from accel.errors import CheckpointError
 from accel.state import PartialState
+from accel.tensor_files import TYPES, read_object
 
 METADATA = ".metadata"
 
@@ -57,7 +56,7 @@ class DcpFolder:
                 continue
             for chunk in item_metadata.chunks:
                 entry = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
-                stored = _Stored(self.folder, entry, item_metadata.properties.dtype, tuple(chunk.sizes))
+                stored = _Chunk(self.folder, entry, item_metadata.properties.dtype, tuple(chunk.sizes))
                 self.tensors.add(name, tuple(item_metadata.size), tuple(chunk.offsets), stored)
 
     def read_object(self, name: str) -> Any:
@@ -126,33 +125,28 @@ def _with_lists(tree: Any) -> Any:
 
 
 @dataclass(frozen=True, eq=False)
-class _Stored:
-    """A chunk of a tensor in a file, read when it is sliced."""
+class _Chunk:
+    """A chunk of a tensor in a file."""
 
     folder: Path
     entry: Any
     dtype: torch.dtype
     shape: tuple[int, ...]
 
-    def __getitem__(self, part: tuple[slice, ...]) -> torch.Tensor:
-        value = _read_item(self.folder, self.entry)
+    def open(self) -> torch.Tensor:
+        value = _read_item(self.folder, self.entry, stored=True)
         if not isinstance(value, torch.Tensor) or tuple(value.shape) != self.shape:
             raise CheckpointError(f"{self.folder} cannot be read: {self.entry.relative_path} differs from {METADATA}")
-        return value[part]
+        return value
 
 
-def _read_item(folder: Path, entry: Any) -> Any:
+def _read_item(folder: Path, entry: Any, *, stored: bool = False) -> Any:
+    name = entry.relative_path
     if getattr(entry, "transform_descriptors", None):
-        raise CheckpointError(f"{folder} cannot be read: {entry.relative_path} is compressed by an extension of DCP")
-    try:
-        with (folder / entry.relative_path).open("rb") as file:
-            file.seek(entry.offset)
-            return load(io.BytesIO(file.read(entry.length)), map_location="cpu")
-    except pickle.UnpicklingError as error:
-        problem = "holds an object that cannot be loaded safely, or is damaged"
-        raise CheckpointError(f"{folder} cannot be read: {entry.relative_path} {problem}") from error
-    except Exception as error:
-        raise CheckpointError(f"{folder} cannot be read: {entry.relative_path}: {_last_line(error)}") from error
+        raise CheckpointError(f"{folder} cannot be read: {name} is compressed by an extension of DCP")
+    if PurePath(name).is_absolute() or ".." in PurePath(name).parts:
+        raise CheckpointError(f"{folder} cannot be read: its {METADATA} names {name!r}, which is not in its folder")
+    return read_object(folder / name, stored=stored, part=(entry.offset, entry.length), allowed=numpy_types())
 
 
 def _last_line(error: BaseException) -> str:

@@ -14,7 +14,7 @@ from accel.checkpoint.dcp import METADATA, DcpFolder
 from accel.checkpoint.durable import fsync_directory, reporting_full_disk
 from accel.checkpoint.file_names import CHUNKS, MANIFEST, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from accel.checkpoint.manifest import find_damage
-from accel.checkpoint.tensors import TYPES, write_tensors
+from accel.checkpoint.tensors import why_unsavable, write_tensors
 from accel.checkpoint.torch_files import replacing, write_object
 from accel.errors import CheckpointError
 
@@ -107,7 +107,8 @@ def _check(source: Path, folder: Path, *, remove: bool) -> None:
 
 def _check_types(source: Path, state: Mapping[str, torch.Tensor]) -> None:
     for name, tensor in state.items():
-        if tensor.dtype not in TYPES:
+        problem = why_unsavable(tensor)
+        if problem is not None:
             raise CheckpointError(
-                f"{source}: {name} is {tensor.dtype}, which safetensors cannot hold: use --unsafe_serialization"
+                f"{source}: {name} is {problem}, which safetensors cannot hold: use --unsafe_serialization"
             )

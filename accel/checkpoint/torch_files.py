@@ -1,13 +1,9 @@
-"""Files of objects and of random states: `torch.save` writes them, `weights_only=True` reads them back.
-
-So no file of a checkpoint can run code. See `accel.checkpoint.tensors` for files of tensors.
-"""
+"""Files of objects and of random states: `torch.save` writes them, `accel.tensor_files.read_object` reads them."""
 
 from __future__ import annotations
 
 import os
-import pickle
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,9 +11,9 @@ from typing import Any
 import torch
 
 from accel.checkpoint.durable import Digest, write_durably
-from accel.checkpoint.tensors import in_memory
 from accel.collectives.rng import device_rng_state, host_rng_state, set_device_rng_state, set_host_rng_state
 from accel.errors import CheckpointError
+from accel.tensor_files import read_object
 
 
 def write_bytes(path: Path, data: bytes) -> Digest:
@@ -47,31 +43,6 @@ def write_safe_object(path: Path, value: Any) -> Digest:
             "keep tensors, numbers, strings, lists, tuples and dicts in a state_dict"
         )
     return digest
-
-
-def read_object(path: Path, *, mapped: bool = False, allowed: Iterable[Any] = (), **options: Any) -> Any:
-    """Read a file by `torch.save`, its tensors on the CPU.
-
-    ``mapped``: memory-map the tensors, if the file's format allows it; see `accel.checkpoint.tensors.evict`.
-    ``allowed``: types that may be in the file besides torch's defaults.
-    ``options``: further options of `torch.load`.
-
-    Raises `CheckpointError` for a file that is missing, damaged, or holds other types.
-    """
-    try:
-        with torch.serialization.safe_globals(list(allowed)):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped or None, **options)
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is missing") from error
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
-        if mapped and not _is_archive(path):
-            return in_memory(read_object(path, allowed=allowed, **options))
-        raise CheckpointError(f"{path} cannot be loaded: {str(error).splitlines()[0]}") from error
-
-
-def _is_archive(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(4) == b"PK\x03\x04"
 
 
 @contextmanager

@@ -23,11 +23,12 @@ from accel.checkpoint.file_names import (
     numbered_name,
     shard_name,
 )
-from accel.checkpoint.tensors import file_order, read_tensors, untie, write_tensors
-from accel.checkpoint.torch_files import numpy_types, read_object, replacing, write_bytes, write_object
+from accel.checkpoint.tensors import file_order, untie, why_unsavable, write_tensors
+from accel.checkpoint.torch_files import numpy_types, replacing, write_bytes, write_object
 from accel.errors import ArgumentError, CheckpointError
 from accel.parallel.shares import full_tensor, is_sharded
 from accel.state import PartialState
+from accel.tensor_files import SafetensorsFile, StoredTensor, alias_metadata, read_all, read_object
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B", re.IGNORECASE)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
@@ -119,7 +120,8 @@ def save_weights(
     for name, part in zip(names, parts, strict=True):
         with replacing(folder / name) as draft:
             if safe:
-                write_tensors(draft, part, {alias: owner for alias, owner in aliases.items() if owner in part}, fetch)
+                tied = {alias: owner for alias, owner in aliases.items() if owner in part}
+                write_tensors(draft, part, alias_metadata(tied), fetch)
             else:
                 write_object(draft, part)
     if len(parts) > 1:
@@ -162,10 +164,10 @@ def refuse_unsavable(state: Mapping[str, Any], folder: Path, max_shard_size: int
 
 def _refuse_objects(state: Mapping[str, Any]) -> None:
     for name, value in state.items():
-        if not isinstance(value, torch.Tensor):
+        problem = why_unsavable(value)
+        if problem is not None:
             raise ArgumentError(
-                f"save_model: {name} is a {type(value).__name__}, which safetensors cannot hold: "
-                "use safe_serialization=False"
+                f"save_model: {name} is {problem}, which safetensors cannot hold: use safe_serialization=False"
             )
 
 
@@ -179,15 +181,18 @@ def _prune(folder: Path, *, keep: set[str], pattern: str, index_name: str) -> No
 
 
 def read_weights(folder: Path, index: int = 0) -> dict[str, Any]:
-    """Return the state dict of model ``index`` in ``folder``, with memory-mapped tensors; see `read_tensors`.
+    """Return the state dict of model ``index`` in ``folder``, with stored tensors.
 
     Prefers safetensors to pickles, in one file or in shards. Raises `CheckpointError` if there are none.
     """
-    readers = ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, read_tensors), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME, _mapped))
+    readers = (
+        (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, _safetensors),
+        (WEIGHTS_NAME, WEIGHTS_INDEX_NAME, _state_dict),
+    )
     for name, index_name, read in readers:
         path, index_path = folder / numbered_name(name, index), folder / index_name
         if path.exists():
-            return dict(read(path))
+            return read(path)
         if index == 0 and index_path.exists():
             return _read_shards(index_path, read)
     raise CheckpointError(
@@ -196,11 +201,16 @@ def read_weights(folder: Path, index: int = 0) -> dict[str, Any]:
     )
 
 
-def _mapped(path: Path) -> dict[str, Any]:
-    state = read_object(path, mapped=True)
+def _safetensors(path: Path) -> dict[str, Any]:
+    return dict(SafetensorsFile(path).tensors)
+
+
+def _state_dict(path: Path) -> dict[str, Any]:
+    state = read_object(path, stored=True)
     if not isinstance(state, dict):
         raise CheckpointError(f"{path} holds a {type(state).__name__}, not a state dict")
-    return state
+    # What is no tensor (extra state) may hold some, and goes to code that keeps them.
+    return {key: value if isinstance(value, StoredTensor) else read_all(value) for key, value in state.items()}
 
 
 def _read_shards(index: Path, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:

@@ -25,12 +25,12 @@ from accel.checkpoint.chunks import (
 )
 from accel.checkpoint.dcp import DcpFolder, item_names, write_dcp
 from accel.checkpoint.file_names import OPTIMIZER_NAME, numbered_name
-from accel.checkpoint.torch_files import read_object
 from accel.compat.constants import FSDP_MODEL_NAME
 from accel.compat.helpers import is_peft_model
 from accel.errors import ArgumentError, CheckpointError
 from accel.parallel.shares import full_state, refuse_versions
 from accel.pytree import join_tensors
+from accel.tensor_files import read_all, read_object
 
 _OUTLINE = "accel_outline"
 
@@ -212,9 +212,9 @@ def _write_file(path: Path, state: Any) -> None:
 def _read_weights(path: Path, full: bool) -> tuple[Chunks, dict[str, Any]]:
     """Return the saved tensors of a model, and the rest of its state dict."""
     if full:
-        state = read_object(path, mapped=True)
+        state = read_object(path, stored=True)
         tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-        extra = {name: value for name, value in state.items() if name not in tensors}
+        extra = {name: read_all(value) for name, value in state.items() if name not in tensors}
         return Chunks.single_chunk(tensors, str(path)), extra
     folder = _open_folder(path, "model")
     key_paths = {item: folder.paths[item] for item in folder.tensors.shapes}
@@ -230,7 +230,7 @@ def _without_tuples(data: Any) -> Any:
 
 
 def _fill_from_file(optimizer: Any, name_of: NameOf, path: Path) -> None:
-    state = read_object(path, mapped=True)
+    state = read_object(path, stored=True)
     if all(isinstance(number, int) for group in state["param_groups"] for number in group["params"]):
         fill_optimizer_from_full_state(optimizer, state, path)  # by `save_state`, which numbers parameters
         return

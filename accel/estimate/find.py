@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import math
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -16,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from accel.checkpoint.tensors import TYPES
-from accel.errors import AccelError, ArgumentError, nearest, one_of
+from accel.errors import AccelError, ArgumentError, CheckpointError, nearest, one_of
+from accel.tensor_files import SafetensorsFile
 
 
 class NotFound(AccelError):
@@ -62,9 +61,6 @@ def on_meta(subject: Subject) -> nn.Module:
 
 # Safetensors files: their headers have every tensor's name, type and shape.
 
-_MAX_HEADER = 100_000_000  # the limit of the safetensors library
-_BY_NAME = {name: kind for kind, name in TYPES.items()}
-
 
 def from_safetensors_file(path: str) -> Subject:
     """Return the model of a safetensors file, or of the index of several. Raises `NotFound` if it is neither."""
@@ -89,43 +85,33 @@ def from_safetensors_directory(path: str) -> Subject:
 
 
 def _from_files(name: str, paths: list[str]) -> Subject:
-    tensors: dict[str, tuple[torch.dtype, list[int]]] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for path in paths:
         tensors |= read_header(path)
     return _from_tensors(name, tensors)
 
 
-def read_header(path: str) -> dict[str, tuple[torch.dtype, list[int]]]:
-    """Return type and shape of each tensor. Raises `NotFound`."""
+def read_header(path: str) -> Mapping[str, torch.Tensor]:
+    """Return the tensors in a file, each weight once, which are not read. Raises `NotFound`."""
     try:
-        with open(path, "rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            remaining = os.fstat(file.fileno()).st_size - 8
-            header: dict[str, Any] = json.loads(file.read(length)) if 0 < length <= min(remaining, _MAX_HEADER) else {}
-            entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-            tensors = {name: (_BY_NAME[entry["dtype"]], [*entry["shape"]]) for name, entry in entries.items()}
-            complete = sum(kind.itemsize * math.prod(shape) for kind, shape in tensors.values()) == remaining - length
-    except OSError as error:
-        raise NotFound(f"{path}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
-        complete = False
-    if not complete:
-        raise NotFound(f"{path} is not a safetensors file, or it is damaged")
-    return tensors
+        file = SafetensorsFile(path)
+        return {name: tensor for name, tensor in file.tensors.items() if name not in file.aliases}
+    except CheckpointError as error:
+        raise NotFound(str(error)) from None
 
 
-def _from_tensors(name: str, tensors: dict[str, tuple[torch.dtype, list[int]]]) -> Subject:
+def _from_tensors(name: str, tensors: Mapping[str, torch.Tensor]) -> Subject:
     def make() -> nn.Module:
         root = nn.Module()
-        for key, (kind, shape) in tensors.items():
+        for key, stored in tensors.items():
             *path, last = key.split(".")
             parent = root
             for part in path:
                 if part not in parent._modules:
                     parent.add_module(part, nn.Module())
                 parent = parent.get_submodule(part)
-            tensor = torch.empty(shape, dtype=kind, device="meta")
-            if kind.is_floating_point or kind.is_complex:
+            tensor = torch.empty(stored.shape, dtype=stored.dtype, device="meta")
+            if tensor.is_floating_point() or tensor.is_complex():
                 parent.register_parameter(last, nn.Parameter(tensor))
             else:
                 parent.register_buffer(last, tensor)

@@ -133,9 +133,16 @@ def test_what_cannot_be_merged_is_one_line(sharded: Path, tmp_path: Path, capsys
     shard = sorted(copy.glob("*.distcp"))[0]
     whole = shard.read_bytes()
     shard.write_bytes(whole[: len(whole) // 2])
-    assert f"{copy} cannot be read" in fails(capsys, str(copy), out, "--remove_checkpoint_dir")
+    assert f"{shard} cannot be loaded" in fails(capsys, str(copy), out, "--remove_checkpoint_dir")
     shard.unlink()
-    assert shard.name in fails(capsys, str(copy), out)
+    assert f"{shard} is missing" in fails(capsys, str(copy), out)
+    metadata = pickle.loads((copy / ".metadata").read_bytes())
+    (copy.parent / shard.name).write_bytes(whole)  # there, and good
+    for elsewhere in (f"../{shard.name}", str(copy.parent / shard.name)):
+        for item in metadata.storage_data.values():
+            item.relative_path = elsewhere
+        (copy / ".metadata").write_bytes(pickle.dumps(metadata))
+        assert f"names '{elsewhere}', which is not in its folder" in fails(capsys, str(copy), out)
     (copy / ".metadata").write_bytes(b"nothing")
     assert "cannot be read" in fails(capsys, str(copy), out)
     assert copy.exists()

@@ -17,12 +17,14 @@ from accel import Accelerator
 from accel.checkpoint.durable import Digest
 from accel.checkpoint.file_names import MANIFEST
 from accel.checkpoint.manifest import Manifest, read_manifest, write_manifest
-from accel.checkpoint.tensors import evict, prefetch, read_tensors, write_tensors
-from accel.checkpoint.torch_files import read_object, write_object
+from accel.checkpoint.tensors import write_tensors
+from accel.checkpoint.torch_files import write_object
 from accel.errors import CheckpointError
+from accel.tensor_files import SafetensorsFile, read_object
 
 from ..small import fill, save_twice, simple
 from ..worlds import outcomes, run_one
+from .test_tensor_files import MIXED
 
 
 def _unsafe(directory: str) -> str:
@@ -57,17 +59,7 @@ def test_pickles_of_others_never_run(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out == ""
 
 
-# Each first tensor ends where no element of the second may begin.
-_MIXED = {
-    "one float before counters": {"a": torch.rand(1), "b": torch.arange(9000)},
-    "flags before floats": {"a": torch.tensor([True, False, True]), "b": torch.rand(9000)},
-    "bytes before floats": {"a": torch.arange(5, dtype=torch.uint8), "b": torch.rand(9000).double()},
-    "int32 before int64": {"a": torch.arange(3, dtype=torch.int32), "b": torch.arange(9000)},
-    "an odd number of bfloat16": {"a": torch.rand(7).bfloat16(), "b": torch.rand(9000)},
-}
-
-
-@pytest.mark.parametrize("tensors", _MIXED.values(), ids=list(_MIXED))
+@pytest.mark.parametrize("tensors", MIXED.values(), ids=list(MIXED))
 def test_every_tensor_begins_at_a_multiple_of_its_element(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
     path = tmp_path / "mine.safetensors"
     write_tensors(path, tensors)
@@ -75,47 +67,8 @@ def test_every_tensor_begins_at_a_multiple_of_its_element(tmp_path: Path, tensor
     header = json.loads(path.read_bytes()[8 : 8 + header_size])
     for name, tensor in tensors.items():
         assert (8 + header_size + header[name]["data_offsets"][0]) % tensor.element_size() == 0
-    assert list(read_tensors(path)) == ["a", "b"]
-    for loaded in (read_tensors(path), load_file(path)):
-        assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
-
-
-@pytest.mark.parametrize("tensors", _MIXED.values(), ids=list(_MIXED))
-def test_only_pages_of_the_file_are_dropped(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """A tensor that another writer, or an earlier accel, did not align is a copy in this process's memory."""
-    names = {torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16", torch.bool: "BOOL"}
-    names |= {torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8"}
-    header, data = {}, b""
-    for name, tensor in tensors.items():
-        text = bytes(tensor.view(torch.uint8).numpy())
-        offsets = [len(data), len(data) + len(text)]
-        header[name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
-        data += text
-    packed = json.dumps(header).encode()
-    packed += b" " * (-len(packed) % 8)
-    path = tmp_path / "other.safetensors"
-    path.write_bytes(len(packed).to_bytes(8, "little") + packed + data)
-    loaded = read_tensors(path)
-    neighbours = [torch.ones(9000) for _ in range(8)]
-    for tensor in loaded.values():
-        prefetch(tensor)
-        evict(tensor[: len(tensor) // 2])
-        evict(tensor)
+    loaded = load_file(path)
     assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
-    assert all(bool(neighbour.all()) for neighbour in neighbours)
-
-
-@pytest.mark.parametrize("archive", [True, False])
-def test_what_a_pickle_holds_stays_when_its_pages_are_dropped(tmp_path: Path, archive: bool) -> None:
-    """An old pickle is read into memory; an expanded tensor has more elements than the file has for it."""
-    state = {"all": torch.rand(9000), "one": torch.ones(1).expand(3000, 3000), "few": torch.rand(5)}
-    torch.save(state, tmp_path / "state.bin", _use_new_zipfile_serialization=archive)
-    loaded = read_object(tmp_path / "state.bin", mapped=True)
-    neighbours = [torch.ones(9000) for _ in range(64)]
-    for tensor in loaded.values():
-        evict(tensor)
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())
-    assert all(bool(neighbour.all()) for neighbour in neighbours)
 
 
 def test_tensors_are_what_safetensors_reads_and_writes(tmp_path: Path) -> None:
@@ -140,12 +93,12 @@ def test_tensors_are_what_safetensors_reads_and_writes(tmp_path: Path) -> None:
     assert digest.length == (tmp_path / "mine.safetensors").stat().st_size
     theirs = load_file(tmp_path / "mine.safetensors")
     assert set(theirs) == set(tensors) - {"tied"}
-    mine = read_tensors(tmp_path / "mine.safetensors")
+    mine = SafetensorsFile(tmp_path / "mine.safetensors").tensors
     for name, tensor in tensors.items():
         assert torch.equal(mine[name], tensor)
         assert mine[name].dtype is tensor.dtype
     save_file({"a": torch.ones(2)}, tmp_path / "theirs.safetensors")
-    assert read_tensors(tmp_path / "theirs.safetensors")["a"].tolist() == [1, 1]
+    assert SafetensorsFile(tmp_path / "theirs.safetensors").tensors["a"].tolist() == [1, 1]
 
 
 def _tied(directory: str, extra: bool) -> list[Any]:
@@ -255,7 +208,7 @@ def _read_accelerates(directory: str) -> float:
     model = accelerator.prepare(nn.Linear(3, 1))
     for name in ("optimizer.bin",):
         read_object(Path(directory) / name)
-    model.load_state_dict(read_tensors(Path(directory) / "model.safetensors"))
+    model.load_state_dict(SafetensorsFile(Path(directory) / "model.safetensors").tensors)
     weight: float = model.weight.flatten()[0].item()
     return weight
 
