@@ -150,7 +150,7 @@ class CheckpointControl(Part):
 
     def _run_save_hooks(self, weights: list[dict[str, Any]], folder: Path) -> None:
         """Fill ``weights`` with the models' state dicts, and run the hooks with them."""
-        models, in_shards = self._run.models, self.strategy.keeps_shards
+        models, in_shards = list(self._run.models), self.strategy.keeps_shards
         weights.extend(self.strategy.model_state(model, full=not in_shards) for model in models)
         for hook in self._save_model_state_pre_hook.values():
             hook(models, weights, str(folder))
