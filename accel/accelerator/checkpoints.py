@@ -137,7 +137,7 @@ class CheckpointControl(Part):
             logger.warning(f"save_state: {', '.join(sorted(save_model_func_kwargs))} ignored: no effect in this run")
         self._checkpoints.wait()
         path = self._checkpoints.next_path() if output_dir is None else Path(output_dir)
-        weights: list[dict[str, Any]] = []
+        weights: dict[int, dict[str, Any]] = {}
         self._checkpoints.save(
             path,
             lambda folder: self._run_save_hooks(weights, folder),
@@ -148,23 +148,25 @@ class CheckpointControl(Part):
         self.project_configuration.iteration += automatic
         return str(path)
 
-    def _run_save_hooks(self, weights: list[dict[str, Any]], folder: Path) -> None:
-        """Fill ``weights`` with the models' state dicts, and run the hooks with them."""
-        models, in_shards = list(self._run.models), self.strategy.keeps_shards
-        weights.extend(self.strategy.model_state(model, full=not in_shards) for model in models)
+    def _run_save_hooks(self, weights: dict[int, dict[str, Any]], folder: Path) -> None:
+        """Fill ``weights`` with the models' state dicts by number, without those that a hook removes."""
+        models, in_shards = self._run.models, self.strategy.keeps_shards
+        states = [self.strategy.model_state(model, full=not in_shards) for model in models]
+        remaining = list(states)
         for hook in self._save_model_state_pre_hook.values():
-            hook(models, weights, str(folder))
+            hook(list(models), remaining, str(folder))
+        numbers = {id(state): number for number, state in enumerate(states)}
+        weights.update({numbers.get(id(state), position): state for position, state in enumerate(remaining)})
 
-    def _collect(self, weights: list[dict[str, Any]], safe: bool) -> list[Piece]:
+    def _collect(self, weights: dict[int, dict[str, Any]], safe: bool) -> list[Piece]:
         contents = self._contents(models=self._run.models, safe=safe)
         in_shards, writes, window = self.strategy.keeps_shards, self._checkpoints.is_writer, self._run.window
-        pieces: list[Piece] = []
-        if not in_shards:
-            states = [self.strategy.optimizer_state(optimizer) for optimizer in self._run.optimizers]
-            pieces += contents.shared(weights, states) if writes else ()
-        pieces += contents.sharded_state(
-            weights if in_shards else None, window.is_open, is_writer=writes, every_copy=self._checkpoints.on_each_node
+        optimizers = () if in_shards else [self.strategy.optimizer_state(item) for item in self._run.optimizers]
+        pieces = list(
+            contents.sharded_state(weights, window.is_open, is_writer=writes, every_copy=self._checkpoints.on_each_node)
         )
+        if writes and not in_shards:
+            pieces += contents.shared(weights, optimizers)
         return [*pieces, *contents.rank_state(window.step, window.is_open)]
 
     def wait_for_checkpoint(self) -> None:
@@ -199,7 +201,8 @@ class CheckpointControl(Part):
         models = list(self._run.models)
         hooks = self._load_model_state_pre_hook.values()
         run_on_all_ranks(f"loading {folder}", lambda: [hook(models, str(folder)) for hook in hooks] and None)
-        contents = self._contents(models=models, options=options)
+        hooked = [number for number, model in enumerate(self._run.models) if all(model is not m for m in models)]
+        contents = self._contents(models=self._run.models, hooked=hooked, options=options)
         self._run.window.resume(self._checkpoints.load(folder, contents, **load_model_func_kwargs))
         prefix, _, number = folder.name.rpartition("_")
         if f"{prefix}_" == CHECKPOINT_PREFIX and number.isdecimal():

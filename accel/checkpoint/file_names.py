@@ -44,9 +44,9 @@ def custom_name(index: int) -> str:
     return f"custom_checkpoint_{index}.pkl"
 
 
-def gradients_name(process_index: int) -> str:
-    """Return the file name of a process's gradients in an open accumulation window."""
-    return f"gradients_{process_index}.safetensors"
+def gradients_name(process_index: int, suffix: str = "bin") -> str:
+    """Return the file name of a process's gradients in an open accumulation window; older ones are safetensors."""
+    return f"gradients_{process_index}.{suffix}"
 
 
 def random_states_name(process_index: int) -> str:

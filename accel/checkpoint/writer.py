@@ -332,7 +332,7 @@ class Checkpoints:
         if writer_count != self.state.num_processes:
             logger.warning(
                 f"{folder} was saved by {writer_count} process(es), this run has {self.state.num_processes}: "
-                "random numbers, and each process's rest of an interrupted epoch, differ from the saved run"
+                "random numbers, and each process's own buffers and rest of an interrupted epoch, differ from that run"
             )
         return steps[self.state.process_index] or steps[0]
 

@@ -81,6 +81,14 @@ class Strategy:
     def finish_pending(self) -> None:
         """Make every model's ``parameters()`` the tensors that optimizers step, whatever state its last pass left."""
 
+    def drop_held_gradients(self) -> None:
+        """Drop gradients of an accumulation window that no parameter's ``grad`` shows."""
+
+    @property
+    def own_buffers(self) -> bool:
+        """True if each process keeps buffers of its own, which may differ from the others'."""
+        return False
+
     @property
     def keeps_shards(self) -> bool:
         """True if checkpoints hold each process's shards; otherwise full models and optimizers."""

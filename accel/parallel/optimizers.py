@@ -14,7 +14,7 @@ from accel.parallel.shares import is_sharded
 def rebind_to_shards(optimizer: torch.optim.Optimizer, shards: Mapping[torch.Tensor, torch.Tensor]) -> None:
     """Make ``optimizer`` step the shards instead of the original parameters."""
     for group in optimizer.param_groups:
-        group["params"] = [shards.get(parameter, parameter) for parameter in group["params"]]
+        group["params"][:] = [shards.get(p, p) for p in group["params"]]  # LBFGS keeps this list
     for parameter in list(optimizer.state):
         shard = shards.get(parameter, parameter)
         if shard is not parameter:

@@ -20,9 +20,18 @@ from accel.parallel.clipping import by_mesh, clip_norm
 from accel.parallel.materializer import WeightMaterializer
 from accel.parallel.mesh import Mesh
 from accel.parallel.optimizers import check_known_parameters, rebind_to_shards
-from accel.parallel.shares import full_state, gather_before_inference, is_sharded, reshard
+from accel.parallel.shares import (
+    count_versions,
+    drop_held_gradients,
+    full_state,
+    gather_before_inference,
+    is_sharded,
+    refuse_versions,
+    reshard,
+)
 from accel.parallel.units import find_units, ignored_parameters, members_of, refuse_unshardable
 from accel.plugins.fsdp import FullyShardedDataParallelPlugin
+from accel.pytree import join_tensors, split_tensors
 from accel.state import AcceleratorState
 
 if TYPE_CHECKING:
@@ -189,6 +198,16 @@ class Sharded(Strategy):
         for group in by_mesh(parameters):
             torch.nn.utils.clip_grad_value_(group, clip_value)
 
+    def drop_held_gradients(self) -> None:
+        """See `Strategy.drop_held_gradients`."""
+        for model in self._models:
+            drop_held_gradients(model)
+
+    @property
+    def own_buffers(self) -> bool:
+        """See `Strategy.own_buffers`."""
+        return True
+
     @property
     def keeps_shards(self) -> bool:
         """See `Strategy.keeps_shards`."""
@@ -203,10 +222,15 @@ class Sharded(Strategy):
         return full_state(unwrapped.state_dict(keep_vars=True), self.state.is_local_main_process)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """See `Strategy.optimizer_state`; gathered like `model_state`."""
-        state = optimizer.state_dict()
-        keep = self.state.is_local_main_process
-        return {**state, "state": {number: full_state(entry, keep) for number, entry in state["state"].items()}}
+        """See `Strategy.optimizer_state`; gathered like `model_state`.
+
+        Raises `CheckpointError` for state that is not sharded and differs between processes.
+        """
+        state, keep = optimizer.state_dict(), self.state.is_local_main_process
+        outline, tensors = split_tensors(state)
+        refuse_versions(count_versions(tensors))
+        full = full_state(tensors, keep)
+        return join_tensors(outline, full) if keep else {**state, "state": {}}
 
 
 @contextmanager
