@@ -133,7 +133,7 @@ class _RelaySession:
         self._name = remote.name
         self._blob = blob
         request = {"root": root, "digest": blob.digest, "size": blob.size, "ports": list(ports), "token": token}
-        argv, stdin = program_call(python, host_programs("listen", "relay"), request)
+        argv, stdin = program_call(python, host_programs("listen", "program", "relay"), request)
         self._session: Session = remote.open(argv)
         try:
             self._session.write(stdin)

@@ -106,7 +106,7 @@ class _Probe:
     def __init__(self, remote: Remote, python: str, root: str, requirements: HostRequirements) -> None:
         self._remote = remote
         self._python = python
-        program = host_programs("listen", "probe")
+        program = host_programs("listen", "program", "probe")
         remote.connection()  # log in first: only the request counts for the clock skew
         sent_at = time.time()
         self._session: Session = remote.open([python, "-c", program_loader(program)])

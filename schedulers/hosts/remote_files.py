@@ -27,7 +27,7 @@ FILE_MODE = 0o600
 TRANSFER_S = 3600.0
 _REPLY_TIMEOUT_S = 60.0
 _CHUNK = 1 << 20
-JOBS = ("logs", "listen", "jobs")  # `node/jobs.py` and its imports, for `host_programs`
+JOBS = ("program", "logs", "listen", "jobs")  # `node/jobs.py` and its imports, for `host_programs`
 # Makes the sources importable under their own names, in packages without files.
 _IMPORTER = """\
 import sys, types
@@ -123,7 +123,9 @@ class Files:
             return done
 
     def _open_session(self, steps: Sequence[Mapping[str, Any]]) -> Session:
-        argv, stdin = program_call(self._python, host_program("files"), {"root": self._root, "do": list(steps)})
+        argv, stdin = program_call(
+            self._python, host_programs("program", "files"), {"root": self._root, "do": list(steps)}
+        )
         session = self._remote.open(argv)
         session.write(stdin)
         return session

@@ -20,6 +20,7 @@ import threading
 import time
 
 from .listen import listen
+from .program import free_bytes, write_reply
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -42,8 +43,7 @@ def main() -> None:
             reply = ACTIONS[request["do"]](request)
         except OSError as error:
             reply = {"error": error.strerror or str(error)}
-        sys.stdout.write(json.dumps(reply) + "\n")
-        sys.stdout.flush()
+        write_reply(reply)
 
 
 def facts(request: Request) -> dict[str, Any]:
@@ -133,8 +133,7 @@ def disk_of(path: str) -> tuple[str, int, bool]:
     path = os.path.abspath(path)
     while not os.path.isdir(path):
         path = os.path.dirname(path)
-    fs_stats = os.statvfs(path)
-    return path, fs_stats.f_bavail * fs_stats.f_frsize, os.access(path, os.W_OK | os.X_OK)
+    return path, free_bytes(path), os.access(path, os.W_OK | os.X_OK)
 
 
 def gpus() -> dict[str, Any]:

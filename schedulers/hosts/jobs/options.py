@@ -12,6 +12,7 @@ _MIN_HEARTBEAT_S = 5.0
 _LAST_PORT = 65535
 _MIN_PORTS = 2  # node 0 has one for the ranks' rendezvous and one for its supervisor
 _MIN_UNUSED_DAYS = 1.0
+_DAY_S = 86400.0
 _VERSION = re.compile(r"3\.[1-9]\d(\.\d{1,3})?", re.ASCII)
 
 
@@ -61,6 +62,21 @@ class HostOptions:
     root: str = ROOT
     ssh_config: str | None = None
 
+    @property
+    def unused_s(self) -> float:
+        return self.unused_days * _DAY_S
+
+    @property
+    def port_range(self) -> range:
+        """The ports that may be used, by default those below the range that systems assign; empty if invalid."""
+        if self.ports is None:
+            return range(20000, 32768)
+        first, dash, last = self.ports.partition("-")
+        if not first.isdecimal() or not (last.isdecimal() or not dash):
+            return range(0)
+        ports = range(int(first), int(last or first) + 1)
+        return ports if len(ports) >= _MIN_PORTS and ports[0] > 0 and ports[-1] <= _LAST_PORT else range(0)
+
 
 def check(options: HostOptions, name: str) -> None:
     """Raise SpecError, naming the key, for invalid options."""
@@ -94,21 +110,10 @@ def check(options: HostOptions, name: str) -> None:
         raise SpecError(f"{subject}: setup: a command has no program")
     if not (options.root == "~" or options.root.startswith(("~/", "/"))):
         raise SpecError(f"{subject}: root must begin with / or ~/, not {options.root!r}")
-    port_range(options, name)
-
-
-def port_range(options: HostOptions, name: str) -> range:
-    """Return the ports that may be used; by default, those below the range that systems assign themselves."""
-    if options.ports is None:
-        return range(20000, 32768)
-    first, dash, last = options.ports.partition("-")
-    if first.isdecimal() and (last.isdecimal() or not dash):
-        ports = range(int(first), int(last or first) + 1)
-        if len(ports) >= _MIN_PORTS and ports[0] > 0 and ports[-1] <= _LAST_PORT:
-            return ports
-    raise SpecError(
-        f"target {name}: ports must be a range of {_MIN_PORTS} or more, such as 29500-29599, not {options.ports!r}"
-    )
+    if not options.port_range:
+        raise SpecError(
+            f"{subject}: ports must be a range of {_MIN_PORTS} or more, such as 29500-29599, not {options.ports!r}"
+        )
 
 
 def python_of(options: HostOptions) -> str:

@@ -15,7 +15,7 @@ from ...errors import ConfigError
 from .. import replies
 from ..errors import RemoteError
 from ..host_list import Host
-from ..remote_files import host_program, program_call, read_reply
+from ..remote_files import host_programs, program_call, read_reply
 from ..transport import Pool, Remote
 from .cleanup import clear
 
@@ -154,7 +154,7 @@ class Environments:
     def _query(self, remote: Remote, *, make: bool) -> str | None:
         files = dict(self._requirements.files)
         request = {"root": self._root, "files": files, "version": self._version, "make": make}
-        argv, stdin = program_call(self._python, host_program("venv"), request, site=True)
+        argv, stdin = program_call(self._python, host_programs("program", "venv"), request, site=True)
         with remote.open(argv) as session:
             session.write(stdin)
             line = read_reply(session, _CREATE_S, remote.name, self._python)

@@ -115,7 +115,7 @@ class _HostWatch(threading.Thread):
     def _read_events(self) -> None:
         program = host_programs(*JOBS)
         argv = [self._hosts.python, "-I", "-S", "-c", program_loader(program)]
-        request = json.dumps({"root": self._hosts.root, "watch_s": _LIFETIME_S}).encode()
+        request = json.dumps({"root": self._hosts.options.root, "watch_s": _LIFETIME_S}).encode()
         with self._hosts.pool.remote(self._host).open(argv) as session:
             session.write(program + request + b"\n")
             with self._lock:
