@@ -20,10 +20,10 @@ import fabric
 import paramiko
 from paramiko.packet import Packetizer
 
-from . import host_keys, known_hosts
+from . import host_keys
 from .connection import Connection, Timeouts
 from .errors import HostUnreachable, one_line
-from .known_hosts import KnownKey
+from .host_keys import KnownKey
 from .login import LogIn
 from .ssh_config import Settings
 
@@ -99,7 +99,7 @@ class _Transport(paramiko.Transport):
 
 
 def _known_algorithms(settings: Settings, entries: list[KnownKey]) -> list[str]:
-    types = known_hosts.known_types(entries, host_keys.names(settings))
+    types = host_keys.known_types(entries, host_keys.names(settings))
     return [name for type in types for name in (_RSA_ALGORITHMS if type == "ssh-rsa" else (type,))]
 
 

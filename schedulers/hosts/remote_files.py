@@ -112,23 +112,18 @@ class Files:
     ) -> list[bool]:
         from . import replies
 
-        with self._open_session(steps) as session:
+        request = {"root": self._root, "do": list(steps)}
+        argv, stdin = program_call(self._python, host_programs("program", "files"), request)
+        with self._remote.open(argv) as session:
+            session.write(stdin)
             if blob is not None and replies.decode(self._line(session), replies.Need, self._remote.name)["need"]:
-                send_blob(session, blob, _source_name(blob.source))
+                send_blob(session, blob, "the content" if isinstance(blob.source, bytes) else str(blob.source))
             for content in contents:
                 session.write(content)
             session.close_stdin()
             done = replies.decode_done(self._line(session), steps, _DONE, self._remote.name)
             session.finish(_REPLY_TIMEOUT_S)
             return done
-
-    def _open_session(self, steps: Sequence[Mapping[str, Any]]) -> Session:
-        argv, stdin = program_call(
-            self._python, host_programs("program", "files"), {"root": self._root, "do": list(steps)}
-        )
-        session = self._remote.open(argv)
-        session.write(stdin)
-        return session
 
     def _line(self, session: Session) -> bytes:
         return read_reply(session, TRANSFER_S, self._remote.name, self._python)
@@ -190,10 +185,6 @@ def host_programs(*names: str) -> bytes:
     full_names = [f"schedulers.{name if '.' in name else f'node.{name}'}" for name in names]
     sources = {full: host_program(name).decode() for name, full in zip(names, full_names, strict=True)}
     return f"{_IMPORTER}sources = {sources!r}\nfor name in sources:\n    module = load(name)\nmodule.main()\n".encode()
-
-
-def _source_name(source: Path | bytes) -> str:
-    return "the content" if isinstance(source, bytes) else str(source)
 
 
 def chunks(source: Path | bytes) -> Iterable[bytes]:

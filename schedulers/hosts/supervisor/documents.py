@@ -74,6 +74,22 @@ def preallocate(path: str, size: int = RESERVED_BYTES) -> None:
             os.close(fd)
 
 
+def job_status(
+    state: str, reason: str, message: str, *, exit_code: int | None = None, attempt: int = 0, fenced: bool = False
+) -> dict[str, Any]:
+    """Return a job's final status, as in exit.json."""
+    return {
+        "state": state,
+        "reason": reason,
+        "exit_code": exit_code,
+        "attempt": attempt,
+        "message": message,
+        "native_state": "",
+        "failure": None,
+        "fenced": fenced,
+    }
+
+
 def log(text: str) -> None:
     """Write to the supervisor's log; a full disk loses the text."""
     with contextlib.suppress(OSError):

@@ -113,7 +113,10 @@ class Slots:
 
         Never waits for another job; the job keeps its place in the queue. Raises NotEnoughSlots, OSError.
         """
-        _check(requests)
+        for request in requests:
+            if request.count > len(request.slots):
+                limit = f"this machine has {len(request.slots)}"
+                raise NotEnoughSlots(f"{request.count} {request.what} requested, but {limit}")
         self.enqueue()
         while predecessor := self._predecessor():
             if not self._remove_if_stale(predecessor):
@@ -219,12 +222,6 @@ def boot_id() -> str:
             return file.read().strip()
     except OSError:
         return ""
-
-
-def _check(requests: Sequence[SlotRequest]) -> None:
-    for request in requests:
-        if request.count > len(request.slots):
-            raise NotEnoughSlots(f"{request.count} {request.what} requested, but this machine has {len(request.slots)}")
 
 
 def _is_same_file(fd: int, path: str) -> bool:
