@@ -213,38 +213,29 @@ def run(session: Session, stdin: bytes | Iterable[bytes], timeout_s: float | Non
         session.write(stdin)
         session.close_stdin()
         return session.finish(timeout_s)
-    sender = _Sender(session, (stdin,) if isinstance(stdin, bytes) else stdin)
+    source_errors: list[Exception] = []
+
+    def send() -> None:
+        try:
+            for chunk in (stdin,) if isinstance(stdin, bytes) else stdin:
+                try:
+                    session.write(chunk)
+                except Exception:  # `finish` raises the reason
+                    break
+        except Exception as error:
+            source_errors.append(error)
+        session.close_stdin()
+
+    # Sent while this thread reads, so that a command that prints before it reads all does not block.
+    sender = threading.Thread(target=send, name=f"to {session.host}", daemon=True)
     sender.start()
     try:
         return session.finish(timeout_s)
     finally:
         session.close()
         sender.join()
-        if isinstance(sender.error, Exception) and sender.from_source:
-            raise sender.error
-
-
-class _Sender(threading.Thread):
-    """A thread that sends while another one reads, so that a command that prints before it reads all does not block."""
-
-    def __init__(self, session: Session, chunks: Iterable[bytes]) -> None:
-        super().__init__(name=f"to {session.host}", daemon=True)
-        self._session = session
-        self._chunks = chunks
-        self.error: BaseException | None = None
-        self.from_source = False
-
-    def run(self) -> None:
-        try:
-            self.from_source = True
-            for chunk in self._chunks:
-                self.from_source = False
-                self._session.write(chunk)
-                self.from_source = True
-            self.from_source = False
-        except BaseException as error:
-            self.error = error
-        self._session.close_stdin()
+        if source_errors:
+            raise source_errors[0]
 
 
 def loader(length: int) -> str:

@@ -81,19 +81,19 @@ class HostOptions:
 def check(options: HostOptions, name: str) -> None:
     """Raise SpecError, naming the key, for invalid options."""
     subject = f"target {name}"
-    if options.heartbeat_s < _MIN_HEARTBEAT_S or options.heartbeat_s == float("inf"):
-        raise SpecError(f"{subject}: heartbeat_s must be {_MIN_HEARTBEAT_S:g} or more, not {options.heartbeat_s:g}")
-    for key in ("start_timeout_s", "disk_gb"):
-        if not 0 < getattr(options, key) < float("inf"):
-            raise SpecError(f"{subject}: {key} must be more than 0, not {getattr(options, key):g}")
-    if not options.unused_days >= _MIN_UNUSED_DAYS:
-        raise SpecError(f"{subject}: unused_days must be {_MIN_UNUSED_DAYS:g} or more, not {options.unused_days:g}")
-    if options.concurrency is not None and options.concurrency < 1:
-        raise SpecError(f"{subject}: concurrency must be 1 or more, not {options.concurrency}")
-    if options.spares < 0:
-        raise SpecError(f"{subject}: spares must be 0 or more, not {options.spares}")
-    if options.port is not None and not 0 < options.port <= _LAST_PORT:
-        raise SpecError(f"{subject}: port must be 1 to {_LAST_PORT}, not {options.port}")
+    # Key -> whether its value is valid, and the valid ones.
+    limits = {
+        "heartbeat_s": (_MIN_HEARTBEAT_S <= options.heartbeat_s < float("inf"), f"{_MIN_HEARTBEAT_S:g} or more"),
+        "start_timeout_s": (0 < options.start_timeout_s < float("inf"), "more than 0"),
+        "disk_gb": (0 < options.disk_gb < float("inf"), "more than 0"),
+        "unused_days": (options.unused_days >= _MIN_UNUSED_DAYS, f"{_MIN_UNUSED_DAYS:g} or more"),
+        "concurrency": (options.concurrency is None or options.concurrency >= 1, "1 or more"),
+        "spares": (options.spares >= 0, "0 or more"),
+        "port": (options.port is None or 0 < options.port <= _LAST_PORT, f"1 to {_LAST_PORT}"),
+    }
+    for key, (is_valid, valid) in limits.items():
+        if not is_valid:
+            raise SpecError(f"{subject}: {key} must be {valid}, not {getattr(options, key):g}")
     if options.python is not None and options.venv is not None:
         raise SpecError(f"{subject}: python and venv are both given: keep one")
     if options.requirements is not None and not options.requirements.strip():

@@ -50,7 +50,7 @@ class Node:
     port: int
 
     def to_json(self) -> dict[str, Any]:
-        interface = next((entry.interface for entry in self.facts.addresses if entry.address == self.address), None)
+        interface = self.facts.interface_of(self.address)
         return {"name": str(self.host), "address": self.address, "control_port": self.port, "interface": interface}
 
 
@@ -211,10 +211,7 @@ def _addresses(hosts: Hosts, report: Report, facts: Mapping[Host, Facts]) -> dic
 
     Untested addresses matter only if such a host has to lead.
     """
-    interface = None
-    if report.master is not None:
-        first = report.usable[0]
-        interface = next((entry.interface for entry in facts[first].addresses if entry.address == report.master), None)
+    interface = None if report.master is None else facts[report.usable[0]].interface_of(report.master)
     by_host = {host: report.leads[host] for host in report.usable if host in report.leads}
     for host in [host for host in report.usable if host not in by_host]:
         same_interface = [entry.address for entry in facts[host].addresses if entry.interface == interface]

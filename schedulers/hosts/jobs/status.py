@@ -93,13 +93,9 @@ class Hosts:
             else:
                 self._down.pop(host, None)
 
-    def is_down(self, host: Host) -> bool:
-        """Return True if the host could not be reached a moment ago."""
-        return self._down_error(host) is not None
-
     def likely_first(self, hosts: Sequence[Host]) -> list[Host]:
         """Return the hosts in their order, but last those that could not be reached a moment ago."""
-        return sorted(hosts, key=self.is_down)
+        return sorted(hosts, key=lambda host: self._down_error(host) is not None)
 
     def _down_error(self, host: Host) -> SchedulerError | None:
         with self._lock:

@@ -208,16 +208,13 @@ class Leader:
     def _check_silence(self, now: float) -> None:
         for index, heard_at in list(self._last_heard.items()):
             if now - heard_at > self._heartbeat_s and index not in self._lost_hosts and index != self._index:
-                self._lose(index, now - heard_at, now)
+                del self._last_heard[index]
+                self._states.pop(index, None)
+                if self.do != "wait":  # nothing has started: it may come back
+                    self._lost_hosts[index] = now - heard_at
+                    self._await_end_of_lost(now)
         if self.do not in ("wait", "stop", "end") and (self._lost_members() or self._outvoted()):
             self._stop_for(self._loss(), now)
-
-    def _lose(self, index: int, silent_s: float, now: float) -> None:
-        self._states.pop(index, None)
-        self._last_heard.pop(index, None)
-        if self.do != "wait":  # nothing has started: it may come back
-            self._lost_hosts[index] = silent_s
-            self._await_end_of_lost(now)
 
     def _await_end_of_lost(self, now: float) -> None:
         """Set the time when nothing runs on lost hosts: they detect the loss by the same limit, and kill their ranks.
