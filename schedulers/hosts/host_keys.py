@@ -45,14 +45,9 @@ def _read(file: str, state: tuple[int, ...]) -> list[KnownKey]:
         return read(stream.read(), file)
 
 
-def names(settings: Settings) -> list[str]:
-    """Return the names under which the host's key may be listed."""
-    return lookup_names(settings.hostname, settings.port, settings.key_alias)
-
-
 def check(settings: Settings, known: list[KnownKey], key_type: str, key: str, fingerprint: str) -> None:
     """Raise HostKeyRefused, with the remedy, unless the key (its base64 text) is known and not revoked."""
-    listed_names = names(settings)
+    listed_names = lookup_names(settings.hostname, settings.port, settings.key_alias)
     verdict, lines = verify_key(known, listed_names, key_type, key)
     label = f"{key_type} {fingerprint}"
     problem = _revocation(settings.revoked, key_type, key) if settings.revoked else None

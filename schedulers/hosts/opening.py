@@ -39,6 +39,9 @@ def connect(settings: Settings, *, via: Connection | None, timeouts: Timeouts) -
     """Open a connection to the host, logged in, its key verified. Raises HostUnreachable and its subclasses."""
     seconds = settings.connect_timeout_s or timeouts.connect_s
     entries = host_keys.known_keys(settings.known_hosts)
+    names = host_keys.lookup_names(settings.hostname, settings.port, settings.key_alias)
+    types = host_keys.known_types(entries, names)
+    preferred = [name for type in types for name in (_RSA_ALGORITHMS if type == "ssh-rsa" else (type,))]
     sock: Any = None
     if via is None and settings.proxy_command is not None:
         sock = _ProxyCommand(settings, settings.proxy_command)
@@ -55,7 +58,7 @@ def connect(settings: Settings, *, via: Connection | None, timeouts: Timeouts) -
         connect_kwargs={
             "sock": sock,
             "timeout": seconds,
-            "transport_factory": functools.partial(_Transport, _known_algorithms(settings, entries), seconds),
+            "transport_factory": functools.partial(_Transport, preferred, seconds),
             "auth_strategy": LogIn(settings),
         },
     )
@@ -104,11 +107,6 @@ class _Transport(paramiko.Transport):
         offered = list(security.key_types)
         supported = [name for name in preferred if name in offered]
         security.key_types = [*supported, *(name for name in offered if name not in supported)]
-
-
-def _known_algorithms(settings: Settings, entries: list[KnownKey]) -> list[str]:
-    types = host_keys.known_types(entries, host_keys.names(settings))
-    return [name for type in types for name in (_RSA_ALGORITHMS if type == "ssh-rsa" else (type,))]
 
 
 def _close_transport(transport: paramiko.Transport | None, sock: Any) -> None:

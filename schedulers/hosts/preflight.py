@@ -171,9 +171,6 @@ class _Listener:
     port: int
     token: str
 
-    def to_json(self) -> dict[str, Any]:
-        return {"addresses": self.addresses, "port": self.port, "token": self.token}
-
 
 def _check_reachability(pool: Pool, fit: Sequence[tuple[Host, _Probe]], requirements: HostRequirements) -> Report:
     """Have the hosts that may lead listen, and every other host connect to each of their addresses.
@@ -234,11 +231,13 @@ def _call_listeners(pool: Pool, probes: Mapping[Host, _Probe], listening: Sequen
     """Return, for each listening host, the results of every other host's connections to its addresses."""
 
     def call(remote: Remote) -> list[Mapping[str, str | None]]:
-        request = {
-            "do": "connect",
-            "to": [listener.to_json() for listener in listening if listener.host != remote.host],
-        }
-        reply = probes[remote.host].request({**request, "seconds": _TRY_S}, _REPLY_TIMEOUT_S, replies.ReachResult)
+        others = [
+            {"addresses": listener.addresses, "port": listener.port, "token": listener.token}
+            for listener in listening
+            if listener.host != remote.host
+        ]
+        request = {"do": "connect", "to": others, "seconds": _TRY_S}
+        reply = probes[remote.host].request(request, _REPLY_TIMEOUT_S, replies.ReachResult)
         return list(reply["reached"])
 
     callers = list(probes) if len(listening) > 1 else list(probes)[1:]
@@ -259,9 +258,8 @@ def _probe_error(outcome: Outcome[_Probe]) -> Finding:
         return Finding.fails(str(outcome.host), "python", problem)
     # For refused keys, the problem includes the remedy.
     explained = isinstance(error, (HostKeyRefused, LoginRefused)) or not isinstance(error, HostUnreachable)
-    return Finding.fails(
-        str(outcome.host), "ssh", problem, "" if explained else f"from here, see: {_ssh(outcome.host)}"
-    )
+    remedy = "" if explained else f"from here, see: {_ssh(outcome.host)}"
+    return Finding.fails(str(outcome.host), "ssh", problem, remedy)
 
 
 def _ssh(host: Host) -> str:

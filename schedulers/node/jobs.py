@@ -205,11 +205,8 @@ def _logs_of(root: str, step: Step) -> tuple[str, bool, bool]:
     directory = directory_of(root, step)
     # Tested before reading: later text is read the next time.
     over = os.path.exists(os.path.join(directory, "exit.json"))
-    return (
-        os.path.join(directory, "logs"),
-        over,
-        over or (bool(step["over"]) if "over" in step else not has_supervisor(directory)),
-    )
+    complete = over or (bool(step["over"]) if "over" in step else not has_supervisor(directory))
+    return os.path.join(directory, "logs"), over, complete
 
 
 def positions_at(root: str, step: Step, contents: list[bytes]) -> dict[str, int]:

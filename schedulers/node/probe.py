@@ -166,11 +166,8 @@ def smi_gpus() -> int | str:
     except (OSError, subprocess.SubprocessError) as error:
         return f"nvidia-smi does not answer ({error})"
     if completed.returncode != 0:
-        return (
-            (completed.stdout + completed.stderr).strip().splitlines()[0][:200]
-            if completed.stdout + completed.stderr
-            else "nvidia-smi fails"
-        )
+        lines = (completed.stdout + completed.stderr).strip().splitlines()
+        return lines[0][:200] if lines else "nvidia-smi fails"
     return sum(line.startswith("GPU ") for line in completed.stdout.splitlines())
 
 

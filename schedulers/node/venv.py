@@ -136,8 +136,11 @@ def create_from_this_python(directory: str, log: str, lock: int) -> None:
     in_venv = sys.prefix != sys.base_prefix
     flags = [] if in_venv else ["--system-site-packages"]
     run([sys.executable, "-m", "venv", "--without-pip", *flags, directory], log, lock, "venv")
-    if in_venv:
-        expose_own_packages(directory)
+    if in_venv:  # whose packages are not the system's: made visible in the new one
+        purelib = sysconfig.get_path("purelib", "posix_prefix", {"base": directory, "platbase": directory})
+        lines = [f"import site; site.addsitedir({path!r})\n" for path in site.getsitepackages()]
+        with open(os.path.join(purelib, "_packages_below.pth"), "w") as file:
+            file.writelines(lines)
 
 
 def create_from_other_python(directory: str, version: str, log: str, lock: int) -> None:
@@ -151,14 +154,6 @@ def create_from_other_python(directory: str, version: str, log: str, lock: int) 
     os.environ.setdefault("UV_PYTHON_INSTALL_DIR", os.path.join(os.path.dirname(os.path.dirname(directory)), "pythons"))
     flags = ["--no-project", "--allow-existing", "--no-progress", "--color", "never"]
     run([uv, "venv", *flags, "--python", version, directory], log, lock, f"uv venv --python {version}")
-
-
-def expose_own_packages(directory: str) -> None:
-    """Make this virtual environment's packages visible in the new one, to which they are not the system's."""
-    purelib = sysconfig.get_path("purelib", "posix_prefix", {"base": directory, "platbase": directory})
-    lines = [f"import site; site.addsitedir({path!r})\n" for path in site.getsitepackages()]
-    with open(os.path.join(purelib, "_packages_below.pth"), "w") as file:
-        file.writelines(lines)
 
 
 def quietly(directory: str) -> dict[str, Any]:

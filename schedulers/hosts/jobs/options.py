@@ -93,7 +93,9 @@ def check(options: HostOptions, name: str) -> None:
     }
     for key, (is_valid, valid) in limits.items():
         if not is_valid:
-            raise SpecError(f"{subject}: {key} must be {valid}, not {getattr(options, key):g}")
+            value = getattr(options, key)
+            shown = f"{value:g}" if isinstance(value, float) else value
+            raise SpecError(f"{subject}: {key} must be {valid}, not {shown}")
     if options.python is not None and options.venv is not None:
         raise SpecError(f"{subject}: python and venv are both given: keep one")
     if options.requirements is not None and not options.requirements.strip():

@@ -174,7 +174,10 @@ def place(
     for job_hosts in jobs.values() if same_slots else ():
         common_slots(job_hosts)
     ports, unplaced = _claim_directories(hosts, jobs, report.port, claim)
-    _log(report, failures, {str(host) for members in jobs.values() for host in members})
+    used = {str(host) for members in jobs.values() for host in members}
+    warnings = [finding for finding in report.findings if finding.severity == "warns" and finding.host in used]
+    for line in (*(f"left out: {failure}" for failure in failures), *map(str, warnings)):
+        logger.warning("%s", one_line(line))
 
     def node(job_id: str, host: Host) -> Node:
         return Node(host=host, facts=facts[host], address=addresses[host], port=ports[job_id, host])
@@ -190,14 +193,6 @@ def place(
         for job_id, (members, spares) in zip(job_ids, chosen, strict=True)
         if job_id not in unplaced
     ], unplaced
-
-
-def _log(report: Report, failures: Sequence[str], used: set[str]) -> None:
-    for line in failures:
-        logger.warning("left out: %s", one_line(line))
-    for finding in report.findings:
-        if finding.severity == "warns" and finding.host in used:
-            logger.warning("%s", one_line(str(finding)))
 
 
 def _random_ports(options: HostOptions, jobs: int) -> tuple[int, ...]:

@@ -260,11 +260,8 @@ class NodeRunner:
             flags["num_processes"] = nodes * settings["procs_per_node"]
         command = list(settings["command"])
         index = command.index("launch") + 1
-        return (
-            command[:index]
-            + [argument for name, value in flags.items() for argument in (f"--{name}", str(value))]
-            + command[index:]
-        )
+        arguments = [argument for name, value in flags.items() for argument in (f"--{name}", str(value))]
+        return [*command[:index], *arguments, *command[index:]]
 
     def _run(
         self, argv: list[str], log_name: str, extra: dict[str, str], pass_fds: tuple[int, ...] = ()
