@@ -106,66 +106,44 @@ class Identity:
 
     def send(self, signum: int) -> bool:
         """Signal the process. Return False if it has ended, or is not visible. Never signals another process."""
-        with self.opened() as handle:
-            if handle is None:
+        with self._opened() as (alive, fd):
+            if not alive:
                 return False
-            return handle.send(signum)
+            try:
+                if sys.platform == "linux" and fd is not None:
+                    signal.pidfd_send_signal(fd, signum)
+                else:
+                    os.kill(self.pid, signum)
+            except ProcessLookupError:
+                return False
+            return True
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for the process, which need not be a child, to end. Return True if it has ended."""
-        with self.opened() as handle:
-            return handle is None or handle.wait(timeout_s)
-
-    def opened(self) -> _Opened:
-        """Return a context manager that holds the process's pidfd."""
-        return _Opened(self)
-
-
-class _Opened:
-    """A pidfd that provably belongs to the identity (Linux); elsewhere the identity itself."""
-
-    def __init__(self, identity: Identity) -> None:
-        self._identity = identity
-        self._fd: int | None = None
-
-    def __enter__(self) -> _Opened | None:
-        if not self._identity.alive():
-            return None
-        if sys.platform == "linux":
-            try:
-                self._fd = os.pidfd_open(self._identity.pid)
-            except OSError:
-                return None
-        # Checked again after opening: from here on the pidfd belongs to this process, even if the pid is reused.
-        if self._identity.alive():
-            return self
-        self.__exit__()
-        return None
-
-    def __exit__(self, *_: object) -> None:
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
-
-    def send(self, signum: int) -> bool:
-        try:
-            if sys.platform == "linux" and self._fd is not None:
-                signal.pidfd_send_signal(self._fd, signum)
-            else:
-                os.kill(self._identity.pid, signum)
-        except ProcessLookupError:
-            return False
-        return True
-
-    def wait(self, timeout_s: float) -> bool:
-        if self._fd is not None:
-            return bool(select.select([self._fd], [], [], timeout_s)[0])
         deadline = time.monotonic() + timeout_s
-        while self._identity.alive():
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(_POLL_S)
-        return True
+        with self._opened() as (alive, fd):
+            if fd is not None:
+                return bool(select.select([fd], [], [], timeout_s)[0])
+            while alive and self.alive():
+                if time.monotonic() >= deadline:
+                    return False
+                time.sleep(_POLL_S)
+            return True
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[tuple[bool, int | None]]:
+        """Yield True if the process lives, and on Linux a pidfd that provably belongs to it."""
+        fd = None
+        try:
+            if sys.platform == "linux" and self.alive():
+                with contextlib.suppress(OSError):
+                    fd = os.pidfd_open(self.pid)
+            # Checked after opening: from here on the pidfd belongs to this process, even if the pid is reused.
+            alive = self.alive() and (fd is not None or sys.platform != "linux")
+            yield alive, fd if alive else None
+        finally:
+            if fd is not None:
+                os.close(fd)
 
 
 def _started(pid: int) -> str | None:
@@ -284,7 +262,9 @@ def end_all(find_pids: Callable[[], Iterable[int]], *, grace_s: float) -> None:
     while live_pids := set(find_pids()):
         grace_over = time.monotonic() >= deadline
         for pid in live_pids if grace_over else live_pids - signalled:
-            _kill(pid, signal.SIGKILL if grace_over else signal.SIGTERM)
+            # Gone, or a set-user-id program that only root may end.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL if grace_over else signal.SIGTERM)
         signalled |= live_pids
         time.sleep(_POLL_S)
         _collect_children()
@@ -294,13 +274,6 @@ def _collect_children() -> None:
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
-
-
-def _kill(pid: int, signum: int) -> None:
-    try:
-        os.kill(pid, signum)
-    except (ProcessLookupError, PermissionError):  # gone, or a set-user-id program that only root may end
-        return
 
 
 def _table() -> Iterator[Row]:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
+import functools
 import itertools
 import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from .errors import SpecError
+import yaml
+
+from .config.named_targets import ResolvedTarget
+from .errors import SchedulerError, SpecError
 from .job import JobSpec
+from .jobs.handle import Job, submit_spec
+from .jobs.submit import admit, create_records, prepare, send
 from .store.store import Store
-
-if TYPE_CHECKING:
-    from .jobs.handle import Job
-    from .target import Plan
+from .target import Plan, Sweeps
 
 Point = Mapping[str, str]
 
@@ -82,13 +86,8 @@ def submit_sweep(
     Other targets get the jobs one by one: those before a rejected one stay submitted, and the message counts them.
     Raises what `submit` raises.
     """
-    from .errors import SchedulerError
-    from .jobs.handle import Job, submit_spec
-    from .jobs.submit import admit, create_records, prepare, send_many
-    from .target import Sweeps
-
     store = store or Store.default()
-    resolved, first = prepare(jobs[0], target_name, store, start)
+    resolved, job_specs = _prepare(jobs, target_name, store, start)
     if not isinstance(resolved.target, Sweeps):
         done: list[Job] = []
         for spec in jobs:
@@ -97,13 +96,13 @@ def submit_sweep(
             except SchedulerError as error:
                 raise type(error)(f"{error} ({len(done)} of {len(jobs)} jobs were submitted before)") from None
         return done
-    job_specs = [dataclasses.replace(spec, code=first.code, after=first.after, nodes=first.nodes) for spec in jobs]
     ids = [store.new_id() for _ in job_specs]
     plans = resolved.plan_many(job_specs, ids)
     admit(resolved.target, job_specs)
 
     records = create_records(store, resolved, list(zip(ids, job_specs, plans, strict=True)))
-    send_many(records, resolved.target, plans)
+    with records[0].submission():  # one lock for all: a thousand jobs would need a thousand open files
+        send(records, resolved.target, functools.partial(resolved.target.submit_many, plans))
     return [Job(record, target=resolved.target) for record in records]
 
 
@@ -119,12 +118,15 @@ def plans(
 
     Raises SpecError, ConfigError.
     """
-    from .jobs.submit import prepare
-
-    store = store or Store.default()
-    resolved, first = prepare(jobs[0], target_name, store, start)
-    job_specs = [dataclasses.replace(spec, code=first.code, after=first.after, nodes=first.nodes) for spec in jobs]
+    resolved, job_specs = _prepare(jobs, target_name, store or Store.default(), start)
     return resolved.plan_many(job_specs, ids)
+
+
+def _prepare(
+    jobs: Sequence[JobSpec], target_name: str, store: Store, start: str | Path | None
+) -> tuple[ResolvedTarget, list[JobSpec]]:
+    resolved, first = prepare(jobs[0], target_name, store, start)
+    return resolved, [dataclasses.replace(job, code=first.code, after=first.after, nodes=first.nodes) for job in jobs]
 
 
 def _arguments(argv: Sequence[str], point: Point) -> tuple[str, ...]:
@@ -144,8 +146,6 @@ def _check_count(count: int) -> None:
 
 
 def _from_csv(text: str, name: str) -> list[Point]:
-    import csv
-
     rows = csv.reader(text.splitlines(), delimiter="\t" if name.endswith(".tsv") else ",", strict=True)
     try:
         header = next(rows, [])
@@ -163,8 +163,6 @@ def _from_csv(text: str, name: str) -> list[Point]:
 
 
 def _from_yaml(text: str, name: str) -> list[Point]:
-    import yaml
-
     try:
         # Every scalar as it is written: 1e-3 stays 1e-3, and no is a word.
         value = yaml.load(text, yaml.BaseLoader)

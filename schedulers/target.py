@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -443,8 +444,6 @@ def refused_entry_points() -> list[str]:
 
 def load_kind(kind: str, location: str = "--target") -> type[Any]:
     """Return the class that implements `kind`. Raises UnknownTarget, or ConfigError if a plug-in cannot be imported."""
-    import importlib
-
     path = BUILT_IN.get(kind) or kinds().get(kind)
     if path is None:
         raise UnknownTarget(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .argv import UsageError
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 _COMMAND = "accel config"
 # Kind -> (module, class) of its options.
 _SCHEMAS = {
-    "ssh": ("schedulers.ssh.options", "SshOptions"),
+    "ssh": ("schedulers.ssh.target", "SshOptions"),
     "slurm": ("schedulers.slurm.options", "SlurmOptions"),
     "kubernetes": ("schedulers.kubernetes.options", "KubernetesOptions"),
     "sagemaker": ("schedulers.sagemaker.options", "SageMakerOptions"),
@@ -139,6 +140,7 @@ def _problem(name: str, entry: Mapping[str, Any]) -> str:
     """Return why the entry makes no valid target, or ""."""
     from schedulers.config.schema import make_options
     from schedulers.errors import SchedulerError
+    from schedulers.target import TargetContext
 
     module = importlib.import_module(_SCHEMAS[entry["kind"]][0])
     schema = getattr(module, _SCHEMAS[entry["kind"]][1])
@@ -147,10 +149,10 @@ def _problem(name: str, entry: Mapping[str, Any]) -> str:
         options, _ = make_options(schema, raw_options, {}, lambda path, of_key: f"target {name}")
         if entry["kind"] == "sagemaker":
             _check_sagemaker(options, name)
+        elif entry["kind"] == "ssh":
+            module.SshTarget(TargetContext(name=name, options=options, jobs=Path())).known_host_count()
         else:
             module.check(options, name)
-        if entry["kind"] == "ssh":
-            module.known_hosts_count(options, f"target {name}: hosts")
     except SchedulerError as error:
         return str(error).removeprefix(f"target {name}: ")
     return ""

@@ -153,18 +153,18 @@ def _check(command: str, location: str, option: str, value: Any) -> None:
 
 def _image(settings: Mapping[str, Value], values: Mapping[str, Any]) -> tuple[str, list[str]]:
     """Return the image, and a warning if it is not of the version that the file names."""
-    from schedulers.sagemaker import images
+    from schedulers.sagemaker.options import NEWEST, VERSIONS
 
     version = str(values["pytorch_version"])
     if values["image_uri"]:
         return str(values["image_uri"]), []
-    if any(known in (version, f"{version}.0") or known.rpartition(".")[0] == version for known in images.VERSIONS):
+    if any(known in (version, f"{version}.0") or known.rpartition(".")[0] == version for known in VERSIONS):
         return f"pytorch:{version}", []
     pins = f"pytorch_version {version}, py_version {values['py_version']}"
-    image = f"pytorch:{images.NEWEST} ({images.VERSIONS[images.NEWEST]})"
+    image = f"pytorch:{NEWEST} ({VERSIONS[NEWEST]})"
     remedy = "name packages in requirements.txt, or give image_uri"
     warning = f"warning: {settings['pytorch_version'].source}: {pins}: accel does not run on this image; using {image}"
-    return f"pytorch:{images.NEWEST}", [f"{warning}, without Transformers: {remedy}"]
+    return f"pytorch:{NEWEST}", [f"{warning}, without Transformers: {remedy}"]
 
 
 def _metric(name: Any, regex: Any) -> dict[str, str]:

@@ -11,6 +11,7 @@ The keys of a target are the fields of its class's dataclass `Options`; nothing 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import os
 import shlex
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ..errors import ConfigError, UnknownTarget, nearest
 from ..printable import one_line
 from ..store import paths
-from ..target import BUILT_IN, Target, TargetContext, kinds, load_kind
+from ..target import BUILT_IN, Sweeps, Target, TargetContext, kinds, load_kind
 from .schema import make_options
 
 if TYPE_CHECKING:
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
 
 FILE = "accel.yaml"
 TRUST = "ACCEL_CONFIG_TRUST"
-
-_warned: set[str] = set()
 
 
 def find_project_file(start: str) -> tuple[str | None, list[str]]:
@@ -59,14 +58,12 @@ def find_project_file(start: str) -> tuple[str | None, list[str]]:
     return None, warnings
 
 
-def warn_once(warnings: list[str]) -> None:
-    """Log each warning once per process."""
+@functools.cache
+def _warn_once(warning: str) -> None:
+    """Log the warning once per process."""
     import logging
 
-    for warning in warnings:
-        if warning not in _warned:
-            _warned.add(warning)
-            logging.getLogger(__name__).warning("%s", one_line(warning))
+    logging.getLogger(__name__).warning("%s", one_line(warning))
 
 
 def _upward(start: str) -> Iterator[str]:
@@ -156,8 +153,6 @@ class ResolvedTarget:
 
     def plan_many(self, specs: Sequence[JobSpec], job_ids: Sequence[str]) -> list[Plan]:
         """Return the plans of a sweep, in order. Raises SpecError."""
-        from ..target import Sweeps
-
         if isinstance(self.target, Sweeps):
             plans = self.target.plan_many(specs, job_ids)
             return [dataclasses.replace(plan, source=self.source) for plan in plans]
@@ -212,8 +207,8 @@ def config_files(start: Path | str | None = None) -> list[str]:
     user = os.path.join(paths.config_home(), FILE)
     files = [user] if os.path.isfile(user) else []
     project, skipped = find_project_file(os.path.abspath(start or os.getcwd()))
-    if skipped:
-        warn_once(skipped)
+    for warning in skipped:
+        _warn_once(warning)
     if project is not None and not (files and os.path.samefile(project, user)):
         files.append(project)
     return files
@@ -282,12 +277,8 @@ def _construct(named_target: NamedTarget, jobs: Path, overrides: Mapping[str, An
     def locate(path: tuple[str | int, ...], of_key: bool) -> str:
         if file is None:
             return f"target {named_target.name}"
-        keys = tuple(str(step) for step in path)
-        position = (
-            file.key_location("targets", named_target.name, *keys)
-            if of_key
-            else file.location("targets", named_target.name, *path)
-        )
+        keys = ("targets", named_target.name)
+        position = file.key_location(*keys, *map(str, path)) if of_key else file.location(*keys, *path)
         return f"{position}: target {named_target.name}"
 
     options, plain = make_options(kind.Options, named_target.options, overrides, locate, kind=named_target.kind)

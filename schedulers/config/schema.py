@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
+import json
 import re
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -40,7 +43,8 @@ def make_options(
                 f"{_flag(key)}: {owner} has no such option{nearest(key, fields)} (options: {option_names})"
             )
     merged = {**values, **overrides}
-    missing = [name for name, f in fields.items() if name not in merged and _required(f)]
+    required = [f.name for f in fields.values() if f.default is f.default_factory is dataclasses.MISSING]
+    missing = [name for name in required if name not in merged]
     if missing:
         raise ConfigError(f"{locate((), True)}: missing {', '.join(map(repr, missing))} (keys: {', '.join(fields)})")
     if not merged:  # the usual case, without the cost of importing the validator
@@ -58,16 +62,10 @@ def _flag(key: str) -> str:
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values as they will be when read from a JSON file."""
-    import json
-
     import msgspec
 
     plain: dict[str, Any] = json.loads(json.dumps(msgspec.to_builtins(values)))
     return plain
-
-
-def _required(f: dataclasses.Field[Any]) -> bool:
-    return f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
 
 
 def _refuse_unknown(key: str, known: Mapping[str, Any], location: str) -> None:
@@ -78,8 +76,6 @@ def _refuse_unknown(key: str, known: Mapping[str, Any], location: str) -> None:
 
 def _from_text(schema: type, overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Return the overrides that are text and stand for another type, converted to it."""
-    import typing
-
     import msgspec
 
     types = typing.get_type_hints(schema)
@@ -130,9 +126,6 @@ def _validation_error(
 
 
 def _choices(schema: type, path: Path) -> str:
-    import enum
-    import typing
-
     hint = typing.get_type_hints(schema).get(str(path[0])) if len(path) == 1 else None
     options = [hint, *typing.get_args(hint)] if typing.get_origin(hint) is not typing.Literal else [hint]
     choices: list[str] = []

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import yaml
+from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from ..errors import ConfigError
-
-if TYPE_CHECKING:
-    from yaml import MarkedYAMLError, SafeLoader
-    from yaml.nodes import Node
 
 Step = str | int
 
@@ -22,14 +21,12 @@ class YamlFile:
     """
 
     def __init__(self, path: str) -> None:
-        import yaml
-
         self.path = path
         self.shown = format_path(path)
         text = read_text(path)
         loader = yaml.SafeLoader("")
         try:
-            loader = _loader(text)
+            loader = _YamlLoader(text)
             node = loader.get_single_node()
             self.root: Node | None = node
             if node is not None:
@@ -48,7 +45,8 @@ class YamlFile:
 
     def location(self, *path: Step) -> str:
         """Return `file:line` of the value at `path`, or of the nearest thing around it if there is none."""
-        return f"{self.shown}:{self._mark(path)}"
+        node = self._find(path)
+        return f"{self.shown}:{1 if node is None else node.start_mark.line + 1}"
 
     def key_location(self, *path: str) -> str:
         """Return `file:line` of the key at the end of `path`, which may be lines above its value."""
@@ -74,14 +72,16 @@ class YamlFile:
                 ancestors.add(id(node))
                 self._refuse_duplicates(node)
                 pending.append((node, True))
-                pending += [(child, False) for child in _children(node)]
+                children = _items(node) + [part for pair in _pairs(node) for part in pair]
+                pending += [(child, False) for child in children]
 
     def _refuse_duplicates(self, node: Node) -> None:
         first_seen: dict[tuple[str, str], tuple[int, Node]] = {}
         for key, value in _pairs(node):
             line = key.start_mark.line + 1
             first_line, first_value = first_seen.setdefault((key.tag, str(key.value)), (line, value))
-            if first_value is not value and not _is_same_scalar(value, first_value):
+            same = isinstance(value, ScalarNode) and (value.tag, value.value) == (first_value.tag, first_value.value)
+            if first_value is not value and not same:
                 raise ConfigError(f"{self.shown}:{line}: key {key.value!r} is already on line {first_line}")
 
     def _find(self, path: Sequence[Step]) -> Node | None:
@@ -93,12 +93,8 @@ class YamlFile:
             node = child
         return node
 
-    def _mark(self, path: Sequence[Step]) -> int:
-        node = self._find(path)
-        return 1 if node is None else int(node.start_mark.line) + 1
 
-
-def _located(error: MarkedYAMLError, text: str) -> tuple[int, str]:
+def _located(error: yaml.MarkedYAMLError, text: str) -> tuple[int, str]:
     """Return the line and the problem, in plain words if a bracket is left open."""
     bracket = _unclosed(text)
     if bracket is not None:
@@ -109,8 +105,6 @@ def _located(error: MarkedYAMLError, text: str) -> tuple[int, str]:
 
 def _unclosed(text: str) -> tuple[int, str] | None:
     """Return the line and character of the innermost bracket that is still open at the end of the text."""
-    import yaml
-
     brackets: list[tuple[int, str]] = []
     try:
         for token in yaml.scan(text):
@@ -146,44 +140,26 @@ def format_path(path: str) -> str:
     return path if relative.startswith("..") else relative
 
 
-def _loader(text: str) -> SafeLoader:
-    """Return PyYAML's pure Python loader: the C one counts lines differently for some errors.
+class _YamlLoader(yaml.SafeLoader):
+    """PyYAML's pure Python loader: the C one counts lines differently for some errors.
 
     A value that cannot be constructed, such as the date `2024-13-99`, is an error with its line.
     """
-    import yaml
 
-    class Loader(yaml.SafeLoader):
-        def construct_object(self, node: Node, deep: bool = False) -> Any:
-            try:
-                return super().construct_object(node, deep)
-            except (ValueError, ArithmeticError, LookupError, AttributeError, TypeError) as error:
-                problem = f"a value cannot be read: {error}" if isinstance(error, ValueError) else "no such value"
-                raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
-
-    return Loader(text)
+    def construct_object(self, node: Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, ArithmeticError, LookupError, AttributeError, TypeError) as error:
+            problem = f"a value cannot be read: {error}" if isinstance(error, ValueError) else "no such value"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
 
 
 def _pairs(node: Node | None) -> list[tuple[Node, Node]]:
-    from yaml.nodes import MappingNode
-
     return list(node.value) if isinstance(node, MappingNode) else []
 
 
-def _is_same_scalar(node: Node, other: Node) -> bool:
-    from yaml.nodes import ScalarNode
-
-    return isinstance(node, ScalarNode) and (node.tag, node.value) == (other.tag, other.value)
-
-
 def _items(node: Node | None) -> list[Node]:
-    from yaml.nodes import SequenceNode
-
     return list(node.value) if isinstance(node, SequenceNode) else []
-
-
-def _children(node: Node) -> list[Node]:
-    return _items(node) + [part for pair in _pairs(node) for part in pair]
 
 
 def _child(node: Node | None, step: Step) -> Node | None:

@@ -9,19 +9,16 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SchedulerError, SpecError, StoreError, UnknownJob
+from ..store.store import CorruptRecord, Record, Store, full_id
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from ..config.named_targets import ResolvedTarget
     from ..job import Status
-    from ..store.record import CorruptRecord, Record
-    from ..store.store import Store
     from ..target import DiscoveredJob, JobSummary
 
 
 def find_or_attach(
-    ref: str, store: Store, target: str | None, options: Mapping[str, Any] | None, start: Path | str | None = None
+    ref: str, store: Store, target: str | None, options: Mapping[str, Any]
 ) -> tuple[Record, ResolvedTarget | None]:
     """Return the job's record, and its target if the job was found there now.
 
@@ -31,8 +28,6 @@ def find_or_attach(
 
     Raises UnknownJob if neither knows it, and the errors of constructing and querying the target.
     """
-    from ..store.store import full_id
-
     try:
         record = store.record(ref)
     except UnknownJob as unknown:
@@ -43,25 +38,20 @@ def find_or_attach(
         if target is None:
             hint = f"accel status {job_id} --target NAME looks for it there"
             raise UnknownJob(f"no job {job_id} here; if another machine submitted it, {hint}") from None
-        return _attach(job_id, store, target, options or {}, start)
+        return _attach(job_id, store, target, options)
     if target is not None and record.adopted and record.status.state.final:
         with contextlib.suppress(SchedulerError):  # if it cannot be queried, the record stands
-            return _attach(record.id, store, target, options or {}, start, old_record=record)
+            return _attach(record.id, store, target, options, old_record=record)
     return record, None
 
 
 def _attach(
-    job_id: str,
-    store: Store,
-    target: str,
-    options: Mapping[str, Any],
-    start: Path | str | None,
-    old_record: Record | None = None,
+    job_id: str, store: Store, target: str, options: Mapping[str, Any], old_record: Record | None = None
 ) -> tuple[Record, ResolvedTarget | None]:
     from ..config.named_targets import resolve_target
     from ..target import Finds
 
-    resolved = resolve_target(target, store.jobs, start=start, overrides=options)
+    resolved = resolve_target(target, store.jobs, overrides=options)
     if not isinstance(resolved.target, Finds):
         raise SpecError(f"target {target} ({resolved.kind}) cannot find jobs of other machines")
     discovered_job = resolved.target.find(job_id)
@@ -92,8 +82,6 @@ def _attach(
 
 def _replaces(job: DiscoveredJob | JobSummary, record: Record | CorruptRecord) -> bool:
     """Return True if the record's job is over and the target has since created this one under its id."""
-    from ..store.record import CorruptRecord
-
     if isinstance(record, CorruptRecord) or not record.adopted or not record.status.state.final:
         return False
     return job.native_id != record.native_id and (job.created_at or 0.0) > record.created_at
@@ -125,8 +113,6 @@ def jobs_elsewhere(
 
 
 def _unstored(job: JobSummary, resolved: ResolvedTarget, status: Status) -> Record:
-    from ..store.record import Record
-
     return Record(
         id=job.job_id,
         path="",
@@ -134,15 +120,8 @@ def _unstored(job: JobSummary, resolved: ResolvedTarget, status: Status) -> Reco
         target=resolved.name,
         kind=resolved.kind,
         nodes=job.nodes,
-        procs=None,
         created_at=job.created_at,
-        submitter=("", 0),
-        submitted_from="",
-        after=(),
         native_id=job.native_id,
         status=status,
-        started_at=None,
-        ended_at=None,
-        absent_since=None,
         adopted=True,
     )

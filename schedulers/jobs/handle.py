@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,12 +13,11 @@ from ..job import Cursor, JobSpec, LogLine, Resources, Retry, State, Status
 from ..store.store import CorruptRecord, Record, Store
 from . import poll as polls
 from .follow import Backoff, follow, read_once
-from .poll import is_abandoned, poll_all, recover, restore, target_key
+from .poll import is_abandoned, poll_all, recover, target_key
 from .submit import admit, create_records, default_name, places, prepare, send
 
 if TYPE_CHECKING:
     from pathlib import Path
-    from threading import Event
 
     from ..job import Entry
     from ..target import Plan, Target
@@ -103,7 +103,7 @@ def submit_spec(
     admit(resolved.target, [spec])
     (record,) = create_records(store, resolved, [(job_id, spec, plan)])
     with record.submission():
-        send(record, resolved.target, plan)
+        send([record], resolved.target, lambda: [resolved.target.submit(plan)])
     return Job(record, target=resolved.target)
 
 
@@ -140,7 +140,7 @@ def find_all(
     shared: dict[str, Target] = {}
     jobs = []
     for ref in refs:
-        record, resolved = find_or_attach(ref, store, target, options)
+        record, resolved = find_or_attach(ref, store, target, options or {})
         if resolved is not None:
             shared.setdefault(target_key(record), resolved.target)
         jobs.append(Job(record, shared=shared))
@@ -334,14 +334,13 @@ class Job:
 
         Raises SpecError if the target does not support that, and what `Shells.shell` raises.
         """
-        from ..target import Shells, kinds_with
+        from ..target import Shells
 
         target = self.waiting_target()
         if target is None or self.native_id is None:
             raise SubmitError(f"job {self.id} does not run: its target has not confirmed it yet")
         if not isinstance(target, Shells):
-            kinds = kinds_with("shell")
-            raise SpecError(f"shell is not supported by {self.record.kind} targets (supported by: {kinds})")
+            raise SpecError(self._unsupported("shell"))
         return target.shell(self.native_id, node, argv, terminal=terminal)
 
     def resume_submit(self) -> Status:
@@ -362,7 +361,8 @@ class Job:
                     polls.find_submitted(self.record, target)
                 else:
                     polls.require_backend(self.record, target)
-                    send(self.record, target, self.record.plan())
+                    plan = self.record.plan()
+                    send([self.record], target, lambda: [target.submit(plan)])
             except Unreachable as error:
                 self.record.warning = str(error)
             except SubmitError:
@@ -409,7 +409,6 @@ class Job:
     async def wait_async(self, timeout: float | None = None) -> Status:
         """Run `wait` in a thread, which ends within a second of cancellation."""
         import asyncio
-        import threading
 
         stop = threading.Event()
         try:
@@ -427,7 +426,6 @@ class Job:
     ) -> AsyncIterator[LogLine]:
         """Run `logs` in a thread, which ends within a second of closing the iterator."""
         import asyncio
-        import threading
 
         stop = threading.Event()
         lines = self._logs(follow, ranks, since, tail, stop)
@@ -439,11 +437,10 @@ class Job:
 
     def _target(self) -> Target:
         if self._cached_target is None:
-            key = target_key(self.record)
-            self._cached_target = self._shared.get(key) or self._shared.setdefault(key, restore(self.record))
+            self._cached_target = polls.cached_target(self.record, self._shared)
         return self._cached_target
 
-    def _wait(self, timeout: float | None, stop: Event | None) -> Status:
+    def _wait(self, timeout: float | None, stop: threading.Event | None) -> Status:
         backoff = Backoff(stop, None if timeout is None else time.monotonic() + timeout)
         while True:
             status = self.status()
@@ -461,31 +458,34 @@ class Job:
         """
         from pathlib import Path
 
-        from ..target import Fetches, kinds_with
+        from ..target import Fetches
 
         target = self._target()
         if not isinstance(target, Fetches):
-            kinds = kinds_with("fetch")
-            hint = f"the results of job {self.id} are where it ran"
-            raise SpecError(f"fetch is not supported by {self.record.kind} targets (supported by: {kinds}): {hint}")
-        if self.native_id is None:
-            raise NotReady(f"target {self.target} has not confirmed job {self.id} yet")
-        return target.fetch(self.native_id, Path(directory))
+            raise SpecError(f"{self._unsupported('fetch')}: the results of job {self.id} are where it ran")
+        return target.fetch(self._confirmed_id(), Path(directory))
 
     def native(self) -> object:
         """Return the job as an object of the vendor's own library, such as SageMaker's `TrainingJob`.
 
         Raises ConfigError if that is not installed, NotReady, Unreachable; SpecError for a kind without one.
         """
-        from ..target import HasNative, kinds_with
+        from ..target import HasNative
 
         target = self._target()
         if not isinstance(target, HasNative):
-            kinds = kinds_with("native")
-            raise SpecError(f"native is not supported by {self.record.kind} targets (supported by: {kinds})")
+            raise SpecError(self._unsupported("native"))
+        return target.native(self._confirmed_id())
+
+    def _unsupported(self, method: str) -> str:
+        from ..target import kinds_with
+
+        return f"{method} is not supported by {self.record.kind} targets (supported by: {kinds_with(method)})"
+
+    def _confirmed_id(self) -> str:
         if self.native_id is None:
             raise NotReady(f"target {self.target} has not confirmed job {self.id} yet")
-        return target.native(self.native_id)
+        return self.native_id
 
     def waiting_target(self) -> Target | None:
         """Return the target, or None if it has not confirmed the job."""
@@ -497,7 +497,7 @@ class Job:
         ranks: Collection[int] | None,
         since: Cursor | str | float | None,
         tail: int | None,
-        stop: Event | None,
+        stop: threading.Event | None,
     ) -> Iterator[LogLine]:
         cursor = self.cursor(since)
         if not following:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ from ..processes import has_ended
 
 if TYPE_CHECKING:
     from ..store.record import Record
-    from ..target import Gathers, Target
+    from ..target import Target
 
 
 # The result of a poll in a job's record.
@@ -117,11 +118,10 @@ def identify(target: Target, records: Iterable[Record]) -> Mapping[str, str]:
 
 def is_unidentified(record: Record) -> bool:
     """Return True if nothing shows which backend has the job: its record is an older accel's, or a plug-in's job."""
-    from ..target import RunsInPlace, load_kind
+    from ..target import RunsInPlace
 
-    with contextlib.suppress(SchedulerError):  # a plug-in that is gone
-        return not record.backend and not isinstance(load_kind(record.kind), RunsInPlace)
-    return True
+    kind = installed_kind(record.kind)
+    return kind is None or not (record.backend or isinstance(kind, RunsInPlace))
 
 
 def require_backend(record: Record, target: Target) -> None:
@@ -266,25 +266,28 @@ def poll_all(records: Sequence[Record], shared: dict[str, Target] | None = None)
     warning on the records concerned. `shared` is a cache of targets by `target_key`; new ones are added.
     """
     shared = {} if shared is None else shared
-    groups: dict[str, list[Record]] = {}
-    for record in records:
-        if not record.incomplete or is_abandoned(record):
-            groups.setdefault(poll_key(record), []).append(record)
+    groups = grouped([r for r in records if not r.incomplete or is_abandoned(r)], poll_key)
     if len(groups) < 2:
-        for group_records in groups.values():
-            _poll(group_records, shared)
+        for group in groups:
+            _poll(group, shared)
         return
     from concurrent.futures import ThreadPoolExecutor
 
     # One unreachable target must not make the others wait for its timeout.
     with ThreadPoolExecutor(max_workers=min(16, len(groups))) as pool:
-        list(pool.map(functools.partial(_poll, shared=shared), groups.values()))
+        list(pool.map(functools.partial(_poll, shared=shared), groups))
+
+
+def grouped(records: Iterable[Record], key: Callable[[Record], str]) -> list[list[Record]]:
+    """Return the records in groups with the same key."""
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        groups.setdefault(key(record), []).append(record)
+    return list(groups.values())
 
 
 def target_key(record: Record) -> str:
     """Return a key that is the same for records with the same target."""
-    import json
-
     try:
         options = json.dumps(record.options(), sort_keys=True)
     except StoreError:
@@ -294,11 +297,11 @@ def target_key(record: Record) -> str:
 
 def poll_key(record: Record) -> str:
     """Return a key that is the same for records whose backend can be polled for all of them at once."""
-    import json
+    from ..target import Gathers
 
-    kind = _load_gatherer(record.kind)
+    kind = installed_kind(record.kind)
     try:
-        if kind is not None:
+        if isinstance(kind, Gathers):
             return f"{record.kind}\0{json.dumps(kind.poll_key(record.options() or {}))}"
     except StoreError:  # reported when its target is constructed
         pass
@@ -306,14 +309,14 @@ def poll_key(record: Record) -> str:
 
 
 @functools.cache
-def _load_gatherer(name: str) -> Gathers | None:
-    from ..target import Gathers, load_kind
+def installed_kind(name: str) -> type | None:
+    """Return the class of a kind of target, or None for a plug-in that is gone."""
+    from ..target import load_kind
 
     try:
-        kind = load_kind(name)
+        return load_kind(name)
     except SchedulerError:  # reported when its target is constructed
         return None
-    return kind if isinstance(kind, Gathers) else None
 
 
 def _poll(records: Sequence[Record], shared: dict[str, Target]) -> None:

@@ -12,13 +12,15 @@ from ..errors import SchedulerError
 from ..job import Reason
 from ..store import atomic_files
 from ..store.record import CorruptRecord, Record
-from ..target import Clears, Occupied, RunsInPlace, Target, load_kind
+from ..target import Clears, Occupied, RunsInPlace, Target
 from .poll import (
     OtherBackend,
     any_target,
     cached_target,
     check_backend,
+    grouped,
     identify,
+    installed_kind,
     is_unidentified,
     poll_key,
     target_key,
@@ -79,9 +81,9 @@ def prune(
 def _in_use(records: Sequence[Record | CorruptRecord]) -> dict[str, str]:
     """Return why each of these jobs may still run in its directory."""
     reasons: dict[str, str] = {}
-    load = functools.cache(load_kind)
+    load = functools.cache(installed_kind)
     for record in records:
-        with contextlib.suppress(SchedulerError, OSError):  # a plug-in that is gone: its processes are unknown
+        with contextlib.suppress(SchedulerError, OSError):
             kind = load(record.kind if isinstance(record, Record) else _kind(record.path))
             if isinstance(kind, RunsInPlace) and (reason := kind.in_use(record.directory)):
                 reasons[record.id] = reason
@@ -97,11 +99,8 @@ def _running(records: Sequence[Record], shared: dict[str, Target]) -> dict[str, 
 
     A backend that cannot tell, or is another, keeps only the jobs of which no backend has stated the end.
     """
-    groups: dict[str, list[Record]] = {}
-    for record in records:
-        groups.setdefault(poll_key(record), []).append(record)
     reasons: dict[str, str] = {}
-    for group in groups.values():
+    for group in grouped(records, poll_key):
         unstated = [record for record in group if not _has_stated_end(record)]
         backends: Mapping[str, str] = {}
         answers: Mapping[str, str | SchedulerError] = {}
@@ -144,7 +143,7 @@ def _doubt(record: Record, answer: str | SchedulerError | None, backends: Mappin
 
 def _clear(records: Sequence[Record | CorruptRecord], shared: dict[str, Target], *, include_adopted: bool) -> list[str]:
     """Have the targets delete what they store of these jobs. Return a line for each thing that stays."""
-    groups: dict[str, list[Record]] = {}
+    clearable: list[Record] = []
     skipped = []
     for record in records:
         if not isinstance(record, Record):
@@ -156,8 +155,8 @@ def _clear(records: Sequence[Record | CorruptRecord], shared: dict[str, Target],
                 f"{record.target}{backend}"
             )
         elif include_adopted or not record.adopted:
-            groups.setdefault(target_key(record), []).append(record)
-    for group in groups.values():
+            clearable.append(record)
+    for group in grouped(clearable, target_key):
         try:
             target = cached_target(group[0], shared)
             if isinstance(target, Clears):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..job import Entry
     from ..store.record import Record
     from ..store.store import Store
-    from ..target import Plan, Sweeps, Target
+    from ..target import Plan, Target
 
     Item = TypeVar("Item")
     Result = TypeVar("Result")
@@ -99,31 +99,32 @@ def create_records(store: Store, resolved: ResolvedTarget, jobs: Sequence[tuple[
         name, kind, backend = resolved.name, resolved.kind, backends.get(job[0], "")
         return store.create(*job, target=name, kind=kind, options=resolved.options, backend=backend)
 
-    return for_each(create, jobs) if len(jobs) > 1 else [create(job) for job in jobs]
+    return for_each(create, jobs)
 
 
-def send_many(records: Sequence[Record], target: Sweeps, plans: Sequence[Plan]) -> None:
-    """Submit the plans of a sweep in one request and record the results.
+def send(records: Sequence[Record], target: Target, submit: Callable[[], Sequence[str | SchedulerError]]) -> None:
+    """Call `submit`, which returns a native id or an error for each job, and record the results.
 
-    `Record.warning` has the reason why a job was not submitted; an error that all jobs have is raised.
+    An error that all jobs have is raised; otherwise `Record.warning` has the reason why a job was not submitted.
     """
     sent_at = time.time()
-    # The first job's lock covers all: a thousand jobs would need a thousand open files.
-    with records[0].submission():
-        outcomes: Sequence[str | SchedulerError]
-        try:
-            outcomes = target.submit_many(plans)
-        except SchedulerError as error:
-            outcomes = [error] * len(records)
-        jobs = list(zip(records, outcomes, strict=True))
-        # All ids are on the disk before a cancel, which may take long, or fail.
-        for_each(lambda job: _record_native_id(*job, sent_at), jobs)
-        _record_backends(records, target)
-        problems = for_each(lambda job: _cancel_or_record(*job, target), jobs)
+    outcomes: Sequence[str | SchedulerError]
+    try:
+        outcomes = submit()
+    except SchedulerError as error:
+        outcomes = [error] * len(records)
+    jobs = list(zip(records, outcomes, strict=True))
+    # All ids are on the disk before a cancel, which may take long, or fail.
+    for_each(lambda job: _record_native_id(*job, sent_at), jobs)
+    _record_backends(records, target)
+    problems = for_each(lambda job: _cancel_or_record(*job, target), jobs)
     first = problems[0]
     if first is not None and {str(problem) for problem in problems} == {str(first)}:
         if isinstance(first, Unreachable):
-            hint = f"the {len(records)} jobs are kept as submitting, and `accel status ID` tries again"
+            subject, job_id = f"job {records[0].id} is", records[0].id
+            if len(records) > 1:
+                subject, job_id = f"the {len(records)} jobs are", "ID"
+            hint = f"{subject} kept as {records[0].status.state.value}, and `accel status {job_id}` tries again"
             raise Unreachable(f"{first}; {hint}") from first
         raise first
     for record, problem in zip(records, problems, strict=True):
@@ -136,28 +137,13 @@ def for_each(act: Callable[[Item], Result], items: Iterable[Item]) -> list[Resul
     All records are on disk when this returns. Raises the error of the first that failed; no call starts after
     that.
     """
+    items = list(items)
+    if len(items) == 1:
+        return [act(items[0])]
     from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor(max_workers=_MAX_WORKERS, thread_name_prefix="writing records") as pool:
         return list(pool.map(act, items))
-
-
-def send(record: Record, target: Target, plan: Plan) -> None:
-    """Submit the plan and record the result; a rejection is recorded, and raised."""
-    sent_at = time.time()
-    outcome: str | SchedulerError
-    try:
-        outcome = target.submit(plan)
-    except SchedulerError as error:
-        outcome = error
-    _record_native_id(record, outcome, sent_at)
-    _record_backends([record], target)
-    problem = _cancel_or_record(record, outcome, target)
-    if isinstance(problem, Unreachable):
-        hint = f"job {record.id} is kept as {record.status.state.value}, and `accel status {record.id}` tries again"
-        raise Unreachable(f"{problem}; {hint}") from problem
-    if problem is not None:
-        raise problem
 
 
 def _record_backends(records: Sequence[Record], target: Target) -> None:

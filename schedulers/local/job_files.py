@@ -18,6 +18,7 @@ import json
 import os
 import shlex
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -106,8 +107,6 @@ class JobFiles:
 
     def progress(self) -> Status:
         """Return the live supervisor's last status, with the launcher's current attempt."""
-        import time
-
         read_at = time.time()  # what is written while it is read is newer
         status = self._decoded("local/progress.json", Status.from_json) or Status(state=State.QUEUED)
         return dataclasses.replace(status, attempt=self.attempt(), observed_at=read_at)
@@ -154,11 +153,6 @@ class JobFiles:
             return decode(document if isinstance(document, dict) else {})
         except (ValueError, KeyError) as error:
             raise StoreError(f"{self.directory / name} is damaged: {error}") from None
-
-
-def progress_document(status: Status) -> dict[str, Any]:
-    """Return the content of local/progress.json."""
-    return {"schema": SCHEMA, **status.to_json()}
 
 
 def _on_disk_of_this_machine(path: Path) -> bool:

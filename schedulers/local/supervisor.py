@@ -42,7 +42,8 @@ from ..processes import (
 )
 from ..store import atomic_files
 from ..store.store import Store
-from .job_files import SCHEMA, JobFiles, progress_document
+from .job_files import SCHEMA, JobFiles
+from .target import find_devices
 
 # Bytes that are reserved on the disk before the ranks start, which may fill it.
 _RESULT_ROOM = 1 << 16
@@ -151,7 +152,7 @@ class Supervisor:
     def _set_status(self, state: State, message: str = "", reason: Reason = Reason.NONE) -> None:
         status = Status(state=state, reason=reason, message=message, observed_at=time.time())
         with contextlib.suppress(OSError, StoreError):  # a full disk must not end a training run
-            self._progress.write(progress_document(status))
+            self._progress.write({"schema": SCHEMA, **status.to_json()})
             self._record.update(status)
 
     def _await_dependencies(self) -> None:
@@ -181,8 +182,6 @@ class Supervisor:
 
     def _await_slots(self) -> dict[str, str]:
         """Wait for the job's turn, GPUs and processors; return the environment that makes only those GPUs visible."""
-        from .target import find_devices
-
         self._slots.enqueue()
         devices = find_devices()
         requests = required_slots(self._settings, devices)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,12 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from ..clean_env import outside_any_job
 from ..config import secrets
 from ..errors import SchedulerError, SpecError, StoreError, SubmitError, Unreachable
 from ..job import Cursor, JobSpec, LogLine, Reason, Resources, State, Status
 from ..node.logs import last_line
 from ..processes import JOB_MARK, end_all, python_module, with_variable
-from ..store import log_lines
+from ..store import atomic_files, log_lines
 from ..target import Plan, TargetContext, require_answers
 from .job_files import SCHEMA, JobFiles
 
@@ -144,10 +146,6 @@ class LocalTarget:
         It is signalled or, on another machine or in another PID namespace, reads a file in the job's directory.
         Raises Unreachable if it is unknown whether the job runs, and StoreError if the file cannot be written.
         """
-        import signal
-
-        from ..store.atomic_files import store_error
-
         files = JobFiles(self._jobs / native_id)
         if files.exit() is not None or not files.supervised():
             return
@@ -157,7 +155,7 @@ class LocalTarget:
         except OSError as error:
             # SIGINT stands for the request where it cannot be written, as on a full disk.
             if supervisor is None or not supervisor.send(signal.SIGINT):
-                raise store_error(error, f"{files.directory}/local/cancel", "write") from error
+                raise atomic_files.store_error(error, f"{files.directory}/local/cancel", "write") from error
         if supervisor is not None:
             supervisor.send(signal.SIGTERM)  # it looks for the request
 
@@ -279,8 +277,6 @@ def find_devices() -> dict[str, Any]:
 
 def _start_supervisor(files: JobFiles) -> None:
     import subprocess
-
-    from ..clean_env import outside_any_job
 
     files.logs.mkdir(exist_ok=True)
     with open(files.logs / "supervisor.txt", "ab") as log:

@@ -10,13 +10,12 @@ Contents follow the line as raw bytes, in the order of the operations; a blob's 
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import sys
 import time
 
-from .program import InvalidRequest, answer, check_free_space, partial_path, write_all, write_reply
+from .program import InvalidRequest, answer, check_free_space, partial_path, sync_directory, write_all, write_reply
 
 # hashlib, shutil and tarfile, which take long to load, are imported where they are needed.
 
@@ -95,18 +94,6 @@ def write_atomically(path: str, size: int, mode: int, digest: str | None = None)
         raise
 
 
-def sync_directory(path: str) -> None:
-    """Make a rename in `path` durable. File systems that cannot sync a directory do not need it."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-            raise
-    finally:
-        os.close(fd)
-
-
 def put(root: str, step: Step) -> bool:
     path = path_below(root, step["path"])
     check_free_space(root, step["size"], path)
@@ -141,8 +128,10 @@ def sweep(directory: str, unused_s: float | None) -> None:
         return
     for entry in os.scandir(directory):
         max_age_s = STALE_S if entry.name.endswith(".part") else unused_s
+        if max_age_s is None or entry.is_dir(follow_symlinks=False):
+            continue
         try:
-            if max_age_s is not None and time.time() - entry.stat().st_mtime > max_age_s:
+            if time.time() - entry.stat(follow_symlinks=False).st_mtime > max_age_s:
                 os.unlink(entry.path)
         except FileNotFoundError:  # another process was quicker
             continue

@@ -1,4 +1,4 @@
-"""The protocol of the programs that run on hosts: a line of JSON in, a line of JSON out."""
+"""The protocol of the programs that run on hosts (a line of JSON in, a line of JSON out), and their file helpers."""
 
 from __future__ import annotations
 
@@ -75,3 +75,15 @@ def write_all(fd: int, data: bytes, path: str) -> None:
         except OSError as error:
             error.filename = path
             raise
+
+
+def sync_directory(path: str) -> None:
+    """Make a rename in `path` durable. File systems that cannot sync a directory do not need it."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise
+    finally:
+        os.close(fd)

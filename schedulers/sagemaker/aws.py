@@ -114,14 +114,15 @@ class Aws:
             return CredentialsExpired(f"{self.label}: the credentials have expired; {_LOGIN}")
         if code in _UNKNOWN:
             return CredentialsExpired(f"{self.label}: AWS does not know these credentials ({code}); {_LOGIN}")
+        problem = f"{action}: {message}"
         if code in _DENIED:
-            return AwsError(f"{self.label}: AWS does not allow {action}: {message}", code, message)
-        if code == "ResourceLimitExceeded":
+            problem = f"AWS does not allow {problem}"
+        elif code == "ResourceLimitExceeded":
             remedy = "request a higher quota (Service Quotas, Amazon SageMaker), or choose another instance_type"
-            return AwsError(f"{self.label}: {message}: {remedy}", code, message)
-        if code in ("NoSuchBucket", "404", "NoSuchKey"):
-            return AwsError(f"{self.label}: {action}: {message} (s3_output_path)", code, message)
-        return AwsError(f"{self.label}: {action}: {message}", code, message)
+            problem = f"{message}: {remedy}"
+        elif code in ("NoSuchBucket", "404", "NoSuchKey"):
+            problem = f"{problem} (s3_output_path)"
+        return AwsError(f"{self.label}: {problem}", code, message)
 
     def resolve_account(self) -> Account:
         """Return the account data that the plan left open. Raises SubmitError, ConfigError, Unreachable."""

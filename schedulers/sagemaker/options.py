@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..errors import SpecError
+from ..errors import SpecError, nearest
 from ..job import JobSpec
-from . import images
 
 KIND = "sagemaker"
 _MAX_GRACE_S = 120.0  # SIGKILL follows
@@ -81,13 +81,13 @@ def processes(spec: JobSpec, options: SageMakerOptions) -> int:
     """Return the number of ranks per node: the requested one, else one per GPU, else one."""
     if spec.procs_per_node is not None:
         return spec.procs_per_node
-    return 1 if options.cpu else spec.resources.gpus or images.gpus(options.instance_type) or 1
+    return 1 if options.cpu else spec.resources.gpus or gpus(options.instance_type) or 1
 
 
 def _problems(spec: JobSpec, options: SageMakerOptions) -> Iterator[str]:
     resources = spec.resources
     if not (spec.image or options.image):
-        newest = f"pytorch:{images.NEWEST}"
+        newest = f"pytorch:{NEWEST}"
         yield f"no image: set --image, or image: in accel.yaml (a URI, or {newest})"
     if spec.after:
         yield "--after is not supported: SageMaker starts jobs at once. Submit this job after the others"
@@ -98,7 +98,7 @@ def _problems(spec: JobSpec, options: SageMakerOptions) -> Iterator[str]:
         yield f"--accelerator {resources.accelerator}: fixed by instance_type ({options.instance_type})"
     if spec.grace_s > _MAX_GRACE_S:
         yield f"--grace {spec.grace_s:g}: SageMaker kills 120 s after SIGTERM; give 120 or less"
-    type_gpus = images.gpus(options.instance_type)
+    type_gpus = gpus(options.instance_type)
     if resources.gpus and type_gpus is not None and resources.gpus != type_gpus:
         yield f"--gpus {resources.gpus}: an {options.instance_type} has {type_gpus}"
     if type_gpus is None and not resources.gpus and spec.procs_per_node is None and not options.cpu:
@@ -130,3 +130,80 @@ def warnings(spec: JobSpec, options: SageMakerOptions) -> Iterator[str]:
         yield "without --time-limit SageMaker stops the job after one day"
     if options.enable_managed_spot_training and options.checkpoint_s3_uri is None:
         yield "spot instances without checkpoint_s3_uri: an interrupted job starts from the beginning"
+
+
+# AWS's images and instance types as known offline: registries, tags, and the GPUs of an instance.
+# https://docs.aws.amazon.com/sagemaker/latest/dg-ecr-paths/sagemaker-algo-docker-registry-paths.html
+# https://aws.amazon.com/sagemaker/pricing/
+
+_NAMED = "pytorch:"
+# Version -> the tag of its Python. The torch of older images is too old for accel.
+VERSIONS = {"2.6.0": "py312", "2.7.1": "py312", "2.8.0": "py312"}
+NEWEST = "2.8.0"
+_COMMON = "763104351884"
+_REGISTRIES = {
+    "af-south-1": "626614931356", "ap-east-1": "871362719292", "ap-northeast-3": "364406365360",
+    "ap-south-2": "772153158452", "ap-southeast-3": "907027046896", "ap-southeast-4": "457447274322",
+    "ap-southeast-5": "550225433462", "ap-southeast-7": "590183813437", "ca-west-1": "204538143572",
+    "cn-north-1": "727897471807", "cn-northwest-1": "727897471807", "eu-central-2": "380420809688",
+    "eu-south-1": "692866216735", "eu-south-2": "503227376785", "il-central-1": "780543022126",
+    "me-central-1": "914824155844", "me-south-1": "217643126080", "mx-central-1": "637423239942",
+    "us-gov-east-1": "446045086412", "us-gov-west-1": "442386744353", "us-iso-east-1": "886529160074",
+    "us-isob-east-1": "094389454867",
+}  # fmt: skip
+_SUFFIXES = {"cn-": "amazonaws.com.cn", "us-iso-": "c2s.ic.gov", "us-isob-": "sc2s.sgov.gov"}
+
+_INSTANCE = re.compile(r"ml\.(?P<family>[a-z0-9-]+)\.(?P<size>[a-z0-9]+)\Z")
+# Family -> GPUs by size; "" is every size that is not named.
+_GPUS: dict[str, dict[str, int]] = {
+    "p2": {"xlarge": 1, "8xlarge": 8, "16xlarge": 16},
+    "p3": {"2xlarge": 1, "8xlarge": 4, "16xlarge": 8},
+    "p3dn": {"24xlarge": 8},
+    "p4d": {"24xlarge": 8},
+    "p4de": {"24xlarge": 8},
+    "p5": {"4xlarge": 1, "48xlarge": 8},
+    "p5e": {"48xlarge": 8},
+    "p5en": {"48xlarge": 8},
+    "p6-b200": {"48xlarge": 8},
+    "p6-b300": {"48xlarge": 8},
+    "g4dn": {"12xlarge": 4, "": 1},
+    "g5": {"12xlarge": 4, "24xlarge": 4, "48xlarge": 8, "": 1},
+    "g6": {"12xlarge": 4, "24xlarge": 4, "48xlarge": 8, "": 1},
+    "g6e": {"12xlarge": 4, "24xlarge": 4, "48xlarge": 8, "": 1},
+}
+_ACCELERATED = re.compile(r"(p|g|trn|inf|dl)\d")  # GPUs, or AWS's and Habana's chips
+
+
+def is_named_image(image: str) -> bool:
+    """Return True for `pytorch:VERSION`, which is no image's address."""
+    return image.startswith(_NAMED)
+
+
+def image_address(image: str, region: str, instance_type: str, subject: str) -> str:
+    """Return the address of an image. For `pytorch:VERSION`, it depends on the region. Raises SpecError."""
+    if not is_named_image(image):
+        return image
+    version = image.removeprefix(_NAMED)
+    full_version = next(
+        (candidate for candidate in VERSIONS if candidate == version or candidate.rpartition(".")[0] == version), None
+    )
+    if full_version is None:
+        choices = ", ".join(VERSIONS)
+        raise SpecError(
+            f"{subject}: {image}: unknown version (known: {choices}){nearest(version, VERSIONS)}; give a URI"
+        )
+    kind = "cpu" if gpus(instance_type) == 0 else "gpu"
+    suffix = next((candidate for start, candidate in _SUFFIXES.items() if region.startswith(start)), "amazonaws.com")
+    registry = f"{_REGISTRIES.get(region, _COMMON)}.dkr.ecr.{region}.{suffix}"
+    return f"{registry}/pytorch-training:{full_version}-{kind}-{VERSIONS[full_version]}"
+
+
+def gpus(instance_type: str) -> int | None:
+    """Return the number of GPUs of an instance type, or None if unknown or if its accelerators are not GPUs."""
+    match = _INSTANCE.match(instance_type)
+    if match is None:
+        return None
+    sizes = _GPUS.get(match["family"])
+    if sizes is not None:
+        return sizes.get(match["size"], sizes.get(""))
+    return None if _ACCELERATED.match(match["family"]) else 0

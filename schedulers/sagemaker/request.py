@@ -17,8 +17,7 @@ from typing import Any
 from ..errors import SpecError, nearest
 from ..job import JobSpec
 from ..object_names import object_name
-from . import images
-from .options import SageMakerOptions, processes
+from .options import SageMakerOptions, gpus, image_address, is_named_image, processes
 
 JOB_ID, DIGEST = "accel.dev/job-id", "accel.dev/digest"
 CHANNEL = "code"
@@ -91,8 +90,8 @@ def input_uri(options: SageMakerOptions, account: Account, job_id: str) -> str:
 def build(spec: JobSpec, options: SageMakerOptions, job_id: str, account: Account, target: str) -> dict[str, Any]:
     """Build the request, without the tag that identifies its content. Raises SpecError."""
     image = str(spec.image or options.image)
-    if account.region != Account.region or not images.is_named(image):
-        image = images.address(image, account.region, options.instance_type, f"target {target}")
+    if account.region != Account.region or not is_named_image(image):
+        image = image_address(image, account.region, options.instance_type, f"target {target}")
     job_request: dict[str, Any] = {
         "TrainingJobName": object_name(spec.name, job_id),
         "RoleArn": account.role_arn or _role(options.role, account),
@@ -155,7 +154,7 @@ def _launch(spec: JobSpec, options: SageMakerOptions) -> list[str]:
     arguments = ["--num_processes", str(count * spec.nodes)]
     if spec.nodes > 1:
         arguments += ["--rdzv_conf", f"timeout={options.start_timeout_s:g}"]
-    arguments += ["--cpu"] if options.cpu or images.gpus(options.instance_type) == 0 else []
+    arguments += ["--cpu"] if options.cpu or gpus(options.instance_type) == 0 else []
     if spec.retry.max_restarts:
         arguments += ["--max_restarts", str(spec.retry.max_restarts)]
     arguments += ["--shutdown_timeout", f"{spec.grace_s:g}", "--tee", "3"]

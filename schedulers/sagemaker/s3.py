@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import logging
 import os
 import shutil
 import tarfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,10 @@ from .status import Native, describe
 
 _PART = 16 << 20
 _THREADS = 4
+_MISSING = ("404", "NoSuchKey")
 _CONTENT_PREFIX = "accel/content"
 _ORPHAN_S = 7 * 86_400.0
+progress = logging.getLogger("schedulers.progress")
 
 
 def pack_snapshot(tar: Path) -> Path:
@@ -47,39 +50,39 @@ def pack_snapshot(tar: Path) -> Path:
     return path
 
 
-def put_content(aws: Aws, root: str, path: Path, digest: str, on_progress: Callable[[int, int], None]) -> str:
-    """Upload the file under its digest, and return its key. Resumes an interrupted upload.
-
-    `on_progress` is called with the number of bytes uploaded so far and the total.
-    """
+def put_content(aws: Aws, root: str, path: Path, digest: str) -> str:
+    """Upload the file under its digest, and return its key. Resumes an interrupted upload."""
     bucket, prefix = split(root)
     key = "/".join(filter(None, (prefix, _CONTENT_PREFIX, digest)))
     size = path.stat().st_size
-    if _is_uploaded(aws, bucket, key, size):
+    # Without permission to list, S3 answers 403 for a missing object: the PUT shows whether writing is allowed.
+    if _size_of(aws, bucket, key, (*_MISSING, "403")) == size:
         return key
     if size <= _PART:
         aws.call("s3", "put_object", Bucket=bucket, Key=key, Body=path.read_bytes())
-        return key
-    _put_parts(aws, bucket, key, path, size, on_progress)
+    else:
+        _put_parts(aws, bucket, key, path, size)
     return key
 
 
-def _is_uploaded(aws: Aws, bucket: str, key: str, size: int) -> bool:
+def _size_of(aws: Aws, bucket: str, key: str, missing: Sequence[str]) -> int | None:
+    """Return the size of an object, or None if S3 answers with an error code of `missing`."""
     try:
-        return bool(aws.call("s3", "head_object", Bucket=bucket, Key=key)["ContentLength"] == size)
+        return int(aws.call("s3", "head_object", Bucket=bucket, Key=key)["ContentLength"])
     except AwsError as error:
-        # Without permission to list, S3 answers 403 for a missing object: the PUT shows whether writing is allowed.
-        if error.code in ("404", "403", "NoSuchKey"):
-            return False
+        if error.code in missing:
+            return None
         raise
 
 
-def _put_parts(aws: Aws, bucket: str, key: str, path: Path, size: int, on_progress: Callable[[int, int], None]) -> None:
+def _put_parts(aws: Aws, bucket: str, key: str, path: Path, size: int) -> None:
     upload, etags = _resumable_upload(aws, bucket, key, size)
     parameters = {"Bucket": bucket, "Key": key, "UploadId": upload}
     count = -(-size // _PART)
     sizes = [min(_PART, size - (number - 1) * _PART) for number in etags]
-    on_progress(sum(sizes), size)
+
+    def log_progress() -> None:
+        progress.info("uploading the code: %.0f of %.0f MB", sum(sizes) / 1e6, size / 1e6)
 
     def put(number: int) -> None:
         with open(path, "rb") as file:
@@ -87,8 +90,9 @@ def _put_parts(aws: Aws, bucket: str, key: str, path: Path, size: int, on_progre
             data = file.read(_PART)
         etags[number] = aws.call("s3", "upload_part", **parameters, PartNumber=number, Body=data)["ETag"]
         sizes.append(len(data))
-        on_progress(sum(sizes), size)
+        log_progress()
 
+    log_progress()
     with ThreadPoolExecutor(max_workers=_THREADS, thread_name_prefix="upload") as pool:
         list(pool.map(put, [number for number in range(1, count + 1) if number not in etags]))
     parts = [{"PartNumber": number, "ETag": etags[number]} for number in sorted(etags)]
@@ -207,15 +211,12 @@ def _fetch_one(aws: Aws, uri: str, partial: Path, name: str) -> bool:
     if uri.endswith("/"):
         return _files(aws, uri, partial / name)
     bucket, key = split(uri)
-    try:
-        head = aws.call("s3", "head_object", Bucket=bucket, Key=key)
-    except AwsError as error:
-        if error.code in ("404", "NoSuchKey"):
-            return False
-        raise
+    size = _size_of(aws, bucket, key, _MISSING)
+    if size is None:
+        return False
     os.makedirs(partial / name)
     archive = partial / f"{name}.tar.gz"
-    _download(aws, bucket, key, archive, int(head["ContentLength"]))
+    _download(aws, bucket, key, archive, size)
     try:
         with tarfile.open(archive, "r:gz") as tar:
             tar.extractall(partial / name, filter="data")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import itertools
 import re
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -121,7 +120,6 @@ class Poller:
     def __init__(self, aws: Aws) -> None:
         self._aws = aws
         self._descriptions: dict[str, tuple[object, Status]] = {}
-        self._lock = threading.Lock()
 
     def statuses(self, natives: Sequence[Native]) -> dict[str, Status]:
         """Return the status of each job; LOST if AWS does not know it. Raises Unreachable, AwsError."""
@@ -132,12 +130,9 @@ class Poller:
         for summary in self._list_entries(min(native.created_at for native in natives), set(pending)):
             native = pending.pop(str(summary["TrainingJobName"]))
             modified_at = summary.get("LastModifiedTime")
-            with self._lock:
-                cached = self._descriptions.get(native.name)
+            cached = self._descriptions.get(native.name)
             if cached is None or modified_at is None or cached[0] != modified_at:
-                cached = modified_at, self._described(native)
-                with self._lock:
-                    self._descriptions[native.name] = cached
+                cached = self._descriptions[native.name] = modified_at, self._described(native)
             statuses[str(native)] = cached[1]
         return statuses | {str(native): self._described(native) for native in pending.values()}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.resources
 import json
-import logging
 import os
 import re
 import tempfile
@@ -24,7 +23,6 @@ from .options import KIND, SageMakerOptions
 from .status import Native, describe
 
 _ID = re.compile(r"[0-9a-z]{8,20}\Z")
-progress = logging.getLogger("schedulers.progress")
 
 
 def submit(aws: Aws, spec: JobSpec, options: SageMakerOptions, job_id: str, jobs: Path) -> Native:
@@ -75,16 +73,12 @@ def _upload(
         digests = {}
         for path, name in ((s3.pack_snapshot(tar), request.CODE), (wheel, wheel.name)):
             digests[name] = digest_of(str(path))
-            key = s3.put_content(aws, root, path, digests[name], _log_progress)
+            key = s3.put_content(aws, root, path, digests[name])
             s3.copy(aws, root, key, destination + name)
     entry = importlib.resources.files(__package__).joinpath(request.ENTRY).read_bytes()
     s3.put(aws, destination + request.ENTRY, entry)
     text = json.dumps({**settings, "files": digests, "wheel": wheel.name}, indent=2)
     s3.put(aws, destination + request.SETTINGS, text.encode())
-
-
-def _log_progress(sent: int, size: int) -> None:
-    progress.info("uploading the code: %.0f of %.0f MB", sent / 1e6, size / 1e6)
 
 
 def _earlier(aws: Aws, tagged_request: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -105,9 +99,8 @@ def _earlier(aws: Aws, tagged_request: Mapping[str, Any]) -> dict[str, Any] | No
 def find(aws: Aws, job_id: str) -> DiscoveredJob | None:
     """Find a job that any machine submitted. Raises Unreachable, UnknownJob."""
     tail = re.sub(r"[^a-z0-9]+", "-", job_id)
-    for summary in aws.call("sagemaker", "list_training_jobs", NameContains=tail, MaxResults=10)[
-        "TrainingJobSummaries"
-    ]:
+    reply = aws.call("sagemaker", "list_training_jobs", NameContains=tail, MaxResults=10)
+    for summary in reply["TrainingJobSummaries"]:
         job = aws.call("sagemaker", "describe_training_job", TrainingJobName=summary["TrainingJobName"])
         tags = aws.call("sagemaker", "list_tags", ResourceArn=job["TrainingJobArn"])["Tags"]
         if {"Key": request.JOB_ID, "Value": job_id} in tags:

@@ -11,18 +11,18 @@ import signal
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from ..errors import ConfigError, SchedulerError, SpecError, StoreError, Unreachable
 from ..job import Cursor, JobSpec, LogLine, Status
+from ..store.record import read_record
 from ..target import DiscoveredJob, JobSummary, Plan, TargetContext, parse_ids, require_answers
+from . import logs, request, s3
 from . import options as sagemaker_options
-from . import request
+from . import submit as submission
+from .aws import Aws
 from .options import KIND, SageMakerOptions
 from .status import Native, Poller, describe, stop
-
-if TYPE_CHECKING:
-    from .aws import Aws
 
 _PLUGIN = "session-manager-plugin"
 _PLUGIN_PAGE = (
@@ -43,8 +43,6 @@ class SageMakerTarget:
 
     @functools.cached_property
     def _aws(self) -> Aws:
-        from .aws import Aws
-
         return Aws(self._options, self.name)
 
     @functools.cached_property
@@ -86,10 +84,8 @@ class SageMakerTarget:
 
         Raises SubmitError, SpecError, ConfigError; Unreachable when it is unknown whether AWS has the job.
         """
-        from .submit import submit
-
         spec = JobSpec.from_json(plan.settings["spec"])
-        return str(submit(self._aws, spec, self._options, plan.job_id, self._jobs))
+        return str(submission.submit(self._aws, spec, self._options, plan.job_id, self._jobs))
 
     def backends(self, jobs: Mapping[str, str | None]) -> Mapping[str, str]:
         """Return the account and region. Raises Unreachable, ConfigError."""
@@ -102,9 +98,6 @@ class SageMakerTarget:
         return require_answers(statuses, unreachable)
 
     def logs(self, native_id: str, since: Cursor | None = None) -> Iterator[LogLine]:
-        from ..store.record import read_record
-        from . import logs
-
         native, nodes = Native.parse(native_id), None
         with contextlib.suppress(StoreError):  # without a record, it is unknown whether the job is over
             record = read_record(native.job_id, str(self._jobs / native.job_id))
@@ -112,8 +105,6 @@ class SageMakerTarget:
         yield from logs.lines(self._aws, native, since, nodes)
 
     def cursor_at(self, native_id: str, when: float) -> Cursor:
-        from . import logs
-
         return logs.cursor_at(self._aws, Native.parse(native_id), when)
 
     def cancel(self, native_id: str) -> None:
@@ -121,9 +112,7 @@ class SageMakerTarget:
         stop(self._aws, Native.parse(native_id))
 
     def fetch(self, native_id: str, directory: Path) -> list[str]:
-        from .s3 import fetch_artefacts
-
-        return fetch_artefacts(self._aws, Native.parse(native_id), directory)
+        return s3.fetch_artefacts(self._aws, Native.parse(native_id), directory)
 
     def shell(self, native_id: str, node: int, argv: Sequence[str], *, terminal: bool) -> int:
         """Open a shell through AWS's Session Manager plug-in, which reads the session's token from its environment.
@@ -164,8 +153,6 @@ class SageMakerTarget:
 
     def review(self, plan: Plan) -> list[str]:
         """Resolve what the plan leaves open. Return a line if that, or the request, is invalid. Raises Unreachable."""
-        from . import s3
-
         spec = JobSpec.from_json(plan.settings["spec"])
         try:
             account = self._aws.resolve_account()
@@ -180,22 +167,14 @@ class SageMakerTarget:
         return []
 
     def find(self, job_id: str) -> DiscoveredJob | None:
-        from .submit import find
-
-        return find(self._aws, job_id)
+        return submission.find(self._aws, job_id)
 
     def listed(self) -> list[JobSummary]:
-        from .submit import list_jobs
-
-        return list_jobs(self._aws)
+        return submission.list_jobs(self._aws)
 
     def running(self, jobs: Mapping[str, str | None]) -> Mapping[str, str]:
-        from .submit import running
-
-        return running(self._aws, jobs)
+        return submission.running(self._aws, jobs)
 
     def clear(self, jobs: Mapping[str, str | None]) -> list[str]:
         """Delete the files that these jobs' containers read. Artefacts stay, and AWS keeps the jobs."""
-        from . import s3
-
         return s3.remove(self._aws, self._options, list(jobs))

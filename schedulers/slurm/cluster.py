@@ -118,14 +118,6 @@ class RemoteCluster:
         return self._pool.remote(self._host)
 
     @property
-    def root(self) -> str:
-        return self._options.root
-
-    @property
-    def clusters(self) -> str | None:
-        return self._options.clusters
-
-    @property
     def python(self) -> str:
         """The login node's interpreter, with `./` for `~/`: commands start in the home directory."""
         python = self._options.python or "python3"
@@ -151,7 +143,7 @@ class RemoteCluster:
         from ..hosts import replies
         from ..hosts.errors import RemoteTimeout
 
-        argv, stdin = self._program({"root": self.root, "do": list(steps)})
+        argv, stdin = self._program({"root": self._options.root, "do": list(steps)})
         try:
             completed = self.remote.run(argv, stdin=stdin, timeout_s=_REPLY_TIMEOUT_S)
         except RemoteTimeout as error:
@@ -162,7 +154,9 @@ class RemoteCluster:
     @contextlib.contextmanager
     def _open_watch(self, seconds: float) -> Iterator[Session]:
         """Open a session with the login node's program that reports ended jobs, for at most `seconds`."""
-        argv, stdin = self._program({"root": self.root, "watch_s": seconds, "clusters": self.clusters})
+        argv, stdin = self._program(
+            {"root": self._options.root, "watch_s": seconds, "clusters": self._options.clusters}
+        )
         with self.remote.open(argv) as session:
             session.write(stdin)
             yield session
@@ -176,7 +170,7 @@ class RemoteCluster:
     def unpack(self, archive: Path, job_id: str) -> None:
         from ..hosts.remote_files import Blob, Files
 
-        files = Files(self.remote, root=self.root, python=self.python)
+        files = Files(self.remote, root=self._options.root, python=self.python)
         files.unpack(Blob.of(archive), f"jobs/{job_id}/code")
 
     def submit(self, request: Mapping[str, Any]) -> str:

@@ -18,9 +18,8 @@ def check(cluster: Cluster, options: SlurmOptions, gpus: int) -> CheckReport:
     """Check the cluster for `gpus` GPUs on each node. Raises Unreachable, SchedulerError if there is no Slurm."""
     facts = cluster.query([{"op": "check", "clusters": options.sbatch.get("clusters")}])[0][0]
     partitions: list[list[str]] = facts["partitions"]
-    failures = [*_partitions(options, partitions), *_gpus(options, partitions, gpus), *_packages(cluster)]
-    if facts["root"] is not None:
-        failures.append(facts["root"])
+    failures = [*_partitions(options, partitions), *_gpus(options, partitions, gpus)]
+    failures += filter(None, (cluster.missing_package(), facts["root"]))
     rows = [["-" if cell == "(null)" else cell for cell in row] for row in partitions]
     return CheckReport(table=[_HEADER, *rows], failures=tuple(failures), warnings=tuple(_warnings(options, facts)))
 
@@ -54,11 +53,6 @@ def _count(gres: str) -> int:
     entries = re.sub(r"\([^)]*\)", "", gres).split(",")
     counts = [entry.split(":")[-1] for entry in entries if entry.split(":")[0] == "gpu"]
     return sum(int(count) if count.isdigit() else 1 for count in counts)
-
-
-def _packages(cluster: Cluster) -> list[str]:
-    missing = cluster.missing_package()
-    return [] if missing is None else [missing]
 
 
 def _warnings(options: SlurmOptions, facts: dict[str, Any]) -> list[str]:

@@ -1,10 +1,11 @@
-"""Pure functions for a job's batch script, its srun command, and the settings that its nodes read."""
+"""A job's batch script, its srun command, and the settings that its nodes read, as pure functions."""
 
 from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from ..config import secrets
@@ -15,7 +16,6 @@ from .options import DIRECTIVES, SlurmOptions
 SCHEMA = 1
 COMMENT = "accel:"
 _BATCH = "slurm/batch.py"
-_PICKLES = "slurm/pickles"
 _MAX_WARNING_S = 65535
 # Options of sbatch that request GPUs, besides --gres.
 _GPU_OPTIONS = ("gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket")
@@ -70,147 +70,140 @@ def warnings(spec: JobSpec, options: SlurmOptions) -> tuple[str, ...]:
     return tuple(messages)
 
 
-def render(
-    spec: JobSpec,
-    options: SlurmOptions,
-    job_id: str,
-    directory: str,
-    *,
-    python: str,
-    after: Sequence[str] = (),
-    tasks: int | None = None,
-) -> str:
-    """Return the batch script of a job in `directory`, an absolute path on the shared file system.
+@dataclass(frozen=True)
+class JobScript:
+    """A job's batch script, and the settings that the batch program and the nodes read.
 
-    python: runs the batch program on the first node, outside any container.
-    after:  the Slurm ids of the jobs that must succeed first.
-    tasks:  the number of jobs in one array; `directory` and `job_id` are then the first one's.
+    directory: the job's, an absolute path on the shared file system.
+    python:    runs the batch program on the first node, outside any container.
+    code:      the program's directory, if it runs in place; default: the snapshot in the job's directory.
     """
-    directives = list(_directives(spec, options, job_id, directory, after, tasks))
-    lines = ["#!/bin/bash", *(_line(name, value) for name, value in directives)]
-    if options.modules:
-        lines += ["", *(f"module load {shlex.quote(module)} || exit" for module in options.modules)]
-    if options.prologue:
-        lines += ["", *options.prologue]
-    quoted_directory = shlex.quote(directory)
-    if tasks is not None:
+
+    spec: JobSpec
+    options: SlurmOptions
+    job_id: str
+    directory: str
+    _: KW_ONLY
+    python: str
+    code: str | None = None
+
+    def render(self, after: Sequence[str] = (), tasks: int | None = None) -> str:
+        """Return the batch script.
+
+        after: the Slurm ids of the jobs that must succeed first.
+        tasks: the number of jobs in one array, of which this is the first.
+        """
+        options = self.options
+        lines = ["#!/bin/bash", *(_line(name, value) for name, value in self._directives(after, tasks))]
+        if options.modules:
+            lines += ["", *(f"module load {shlex.quote(module)} || exit" for module in options.modules)]
+        if options.prologue:
+            lines += ["", *options.prologue]
+        directory = shlex.quote(self.directory)
         # Each task is a job with its own directory; array.json in the first job's directory lists them.
-        lines += ["", f"exec {shlex.quote(python)} -I {quoted_directory}/{_BATCH} --array {quoted_directory}"]
-    else:
-        lines += ["", f"exec {shlex.quote(python)} -I {quoted_directory}/{_BATCH} {quoted_directory}"]
-    return "\n".join(lines) + "\n"
+        argument = directory if tasks is None else f"--array {directory}"
+        lines += ["", f"exec {shlex.quote(self.python)} -I {directory}/{_BATCH} {argument}"]
+        return "\n".join(lines) + "\n"
 
+    def settings(self, pickles: str | None = None) -> dict[str, Any]:
+        """Return the settings.
 
-def settings(
-    spec: JobSpec,
-    options: SlurmOptions,
-    job_id: str,
-    directory: str,
-    *,
-    python: str,
-    code: str | None = None,
-    pickles: str | None = None,
-) -> dict[str, Any]:
-    """Return the settings that the batch program and the nodes read.
+        pickles: submitit's directory, for an array that of its first job; default: one in the job's directory.
+        """
+        spec, options = self.spec, self.options
+        workdir = self.code or f"{self.directory}/code"
+        return {
+            "schema": SCHEMA,
+            "job_id": self.job_id,
+            "name": spec.name,
+            "nodes": spec.nodes,
+            "procs_per_node": spec.procs_per_node or spec.resources.gpus or None,
+            "argv": list(spec.argv),
+            "entry": spec.entry,
+            "env": dict(spec.env),
+            "secrets": sorted(spec.secrets),
+            "setup": [list(argv) for argv in (*options.setup, *spec.setup)],
+            "directory": self.directory,
+            "workdir": workdir if spec.workdir == "." else f"{workdir.rstrip('/')}/{spec.workdir}",
+            "python": self._node_python,
+            "launch": ["--cpu"] if options.cpu else [],
+            "grace_s": spec.grace_s,
+            "time_limit_s": spec.time_limit_s,
+            "max_restarts": spec.retry.max_restarts,
+            "start_timeout_s": options.start_timeout_s,
+            "interface": options.interface,
+            "srun": self._srun(),
+            "submitit": self._task(pickles or f"{self.directory}/slurm/pickles"),
+        }
 
-    code:    the program's directory, if it runs in place; default: the snapshot in the job's directory.
-    pickles: submitit's directory, for an array that of its first job; default: one in the job's directory.
-    """
-    submitit = pickles or f"{directory}/{_PICKLES}"
-    return {
-        "schema": SCHEMA,
-        "job_id": job_id,
-        "name": spec.name,
-        "nodes": spec.nodes,
-        "procs_per_node": spec.procs_per_node or spec.resources.gpus or None,
-        "argv": list(spec.argv),
-        "entry": spec.entry,
-        "env": dict(spec.env),
-        "secrets": sorted(spec.secrets),
-        "setup": [list(argv) for argv in (*options.setup, *spec.setup)],
-        "directory": directory,
-        "workdir": _join(code or f"{directory}/code", spec.workdir),
-        "python": options.container_python if spec.image else python,
-        "launch": ["--cpu"] if options.cpu else [],
-        "grace_s": spec.grace_s,
-        "time_limit_s": spec.time_limit_s,
-        "max_restarts": spec.retry.max_restarts,
-        "start_timeout_s": options.start_timeout_s,
-        "interface": options.interface,
-        "srun": srun(spec, options, directory, code=code),
-        "submitit": task(spec, options, directory, python=python, code=code, pickles=submitit),
-    }
+    @property
+    def _node_python(self) -> str:
+        return self.python if self.spec.image is None else self.options.container_python
 
+    def _srun(self) -> list[str]:
+        """Return srun and its options: one task per node, with the cores that the job has there.
 
-def srun(spec: JobSpec, options: SlurmOptions, directory: str, *, code: str | None = None) -> list[str]:
-    """Return srun and its options: one task per node, with the cores that the job has there.
-
-    All options are explicit because srun does not inherit everything from the job: not `--cpus-per-task` since
-    22.05 (https://github.com/SchedMD/slurm, release notes), nor the environment at sites that submit with
-    `--export=NONE`.
-    """
-    argv = [
-        "srun",
-        f"--nodes={spec.nodes}",
-        f"--ntasks={spec.nodes}",
-        "--ntasks-per-node=1",
-        "--export=ALL",
-        "--kill-on-bad-exit=1",
-        "--unbuffered",
-        "--open-mode=append",
-        f"--output={_pattern(directory)}/logs/node-%n.log",
-    ]
-    if spec.resources.cpus is not None:
-        argv.append(f"--cpus-per-task={spec.resources.cpus}")
-    if spec.image is not None and options.container == "pyxis":
-        argv += [
-            f"--container-image={pyxis_image(spec.image)}",
-            f"--container-mounts={','.join(_mounts(options, directory, code))}",
+        All options are explicit because srun does not inherit everything from the job: not `--cpus-per-task` since
+        22.05 (https://github.com/SchedMD/slurm, release notes), nor the environment at sites that submit with
+        `--export=NONE`.
+        """
+        argv = [
+            "srun",
+            f"--nodes={self.spec.nodes}",
+            f"--ntasks={self.spec.nodes}",
+            "--ntasks-per-node=1",
+            "--export=ALL",
+            "--kill-on-bad-exit=1",
+            "--unbuffered",
+            "--open-mode=append",
+            f"--output={_pattern(self.directory)}/logs/node-%n.log",
         ]
-    return [*argv, *options.srun]
+        if self.spec.resources.cpus is not None:
+            argv.append(f"--cpus-per-task={self.spec.resources.cpus}")
+        if self.spec.image is not None and self.options.container == "pyxis":
+            argv += [f"--container-image={pyxis_image(self.spec.image)}", f"--container-mounts={self._mounts()}"]
+        return [*argv, *self.options.srun]
 
+    def _task(self, pickles: str) -> list[str]:
+        """Return the command that srun starts on each node: submitit, which calls the job's `NodeMain`."""
+        spec, options = self.spec, self.options
+        argv = [self._node_python, "-u", "-m", "submitit.core._submit", pickles]
+        if spec.image is None or options.container == "pyxis":
+            return argv
+        gpus = ["--nv"] if spec.resources.gpus or _gpus_in(options.gres) or _gpu_options(options) else []
+        return [str(options.container), "exec", *gpus, "--bind", self._mounts(), spec.image, *argv]
 
-def task(
-    spec: JobSpec, options: SlurmOptions, directory: str, *, python: str, code: str | None, pickles: str
-) -> list[str]:
-    """Return the command that srun starts on each node: submitit, which calls the job's `NodeMain`."""
-    interpreter = options.container_python if spec.image is not None else python
-    argv = [interpreter, "-u", "-m", "submitit.core._submit", pickles]
-    if spec.image is None or options.container == "pyxis":
-        return argv
-    gpus = ["--nv"] if spec.resources.gpus or _gpus_in(options.gres) or _gpu_options(options) else []
-    mounts = ["--bind", ",".join(_mounts(options, directory, code))]
-    return [str(options.container), "exec", *gpus, *mounts, spec.image, *argv]
+    def _mounts(self) -> str:
+        directories = [self.directory] if self.code is None else [self.directory, self.code]
+        return ",".join([*(f"{path}:{path}" for path in directories), *self.options.container_mounts])
 
-
-def _directives(
-    spec: JobSpec, options: SlurmOptions, job_id: str, directory: str, after: Sequence[str], tasks: int | None
-) -> Iterator[tuple[str, str | bool]]:
-    yield "job-name", spec.name
-    yield "comment", f"{COMMENT}{job_id}"
-    for key, name in DIRECTIVES.items():
-        value = getattr(options, key)
-        if value is not None and value is not False:
-            yield name, ",".join(value) if isinstance(value, tuple) else value
-    yield "nodes", str(spec.nodes)
-    yield "ntasks-per-node", "1"
-    yield from _resources(spec, options)
-    if spec.time_limit_s is not None:
-        yield "time", str(_minutes(spec))
-    if spec.grace_s:
-        yield "signal", f"USR1@{math.ceil(spec.grace_s)}"
-    yield ("requeue", True) if spec.retry.max_restarts else ("no-requeue", True)
-    if after:
-        yield "dependency", "afterok:" + ":".join(after)
-        yield "kill-on-invalid-dep", "yes"
-    if tasks is not None:
-        yield "array", f"0-{tasks - 1}" + (f"%{options.array_throttle}" if options.array_throttle else "")
-    yield "chdir", directory
-    yield "output", f"{_pattern(directory)}/logs/slurm.log" if tasks is None else f"{_pattern(directory)}/slurm/%a.log"
-    yield "open-mode", "append"
-    for name, value in options.sbatch.items():
-        if value is not False:
-            yield name.replace("_", "-"), value if value is True else str(value)
+    def _directives(self, after: Sequence[str], tasks: int | None) -> Iterator[tuple[str, str | bool]]:
+        spec, options = self.spec, self.options
+        yield "job-name", spec.name
+        yield "comment", f"{COMMENT}{self.job_id}"
+        for key, name in DIRECTIVES.items():
+            value = getattr(options, key)
+            if value is not None and value is not False:
+                yield name, ",".join(value) if isinstance(value, tuple) else value
+        yield "nodes", str(spec.nodes)
+        yield "ntasks-per-node", "1"
+        yield from _resources(spec, options)
+        if spec.time_limit_s is not None:
+            yield "time", str(_minutes(spec))
+        if spec.grace_s:
+            yield "signal", f"USR1@{math.ceil(spec.grace_s)}"
+        yield ("requeue", True) if spec.retry.max_restarts else ("no-requeue", True)
+        if after:
+            yield "dependency", "afterok:" + ":".join(after)
+            yield "kill-on-invalid-dep", "yes"
+        if tasks is not None:
+            yield "array", f"0-{tasks - 1}" + (f"%{options.array_throttle}" if options.array_throttle else "")
+        yield "chdir", self.directory
+        yield "output", f"{_pattern(self.directory)}/{'logs/slurm.log' if tasks is None else 'slurm/%a.log'}"
+        yield "open-mode", "append"
+        for name, value in options.sbatch.items():
+            if value is not False:
+                yield name.replace("_", "-"), value if value is True else str(value)
 
 
 def _resources(spec: JobSpec, options: SlurmOptions) -> Iterator[tuple[str, str]]:
@@ -239,11 +232,6 @@ def _pattern(path: str) -> str:
     if any(f"%{letter}" in path for letter in "jtAa"):
         raise SpecError(f"submitit replaces %j, %t, %A and %a in a directory's name: {path!r}")
     return path.replace("%", "%%")
-
-
-def _mounts(options: SlurmOptions, directory: str, code: str | None) -> list[str]:
-    directories = [directory] if code is None else [directory, code]
-    return [*(f"{path}:{path}" for path in directories), *options.container_mounts]
 
 
 def pyxis_image(image: str) -> str:
@@ -278,12 +266,3 @@ def _gpus_in(gres: str | None) -> int | None:
 
 def _minutes(spec: JobSpec) -> int:
     return math.ceil((spec.time_limit_s or 0) / 60)
-
-
-def _join(directory: str, subdirectory: str) -> str:
-    return directory if subdirectory == "." else f"{directory.rstrip('/')}/{subdirectory}"
-
-
-def describe(settings_: Mapping[str, Any]) -> list[str]:
-    """Return the batch program's command, for display."""
-    return [*settings_["srun"], *settings_["submitit"]]

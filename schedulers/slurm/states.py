@@ -159,8 +159,7 @@ def exit_code(info: SlurmJobInfo) -> int | None:
 
     A step's code counts if the job's own is 143: the killed peers of a failed rank exit last.
     """
-    codes = [_code(text) for text in (info.code, info.derived)]
-    job_code, step_code = codes
+    job_code, step_code = _code(info.code), _code(info.derived)
     if job_code in (None, 0, 143) and step_code not in (None, 0):
         return step_code
     return job_code

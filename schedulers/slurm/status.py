@@ -40,10 +40,11 @@ class StatusPoller:
         """Return each job's status, and the reason for each that could not be queried. Jobs in neither are unknown."""
         with self._lock:
             now = time.monotonic()
+            # Accounting's last answers that are not too old.
             cached = {
-                native_id: cached_answer
+                native_id: self._searched[native_id][1:]
                 for native_id in native_ids
-                if (cached_answer := self._accounting_entry(native_id, now)) is not None
+                if native_id in self._searched and now - self._searched[native_id][0] < _SEARCH_S
             }
             self._last.update((native_id, (now, self._last.get(native_id, (now, None))[1])) for native_id in native_ids)
             step = {
@@ -76,25 +77,17 @@ class StatusPoller:
                 self._last[native_id] = (now, status)
         return statuses, unreachable
 
-    def _accounting_entry(self, native_id: str, now: float) -> tuple[Reply, str | None] | None:
-        """Return accounting's last answer about the job, unless it is too old."""
-        searched_at, answer, problem = self._searched.get(native_id, (0.0, {}, None))
-        return (answer, problem) if answer and now - searched_at < _SEARCH_S else None
-
     def is_over(self, native_id: str) -> bool:
         """Return True if the job was over at the last query. Queries if nothing is known."""
-        if self._unknown(native_id):
+        with self._lock:
+            polled_at, status = self._last.get(native_id, (float("-inf"), None))
+        if status is None and time.monotonic() - polled_at >= _UNKNOWN_S:
             try:
                 self.statuses([native_id])
             except Unreachable:
                 return False
         _, status = self._last[native_id]
         return status is not None and status.state.final
-
-    def _unknown(self, native_id: str) -> bool:
-        with self._lock:
-            polled_at, status = self._last.get(native_id, (float("-inf"), None))
-        return status is None and time.monotonic() - polled_at >= _UNKNOWN_S
 
 
 def _status(native_id: str, answer: Reply, observed_at: float) -> Status | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ..config import secrets
 from ..errors import ConfigError, SchedulerError, SpecError, StoreError, SubmitError, UnknownJob, Unreachable
 from ..job import Cursor, JobSpec, LogLine, Reason, Status
-from ..store import atomic_files
+from ..store import atomic_files, log_lines
 from ..target import CheckReport, DiscoveredJob, Plan, TargetContext, parse_ids, require_answers
 from . import options as slurm_options
 from . import script
@@ -24,6 +23,8 @@ if TYPE_CHECKING:
 
 KIND = "slurm"
 _SCRIPT, _SETTINGS = "slurm/script.sh", "slurm/settings.json"
+# The bytes of one log, and of all logs, in one reply.
+_LIMIT, _MAX_BYTES = 4 << 20, 16 << 20
 
 
 class SlurmTarget:
@@ -75,77 +76,51 @@ class SlurmTarget:
 
     def plan(self, spec: JobSpec, job_id: str) -> Plan:
         """Return the batch script and the nodes' settings, without Slurm's numbers. Raises SpecError."""
-        return self._plan(spec, job_id, self._shown_script(spec, job_id, None))
+        return self._plan(spec, job_id, None)
 
     def plan_many(self, specs: Sequence[JobSpec], job_ids: Sequence[str]) -> list[Plan]:
         """Plan one array, whose script is in the first plan. Raises SpecError."""
-        text = self._shown_script(specs[0], job_ids[0], len(specs))
-        sweep = {"first": job_ids[0], "ids": list(job_ids)}
-        pickles = f"{self._shown_directory(job_ids[0])}/slurm/pickles"
-        first, *others = zip(specs, job_ids, strict=True)
-        plans = [self._plan(*first, text, sweep=sweep, pickles=pickles)]
-        for spec, job_id in others:
-            plans.append(self._plan(spec, job_id, None, sweep={"first": job_ids[0]}, pickles=pickles))
-        return plans
+        (spec, first), *others = zip(specs, job_ids, strict=True)
+        plans = [self._plan(spec, first, {"first": first, "ids": list(job_ids)})]
+        return plans + [self._plan(spec, job_id, {"first": first}) for spec, job_id in others]
 
-    def _plan(
-        self,
-        spec: JobSpec,
-        job_id: str,
-        text: str | None,
-        *,
-        sweep: Mapping[str, Any] | None = None,
-        pickles: str | None = None,
-    ) -> Plan:
+    def _plan(self, spec: JobSpec, job_id: str, sweep: Mapping[str, Any] | None) -> Plan:
+        """`sweep`: the id of its first job as `first` and, for that one, all `ids`."""
         script.check(spec, self._options, self.name)
-        directory = self._shown_directory(job_id)
-        settings = script.settings(
-            spec, self._options, job_id, directory, python=self._shown_python, code=self._code(spec), pickles=pickles
-        )
+        root, python = self._shown_place()
+        job_script = self._script(spec, job_id, root, python)
+        directory = job_script.directory
+        settings = job_script.settings(None if sweep is None else f"{root}/jobs/{sweep['first']}/slurm/pickles")
         files = {_SETTINGS: json.dumps(settings, indent=2) + "\n"}
         actions: list[tuple[str, ...]] = []
-        if self._code(spec) is None:
-            destination = f"{self._options.login}:{directory}" if self._options.login else directory
-            actions.append(("send", spec.code, "to", f"{destination}/code"))
-        if text is not None:
-            files = {_SCRIPT: text, **files}
-            actions.append((*self._over_ssh, "sbatch", f"{directory}/{_SCRIPT}"))
+        login = self._options.login
+        if job_script.code is None:
+            actions.append(("send", spec.code, "to", f"{login}:{directory}/code" if login else f"{directory}/code"))
+        if sweep is None or "ids" in sweep:
+            numbers = [f"{{number of {dependency}}}" for dependency in spec.after]
+            files = {_SCRIPT: job_script.render(numbers, None if sweep is None else len(sweep["ids"])), **files}
+            over_ssh = () if login is None else ("ssh", login)
+            actions.append((*over_ssh, "sbatch", f"{directory}/{_SCRIPT}"))
         return Plan(
             target=self.name,
             kind=KIND,
             job_id=job_id,
             files=files,
-            actions=(*actions, tuple(script.describe(settings))),
+            actions=(*actions, (*settings["srun"], *settings["submitit"])),
             settings={"spec": spec.to_json(), **({} if sweep is None else {"sweep": dict(sweep)})},
             warnings=script.warnings(spec, self._options),
         )
 
-    @property
-    def _over_ssh(self) -> tuple[str, ...]:
-        return () if self._options.login is None else ("ssh", self._options.login)
+    def _shown_place(self) -> tuple[str, str]:
+        """Return what `_place` does, but without a query: a login node's paths may begin with `~`."""
+        if self._options.login is None:
+            return self._cluster.place()
+        return self._options.root.rstrip("/"), self._options.python or "python3"
 
-    def _shown_script(self, spec: JobSpec, job_id: str, tasks: int | None) -> str:
-        numbers = [f"{{number of {dependency}}}" for dependency in spec.after]
-        directory = self._shown_directory(job_id)
-        return script.render(
-            spec, self._options, job_id, directory, python=self._shown_python, after=numbers, tasks=tasks
-        )
-
-    def _shown_directory(self, job_id: str) -> str:
-        root = str(self._jobs.parent) if self._options.login is None else self._options.root.rstrip("/")
-        return f"{root}/jobs/{job_id}"
-
-    @property
-    def _shown_python(self) -> str:
-        if self._options.login is not None:
-            return self._options.python or "python3"
-        import sys
-
-        return os.path.expanduser(self._options.python or sys.executable)
-
-    def _code(self, spec: JobSpec) -> str | None:
-        """Return the directory if the job runs in place, or None if it runs a copy."""
-        return None if self._options.snapshot or self._options.login is not None else spec.code
+    def _script(self, spec: JobSpec, job_id: str, root: str, python: str) -> script.JobScript:
+        # None: the job runs a copy.
+        code = None if self._options.snapshot or self._options.login is not None else spec.code
+        return script.JobScript(spec, self._options, job_id, f"{root}/jobs/{job_id}", python=python, code=code)
 
     def admit(self, spec: JobSpec) -> None:
         """Raise SpecError if a secret is not set on this machine, where secrets are read."""
@@ -174,27 +149,27 @@ class SlurmTarget:
         values = secrets.values(specs[0].secrets)
         after = self._numbers(specs[0].after)
         root, python = self._place(plans[0].job_id)
-        directories = [f"{root}/jobs/{plan.job_id}" for plan in plans]
-        if self._code(specs[0]) is None:
-            self._send_code(specs, plans)
-        first = plans[0].job_id
+        scripts = [self._script(spec, plan.job_id, root, python) for spec, plan in zip(specs, plans, strict=True)]
+        pickles = f"{scripts[0].directory}/slurm/pickles" if array else None
+        if scripts[0].code is None:
+            from ..store import snapshot
+
+            packed = snapshot.pack(Path(specs[0].code), self._jobs.parent)
+            for plan in plans:
+                self._cluster.unpack(packed.path, plan.job_id)
         request = {
             "schema": 1,
             "root": root,
             "jobs": [
-                self._job(spec, plan, directory, python, f"{directories[0]}/slurm/pickles" if array else None)
-                for spec, plan, directory in zip(specs, plans, directories, strict=True)
+                {"id": job.job_id, "settings": job.settings(pickles), "spec": job.spec.to_json()} for job in scripts
             ],
             "array": array,
-            "script": script.render(
-                specs[0], self._options, first, directories[0],
-                python=python, after=after, tasks=len(plans) if array else None,
-            ),
-            "nodes": specs[0].nodes,
+            "script": scripts[0].render(after, len(plans) if array else None),
+            "nodes": specs[0].nodes,  # an older accel on the login node reads it
             "secrets": values,
             "unset": sorted(secrets.variables(specs[0].secrets)),
             "clusters": self._options.clusters,
-        }  # fmt: skip
+        }
         number = self._cluster.submit(request)
         return [str(Native(f"{number}_{index}" if array else number, plan.job_id)) for index, plan in enumerate(plans)]
 
@@ -215,19 +190,6 @@ class SlurmTarget:
             raise
         atomic_files.write_document(sent_path, {"login": self._options.login})
         return location
-
-    def _job(self, spec: JobSpec, plan: Plan, directory: str, python: str, pickles: str | None) -> dict[str, Any]:
-        settings = script.settings(
-            spec, self._options, plan.job_id, directory, python=python, code=self._code(spec), pickles=pickles
-        )
-        return {"id": plan.job_id, "settings": settings, "spec": spec.to_json()}
-
-    def _send_code(self, specs: Sequence[JobSpec], plans: Sequence[Plan]) -> None:
-        from ..store import snapshot
-
-        packed = snapshot.pack(Path(specs[0].code), self._jobs.parent)
-        for plan in plans:
-            self._cluster.unpack(packed.path, plan.job_id)
 
     def _numbers(self, after: Sequence[str]) -> list[str]:
         """Return the Slurm numbers of the jobs of --after, without those that have succeeded."""
@@ -279,21 +241,35 @@ class SlurmTarget:
         return require_answers(statuses, unreachable)
 
     def logs(self, native_id: str, since: Cursor | None = None) -> Iterator[LogLine]:
-        from . import logs
-
-        job_id, finished = Native.parse(native_id).job_id, self._poller.is_over(native_id)
-        yield from logs.read(self._cluster.query, job_id, since, finished=finished)
+        """Yield the lines that exist now. Their sources are named as in the job's own log directory."""
+        positions = log_lines.offsets(since)
+        step = {"op": "logs", **self._log_step(native_id), "limit": _LIMIT, "most": _MAX_BYTES}
+        more = True
+        while more:
+            (reply,), data = self._cluster.query([{**step, "from": positions}])
+            chunks = log_lines.chunks(reply, data)
+            for chunk in chunks:
+                for line in chunk.lines():
+                    positions[line.source] = int(line.position)
+                    yield line
+            step["only"] = [chunk.source for chunk in chunks if chunk.has_more]
+            more = bool(step["only"])
 
     def cursor_at(self, native_id: str, when: float) -> Cursor:
-        from . import logs
-
-        return logs.cursor_at(self._cluster.query, Native.parse(native_id).job_id, when)
+        step = {"op": "at", "job": Native.parse(native_id).job_id, "when": when}
+        offsets: dict[str, int] = self._cluster.query([step])[0][0]
+        return Cursor({name: str(offset) for name, offset in offsets.items()})
 
     def tail_at(self, native_id: str, since: Cursor, count: int) -> Cursor:
-        from . import logs
+        step = {"op": "tail", **self._log_step(native_id), "from": log_lines.offsets(since), "count": count}
 
-        job_id, finished = Native.parse(native_id).job_id, self._poller.is_over(native_id)
-        return logs.tail_at(self._cluster.query, job_id, since, count, finished=finished)
+        def log_ends(counts: Mapping[str, int]) -> list[dict[str, Any]]:
+            return list(self._cluster.query([{**step, "counts": counts}])[0][0])
+
+        return since.moved(log_lines.last_lines(log_ends, count))
+
+    def _log_step(self, native_id: str) -> dict[str, Any]:
+        return {"job": Native.parse(native_id).job_id, "over": self._poller.is_over(native_id)}
 
     def cancel(self, native_id: str) -> None:
         """Cancel a running job gracefully, or remove a waiting one from the queue. Raises Unreachable."""

@@ -27,15 +27,17 @@ def from_slurm(env: Mapping[str, str]) -> Topology:
     has more, if the job has several nodes and this is no step, and for invalid values.
     """
     job, step = number(env, "SLURM_JOB_ID"), _step(env)
+    attempt = number(env, "SLURM_RESTART_COUNT", default=0)
+    alone = Topology(node_rank=0, nodes=1, master="127.0.0.1", attempt=attempt)
     if step is None:
-        return _outside(env, job)
+        _check_one_node(env, job)
+        return alone
     nodes = number(env, "SLURM_STEP_NUM_NODES" if "SLURM_STEP_NUM_NODES" in env else "SLURM_NNODES")
-    if nodes == 1 and "SLURM_PTY_PORT" in env:
-        # A shell for a person. `srun --ntasks-per-node=4 --pty bash` is how people ask for four cores.
-        return Topology(node_rank=0, nodes=1, master="127.0.0.1", attempt=_attempt(env))
-    _check_one_task_a_node(env, nodes)
+    # With SLURM_PTY_PORT, a shell for a person: `srun --ntasks-per-node=4 --pty bash` is how people ask for four cores.
+    if nodes != 1 or "SLURM_PTY_PORT" not in env:
+        _check_one_task_a_node(env, nodes)
     if nodes == 1:
-        return Topology(node_rank=0, nodes=1, master="127.0.0.1", attempt=_attempt(env))
+        return alone
     names = _names(env, nodes)
     node_name = env.get("SLURMD_NODENAME")
     # If the step has a part of the job's nodes, the position in its list counts: node 0 must be the first name.
@@ -44,7 +46,7 @@ def from_slurm(env: Mapping[str, str]) -> Topology:
         node_rank=rank,
         nodes=nodes,
         master=names[0],
-        attempt=_attempt(env),
+        attempt=attempt,
         port=port_of(job, step),
         names=tuple(names),
         source=f"step {step} of Slurm job {job}",
@@ -63,14 +65,13 @@ def _step(env: Mapping[str, str]) -> int | None:
     return None if step >= _SPECIAL_STEPS else step
 
 
-def _outside(env: Mapping[str, str], job: int) -> Topology:
+def _check_one_node(env: Mapping[str, str], job: int) -> None:
     nodes = number(env, "SLURM_JOB_NUM_NODES", default=number(env, "SLURM_NNODES", default=1))
     if nodes > 1:
         raise SpecError(
             f"Slurm job {job} has {nodes} nodes (SLURM_JOB_NUM_NODES), and this process is in no step: write "
             "`srun --ntasks-per-node=1 accel launch …` to use them all, or --num_machines 1 for this node alone"
         )
-    return Topology(node_rank=0, nodes=1, master="127.0.0.1", attempt=_attempt(env))
 
 
 def _check_one_task_a_node(env: Mapping[str, str], nodes: int) -> None:
@@ -99,10 +100,6 @@ def _names(env: Mapping[str, str], nodes: int) -> list[str]:
     if len(names) != nodes:
         raise SpecError(f"SLURM_STEP_NODELIST={text} names {len(names)} nodes, and SLURM_STEP_NUM_NODES is {nodes}")
     return names
-
-
-def _attempt(env: Mapping[str, str]) -> int:
-    return number(env, "SLURM_RESTART_COUNT", default=0)
 
 
 # Slurm's compressed node lists, `gpu[01-03,07],login`, without `scontrol`, which containers lack.

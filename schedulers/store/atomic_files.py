@@ -17,7 +17,7 @@ from typing import Any
 
 from ..convert import parse_json
 from ..errors import SpecError, StoreError, StoreNotWritable
-from ..node.files import sync_directory as sync_directory
+from ..node.program import sync_directory as sync_directory
 from ..processes import boot_id, has_ended, pid_namespace, pid_space, space_of
 
 SCHEMA = 1
@@ -93,17 +93,12 @@ def read_document(path: str) -> dict[str, Any] | None:
 def read_bytes(path: str) -> bytes | None:
     """Return the whole file, or None if there is none. Raises StoreError if it cannot be read."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        with open(path, "rb", buffering=0) as file:
+            return file.readall()
     except FileNotFoundError:
         return None
     except OSError as error:
         raise store_error(error, path, "read") from error
-    try:
-        return _read_all(fd)
-    except OSError as error:
-        raise store_error(error, path, "read") from error
-    finally:
-        os.close(fd)
 
 
 def _read_all(fd: int) -> bytes:
@@ -157,6 +152,13 @@ def _write(fd: int, data: bytes) -> None:
         if count == 0:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         written += count
+
+
+def remove_tree(path: str) -> None:
+    """Remove a directory as far as possible."""
+    import shutil
+
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def parse_lines(raw: bytes, path: str) -> tuple[list[dict[str, Any]], bool]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import importlib.metadata
+import importlib.util
 import os
 import zipfile
 from collections.abc import Iterator
@@ -47,8 +48,6 @@ def _modules() -> Iterator[tuple[str, bytes]]:
 
 
 def _directory(package: str) -> Path:
-    import importlib.util
-
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
         raise ConfigError(f"the package {package} has no files here that could go into an image")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..convert import as_integer, as_text, as_timestamp, parse_json
 from ..errors import SchedulerError, StoreError
-from ..job import JobSpec, Reason, State, Status
+from ..job import JobSpec, State, Status
 from ..processes import boot_id, pid_namespace, space_of
 from . import atomic_files
 
@@ -37,13 +37,8 @@ class Event:
     data: Mapping[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True)
-class CorruptRecord:
-    """A job that cannot be read: damaged, or written by a newer accel. Its files are left as they are."""
-
-    id: str
+class _JobDirectory:
     path: str
-    reason: str
 
     @property
     def directory(self) -> Path:
@@ -53,8 +48,17 @@ class CorruptRecord:
         return Path(self.path)
 
 
+@dataclass(frozen=True, kw_only=True)
+class CorruptRecord(_JobDirectory):
+    """A job that cannot be read: damaged, or written by a newer accel. Its files are left as they are."""
+
+    id: str
+    path: str
+    reason: str
+
+
 @dataclass(kw_only=True)
-class Record:
+class Record(_JobDirectory):
     """One job as the store last read it; `reload` and every change read it again.
 
     ended_at:       when the final state was written; None before.
@@ -74,33 +78,21 @@ class Record:
     target: str
     kind: str
     nodes: int
-    procs: int | None
+    procs: int | None = None
     created_at: float
-    submitter: tuple[str, int]
-    submitted_from: str
-    after: tuple[str, ...]
+    submitter: tuple[str, int] = ("", 0)
+    submitted_from: str = ""
+    after: tuple[str, ...] = ()
     native_id: str | None
     status: Status
-    started_at: float | None
-    ended_at: float | None
-    absent_since: float | None
+    started_at: float | None = None
+    ended_at: float | None = None
+    absent_since: float | None = None
     backend: str = ""
     adopted: bool = False
     cancel_requested: bool = False
     incomplete: bool = False
     warning: str = ""
-
-    @property
-    def directory(self) -> Path:
-        """The job's directory."""
-        from pathlib import Path
-
-        return Path(self.path)
-
-    @property
-    def attempts(self) -> int:
-        """The number of times that the job was started."""
-        return self.status.attempt + 1 if self.started_at is not None else 0
 
     def spec(self) -> JobSpec:
         """Return the submitted spec. Raises StoreError if spec.json is missing, damaged or newer."""
@@ -137,22 +129,12 @@ class Record:
         """Append a note to events.jsonl; the status stays. Raises StoreError if it is not on disk."""
         if name in ("submitting", "status", _ADOPTED):
             raise ValueError(f"{name} is an event of the store's own; use update()")
-
-        def decide(rows: list[dict[str, Any]]) -> dict[str, Any]:
-            self._read(rows)  # raises for an invalid record
-            return {"event": name, "at": time.time(), **data}
-
-        self._read(atomic_files.append_line(self._events, decide)[0])
+        self._append(lambda: {"event": name, "at": time.time(), **data})
 
     def identify(self, backend: str) -> None:
         """Record the identity of the backend that has the job, unless one is recorded. Raises StoreError."""
-
-        def decide(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
-            self._read(rows)
-            return None if self.backend else {"event": "backend", "at": time.time(), "backend": backend}
-
-        # It can be queried again: need not survive a crash.
-        self._read(atomic_files.append_line(self._events, decide, durably=False)[0])
+        row = {"event": "backend", "at": time.time(), "backend": backend}
+        self._append(lambda: None if self.backend else row, durably=False)  # it can be queried again
 
     def update(self, status: Status, native_id: str | None = None, *, incomplete: bool = False) -> Status:
         """Record a backend's answer and return the status in force.
@@ -168,8 +150,7 @@ class Record:
             raise StoreError(f"job {self.id}: its target returned an invalid status: {error}") from None
         status = status if status.observed_at else dataclasses.replace(status, observed_at=time.time())
 
-        def decide(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
-            self._read(rows)
+        def decide() -> dict[str, Any] | None:
             new = _succession(self.status, status)
             native = native_id or self.native_id
             still_incomplete = self.incomplete if native_id is None else incomplete
@@ -182,10 +163,8 @@ class Record:
         durably = status.state.final or native_id is not None
         appended = False
         if native_id is not None or not _same_state(_succession(self.status, status), self.status):
-            rows, appended = atomic_files.append_line(self._events, decide, durably=durably)
-        if appended:
-            self._read(rows)
-        elif _same_state(status, self.status) and not self.status.state.final:
+            appended = self._append(decide, durably=durably)
+        if not appended and _same_state(status, self.status) and not self.status.state.final:
             self._write_seen(status)
         return self.status
 
@@ -195,12 +174,8 @@ class Record:
         return self
 
     def read_exit(self) -> dict[str, Any] | None:
-        """Return the data that `write_exit` wrote, or None. Raises StoreError if it is damaged or newer."""
+        """Return the result that the job has left, or None. Raises StoreError if it is damaged or newer."""
         return atomic_files.read_document(f"{self.path}/exit.json")
-
-    def write_exit(self, data: Mapping[str, Any]) -> None:
-        """Write exit.json atomically. Raises StoreError."""
-        atomic_files.write_document(f"{self.path}/exit.json", data)
 
     @contextlib.contextmanager
     def submission(self, *, blocking: bool = True) -> Iterator[bool]:
@@ -208,9 +183,20 @@ class Record:
         with atomic_files.exclusive_lock(f"{self.path}/submit.lock", blocking=blocking) as acquired:
             yield acquired
 
-    @property
-    def _events(self) -> str:
-        return f"{self.path}/events.jsonl"
+    def _append(self, decide: Callable[[], Mapping[str, Any] | None], *, durably: bool = True) -> bool:
+        """Read the job again and append the event that `decide` returns, with no other writer in between.
+
+        Returns True if there is one. Raises StoreError if the record is invalid or cannot be written.
+        """
+
+        def read_and_decide(rows: list[dict[str, Any]]) -> Mapping[str, Any] | None:
+            self._read(rows)
+            return decide()
+
+        rows, appended = atomic_files.append_line(f"{self.path}/events.jsonl", read_and_decide, durably=durably)
+        if appended:
+            self._read(rows)
+        return appended
 
     def _typed(self, file: str, key: str, convert: Callable[[object], T]) -> T:
         path = f"{self.path}/{file}"
@@ -365,11 +351,19 @@ def _succession(current: Status, new: Status) -> Status:
     return current if regressed and new.observed_at < current.observed_at else new
 
 
-def first_row(spec: JobSpec, *, target: str, kind: str, backend: str = "") -> dict[str, Any]:
-    """Return the first line of events.jsonl: the intent, and everything that a list shows."""
+def first_row(
+    spec: JobSpec, *, target: str, kind: str, backend: str, native_id: str | None, created_at: float | None
+) -> dict[str, Any]:
+    """Return the first line of events.jsonl: the intent, and everything that a list shows.
+
+    With a native id, another machine submitted the job at `created_at`, and its state is not known yet.
+    """
     now = time.time()
+    status = Status(state=State.SUBMITTING, observed_at=now)
+    if native_id is not None:
+        status = Status(state=State.QUEUED, message="found on its target, not polled yet")
     return {
-        "event": "submitting",
+        "event": "submitting" if native_id is None else _ADOPTED,
         "at": now,
         "name": spec.name,
         "target": target,
@@ -377,24 +371,12 @@ def first_row(spec: JobSpec, *, target: str, kind: str, backend: str = "") -> di
         "nodes": spec.nodes,
         "procs": spec.procs_per_node,
         "after": list(spec.after),
-        "created_at": now,
+        "created_at": now if created_at is None else created_at,
         "host": os.uname().nodename,
         "boot": boot_id(),
         "pid_namespace": pid_namespace(),
         "pid": os.getpid(),
-        "status": Status(state=State.SUBMITTING, reason=Reason.NONE, observed_at=now).to_json(),
-        "native_id": None,
-        **({"backend": backend} if backend else {}),
-    }
-
-
-def adopted_row(spec: JobSpec, *, target: str, kind: str, native_id: str, created_at: float) -> dict[str, Any]:
-    """Return the first line of events.jsonl for a job that another machine submitted. Its state is not known yet."""
-    status = Status(state=State.QUEUED, message="found on its target, not polled yet")
-    row = first_row(spec, target=target, kind=kind)
-    return row | {
-        "event": _ADOPTED,
-        "created_at": created_at,
         "status": status.to_json(),
         "native_id": native_id,
+        **({"backend": backend} if backend else {}),
     }

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import os
 import re
 import stat
+import tarfile
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
-from ..errors import SnapshotError
+from ..errors import SnapshotError, StoreError
 from ..printable import one_line
 from . import atomic_files
 from .record import CorruptRecord, Record
 from .source_files import Entry, list_code
-
-if TYPE_CHECKING:
-    import logging
-    import tarfile
 
 _LARGE_BYTES = 100_000_000
 _MAX_SHOWN = 5
@@ -34,15 +32,11 @@ class Snapshot:
     """A packed code directory.
 
     digest:   sha256 of every path, its permission bits and its content; equal digests are equal trees.
-    files:    number of files and links.
-    bytes:    size of the files together.
     warnings: one line each: what was left out, and what makes it large.
     """
 
     digest: str
     path: Path
-    files: int
-    bytes: int
     warnings: tuple[str, ...] = ()
 
 
@@ -67,15 +61,11 @@ def pack(code: Path, home: Path) -> Snapshot:
         with contextlib.suppress(_ChangedError):
             packed = _pack(top, os.path.realpath(home))
             for warning in packed.warnings:
-                _logger().warning("%s", one_line(warning))
+                import logging
+
+                logging.getLogger(__name__).warning("%s", one_line(warning))
             return packed
     raise SnapshotError(f"the files in {top} change while they are packed: try again when nothing writes to them")
-
-
-def _logger() -> logging.Logger:
-    import logging
-
-    return logging.getLogger(__name__)
 
 
 def unpack(snapshot: Path, destination: Path) -> None:
@@ -96,10 +86,12 @@ def unpack(snapshot: Path, destination: Path) -> None:
         try:
             os.makedirs(temporary, mode=0o700)
             _extract(snapshot, temporary, digest)
-            _replace(marker, digest.encode())
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(marker)
+            atomic_files.create_file(marker, digest.encode())
             os.rename(temporary, destination)
         except BaseException:
-            _remove_tree(temporary)
+            atomic_files.remove_tree(temporary)
             raise
     except OSError as error:
         raise SnapshotError(str(atomic_files.store_error(error, str(destination), "unpack"))) from error
@@ -109,7 +101,7 @@ def _touch_existing(path: str) -> bool:
     """Return True if the snapshot exists; it then counts as packed now."""
     if not os.path.exists(path):
         return False
-    with snapshot_lock(os.path.dirname(path)):
+    with _lock(os.path.dirname(path)):
         try:
             os.utime(path)
         except FileNotFoundError:
@@ -117,16 +109,9 @@ def _touch_existing(path: str) -> bool:
     return True
 
 
-@contextlib.contextmanager
-def snapshot_lock(directory: str) -> Iterator[None]:
-    """Hold the lock for reusing a snapshot in `directory`, or judging its age and deleting it. Raises OSError."""
-    path = os.path.join(directory, ".lock")
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        with atomic_files.locked(fd, path):
-            yield
-    finally:
-        os.close(fd)
+def _lock(directory: str) -> contextlib.AbstractContextManager[bool]:
+    """Return the lock for reusing a snapshot in `directory`, or judging its age and deleting it. Raises StoreError."""
+    return atomic_files.exclusive_lock(os.path.join(directory, ".lock"))
 
 
 def _pack(top: str, home: str) -> Snapshot:
@@ -140,18 +125,16 @@ def _pack(top: str, home: str) -> Snapshot:
             _write(top, entries, hashes, directory, path)
     except OSError as error:
         raise SnapshotError(str(atomic_files.store_error(error, path, "write"))) from error
+    except StoreError as error:
+        raise SnapshotError(str(error)) from error
     return Snapshot(
         digest=digest,
         path=Path(path),
-        files=sum(entry.type != "directory" for entry in entries),
-        bytes=sum(entry.size for entry in entries),
         warnings=(*warnings, *_size_warning(top, entries)),
     )
 
 
 def _digest(entries: Iterable[tuple[Entry, bytes]]) -> str:
-    import hashlib
-
     tree = hashlib.sha256()
     for entry, content in sorted(entries, key=lambda pair: os.fsencode(pair[0].path)):
         tree.update(f"{entry.type} {entry.mode:o} ".encode() + os.fsencode(entry.path) + b"\0" + content)
@@ -159,15 +142,13 @@ def _digest(entries: Iterable[tuple[Entry, bytes]]) -> str:
 
 
 def _content_hash(top: str, entry: Entry) -> bytes:
-    import hashlib
-
     if entry.type != "file":
         return hashlib.sha256(os.fsencode(entry.link)).digest()
-    hashed = hashlib.sha256()
     with _open(top, entry) as file:
-        for chunk in _read_listed_size(file, entry):
-            hashed.update(chunk)
-    return hashed.digest()
+        content = _Hashing(file)
+        for start in range(0, entry.size, _CHUNK):
+            content.read(min(_CHUNK, entry.size - start))
+    return content.digest()
 
 
 def _open(top: str, entry: Entry) -> IO[bytes]:
@@ -181,18 +162,7 @@ def _open(top: str, entry: Entry) -> IO[bytes]:
         if error.errno in (errno.ENOENT, errno.ELOOP):
             raise _ChangedError from None
         raise SnapshotError(f"cannot read {full_path!r}: {error.strerror}") from error
-    return open(fd, "rb", buffering=0)
-
-
-def _read_listed_size(file: IO[bytes], entry: Entry) -> Iterable[bytes]:
-    """Yield the file's bytes up to the size that was listed: a log may grow meanwhile, but must not shrink."""
-    remaining = entry.size
-    while remaining:
-        chunk = file.read(min(_CHUNK, remaining))
-        if not chunk:
-            raise _ChangedError
-        remaining -= len(chunk)
-        yield chunk
+    return open(fd, "rb")
 
 
 def _write(top: str, entries: list[Entry], hashes: list[bytes], directory: str, path: str) -> None:
@@ -213,8 +183,6 @@ def _write(top: str, entries: list[Entry], hashes: list[bytes], directory: str, 
 
 def _write_tar(out: IO[bytes], top: str, entries: list[Entry], hashes: list[bytes]) -> None:
     """Write the same bytes for the same tree: sorted, and without times and owners."""
-    import tarfile
-
     # GNU's format has names as plain bytes, whatever they are.
     with tarfile.open(
         fileobj=out, mode="w", format=tarfile.GNU_FORMAT, encoding="utf-8", errors="surrogateescape"
@@ -225,7 +193,7 @@ def _write_tar(out: IO[bytes], top: str, entries: list[Entry], hashes: list[byte
             if entry.type == "file":
                 info.size = entry.size
                 with _open(top, entry) as file:
-                    content = _Hashing(_read_listed_size(file, entry))
+                    content = _Hashing(file)
                     tar.addfile(info, content)  # type: ignore[arg-type]  # all that it calls is read()
                 if content.digest() != expected:
                     raise _ChangedError
@@ -236,22 +204,16 @@ def _write_tar(out: IO[bytes], top: str, entries: list[Entry], hashes: list[byte
 
 
 class _Hashing:
-    """A readable file that hashes what is read from it."""
+    """A file that hashes what is read from it, up to the listed size: a log may grow meanwhile, but must not shrink."""
 
-    def __init__(self, chunks: Iterable[bytes]) -> None:
-        import hashlib
-
-        self._chunks = iter(chunks)
-        self._rest = b""
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
         self._hash = hashlib.sha256()
 
     def read(self, count: int) -> bytes:
-        while len(self._rest) < count:
-            chunk = next(self._chunks, b"")
-            if not chunk:
-                break
-            self._rest += chunk
-        data, self._rest = self._rest[:count], self._rest[count:]
+        data = self._file.read(count)
+        if len(data) < count:
+            raise _ChangedError
         self._hash.update(data)
         return data
 
@@ -260,8 +222,6 @@ class _Hashing:
 
 
 def _extract(snapshot: Path, top: str, digest: str) -> None:
-    import tarfile
-
     problem = f"the snapshot {snapshot} is damaged; delete it and submit again"
     try:
         with tarfile.open(snapshot, "r:", encoding="utf-8", errors="surrogateescape") as tar:
@@ -292,8 +252,6 @@ def _members(tar: tarfile.TarFile, max_bytes: int) -> Iterable[tuple[tarfile.Tar
     Raises SnapshotError for one that `pack` does not write, such as a sparse file, which can be larger than the
     archive; ReadError for files of more than `max_bytes` bytes together.
     """
-    import tarfile
-
     remaining = max_bytes
     for info in tar:
         parts = info.name.split("/")
@@ -317,8 +275,6 @@ def _members(tar: tarfile.TarFile, max_bytes: int) -> Iterable[tuple[tarfile.Tar
 
 def _member(tar: tarfile.TarFile, info: tarfile.TarInfo, entry: Entry, top: str) -> bytes:
     """Write a file or an empty directory, and return the hash of its content."""
-    import hashlib
-
     content = hashlib.sha256(os.fsencode(entry.link))
     if entry.type == "directory":
         os.mkdir(_with_parents(top, entry.path), entry.mode | 0o700)
@@ -337,18 +293,6 @@ def _with_parents(top: str, path: str) -> str:
     full_path = os.path.join(top, path)
     os.makedirs(os.path.dirname(full_path), exist_ok=True)
     return full_path
-
-
-def _replace(path: str, data: bytes) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
-    atomic_files.create_file(path, data)
-
-
-def _remove_tree(path: str) -> None:
-    import shutil
-
-    shutil.rmtree(path, ignore_errors=True)
 
 
 def _size_warning(top: str, entries: list[Entry]) -> list[str]:
@@ -422,7 +366,7 @@ def _is_old(path: str, cutoff: float) -> bool:
 def _delete(directory: str, name: str, cutoff: float) -> bool:
     """Delete the snapshot, unless a submit has reused it; return True if deleted."""
     path = os.path.join(directory, name)
-    with snapshot_lock(directory):
+    with _lock(directory):
         old = _is_old(path, cutoff)
         if old:
             os.unlink(path)

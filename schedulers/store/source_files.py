@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import posixpath
 import re
 import stat
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import subprocess
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from ..errors import SnapshotError
@@ -170,14 +173,6 @@ class Entry:
     link: str = ""
 
 
-@dataclass(frozen=True)
-class _Path:
-    """A path to ship unless a rule leaves it out."""
-
-    path: str
-    tracked: bool = False
-
-
 def list_code(top: str, home: str | None = None, *, image: bool = False) -> tuple[list[Entry], list[str]]:
     """Return the entries to pack, sorted by path, and warnings.
 
@@ -197,15 +192,14 @@ def list_code(top: str, home: str | None = None, *, image: bool = False) -> tupl
     below_own = tuple(directory + os.sep for directory in own_directories)
     entries = []
     real_directory = _real_directories(top)
-    for candidate in sorted(set(paths), key=lambda candidate: os.fsencode(candidate.path)):
-        path = candidate.path
+    for path in sorted(paths, key=os.fsencode):
         if os.path.join(top, path).startswith(below_own) or not real_directory(os.path.dirname(path)):
             continue
         if git is not None and rules.ignored(path):
             continue
         group = None
         if is_secret(path):
-            group = accepted if rules.accepted(path) else tracked if candidate.tracked else secrets
+            group = accepted if rules.accepted(path) else tracked if paths[path] else secrets
         entry = None if group is secrets else _entry(top, path, warnings)
         if entry is not None:
             entries.append(entry)
@@ -258,68 +252,51 @@ def _real_directories(top: str) -> Callable[[str], bool]:
 
     Files that git lists below a link are deleted ones.
     """
-    cache = {"": True}
 
+    @functools.cache
     def is_real(directory: str) -> bool:
-        if directory not in cache:
-            full_path = os.path.join(top, directory)
-            cache[directory] = is_real(os.path.dirname(directory)) and not os.path.islink(full_path)
-        return cache[directory]
+        if not directory:
+            return True
+        return is_real(os.path.dirname(directory)) and not os.path.islink(os.path.join(top, directory))
 
     return is_real
 
 
-def _git_files(top: str, warnings: list[str]) -> list[_Path] | None:
-    """Return the files that git tracks or would track, with submodules and nested repositories; None without git."""
-    if not _in_repository(top):
+def _git_files(top: str, warnings: list[str]) -> dict[str, bool] | None:
+    """Return the files that git tracks (True) or would track, nested repositories included; None without git."""
+    directories = [top, *map(str, Path(top).parents)]
+    if not any(os.path.lexists(os.path.join(directory, ".git")) for directory in directories):
         return None
-    entries = [(path, True) for path in _git_list(top, "--cached")]
-    entries += [(path, False) for path in _git_list(top, "--others", "--exclude-standard")]
-    if not entries and _is_ignored(top):
+    entries = dict.fromkeys(_git_list(top, "--others", "--exclude-standard"), False)
+    entries |= dict.fromkeys(_git_list(top, "--cached"), True)
+    if not entries and _run_git(top, "check-ignore", "-q", ".").returncode == 0:
         return None  # a project that lies, ignored, in somebody else's repository
-    paths: list[_Path] = []
-    for path, tracked in entries:
+    paths: dict[str, bool] = {}
+    for path, tracked in entries.items():
         full_path = os.path.join(top, path)
         if os.path.isdir(full_path) and not os.path.islink(full_path.rstrip("/")):
-            paths += _nested(top, path.rstrip("/"), warnings)
+            paths |= _nested(top, path.rstrip("/"), warnings)
         else:
-            paths.append(_Path(path, tracked))
+            paths[path] = tracked
     return paths
 
 
-def _git_list(top: str, *options: str) -> list[str]:
-    return [os.fsdecode(path) for path in _git(top, "ls-files", "-z", *options).split(b"\0") if path]
-
-
-def _nested(top: str, path: str, warnings: list[str]) -> Iterator[_Path]:
-    """Yield the files of a submodule or a nested repository: git lists only its directory."""
+def _nested(top: str, path: str, warnings: list[str]) -> dict[str, bool]:
+    """Return the files of a submodule or a nested repository: git lists only its directory."""
     full_path = os.path.join(top, path)
     if os.path.lexists(os.path.join(full_path, ".git")):
-        for inner in _git_files(full_path, warnings) or ():
-            yield _Path(f"{path}/{inner.path}", inner.tracked)
-    elif not os.listdir(full_path):
+        files = _git_files(full_path, warnings) or {}
+        return {f"{path}/{name}": tracked for name, tracked in files.items()}
+    if not os.listdir(full_path):
         warnings.append(
             f"{path!r} is an empty directory: is it a submodule to check out (git submodule update --init)?"
         )
+    return {}
 
 
-def _in_repository(top: str) -> bool:
-    directory = top
-    while not os.path.lexists(os.path.join(directory, ".git")):
-        parent = os.path.dirname(directory)
-        if parent == directory:
-            return False
-        directory = parent
-    return True
-
-
-def _git(top: str, *arguments: str) -> bytes:
-    import subprocess
-
-    # fsmonitor is a command out of the repository's own configuration.
-    command = ["git", "-c", "core.fsmonitor=false", "-C", top, *arguments]
+def _git_list(top: str, *options: str) -> list[str]:
     try:
-        completed = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, env=git_environment())
+        completed = _run_git(top, "ls-files", "-z", *options)
     except FileNotFoundError:
         raise SnapshotError(
             f"{top} is in a git repository, but git, which knows the ignored files, was not found: install git"
@@ -327,19 +304,13 @@ def _git(top: str, *arguments: str) -> bytes:
     if completed.returncode != 0:
         stderr_lines = completed.stderr.decode(errors="replace").strip().splitlines() or ["no output"]
         raise SnapshotError(f"git cannot list the files of {top}: {stderr_lines[0]}")
-    return completed.stdout
+    return [os.fsdecode(path) for path in completed.stdout.split(b"\0") if path]
 
 
-def _is_ignored(top: str) -> bool:
-    import subprocess
-
-    completed = subprocess.run(
-        ["git", "-c", "core.fsmonitor=false", "-C", top, "check-ignore", "-q", "."],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        env=git_environment(),
-    )
-    return completed.returncode == 0
+def _run_git(top: str, *arguments: str) -> subprocess.CompletedProcess[bytes]:
+    # fsmonitor is a command out of the repository's own configuration.
+    command = ["git", "-c", "core.fsmonitor=false", "-C", top, *arguments]
+    return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, env=git_environment())
 
 
 def git_environment() -> dict[str, str]:
@@ -349,12 +320,12 @@ def git_environment() -> dict[str, str]:
 
 def _walk(
     top: str, own_directories: tuple[str, ...], rules: Rules, warnings: list[str], secrets: list[str]
-) -> list[_Path]:
+) -> dict[str, bool]:
     """Return all files, links and empty directories that are not left out.
 
     Directories that look like secrets are added to `secrets`.
     """
-    paths: list[_Path] = []
+    paths: dict[str, bool] = {}
     pending = [""]
     while pending:
         directory = pending.pop()
@@ -366,7 +337,7 @@ def _walk(
                 continue
             entry_count += 1
             if not is_directory:
-                paths.append(_Path(path))
+                paths[path] = False
             elif is_secret(path) and not rules.accepted(f"{path}/"):
                 secrets.append(path)
             elif os.path.exists(os.path.join(entry.path, "pyvenv.cfg")):
@@ -374,7 +345,7 @@ def _walk(
             else:
                 pending.append(path)
         if directory and not entry_count:
-            paths.append(_Path(directory))
+            paths[directory] = False
     return paths
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import StoreError, UnknownJob, nearest
 from ..job import JobSpec
 from . import atomic_files, paths
-from .record import CorruptRecord, Event, Record, adopted_row, first_row, read_record
+from .record import CorruptRecord, Event, Record, first_row, read_record
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -88,18 +88,14 @@ class Store:
         """
         if not _ID.match(job_id):
             raise StoreError(f"{job_id!r} is not a job id")
+        if native_id is not None and made_at is None:
+            made_at = created_at(job_id)
         files: dict[str, dict[str, Any]] = {
             "spec.json": {"spec": spec.to_json()},
             "plan.json": {"plan": plan.to_json()},
             "target.json": {"name": target, "kind": kind, "options": dict(options or {}), "source": plan.source},
-            "events.jsonl": first_row(spec, target=target, kind=kind, backend=backend)
-            if native_id is None
-            else adopted_row(
-                spec,
-                target=target,
-                kind=kind,
-                native_id=native_id,
-                created_at=created_at(job_id) if made_at is None else made_at,
+            "events.jsonl": first_row(
+                spec, target=target, kind=kind, backend=backend, native_id=native_id, created_at=made_at
             ),
         }
         texts = {
@@ -203,7 +199,8 @@ class Store:
             _reject_live(records, requested)
         needed = {job_id for record in records if not record.status.state.final for job_id in record.after}
         finished = [r for r in records if r.status.state.final and r.id not in needed]
-        chosen = {r.id for r in finished[keep or 0 :] if older_than_s is None or _age(r) > older_than_s}
+        cutoff = float("inf") if older_than_s is None else time.time() - older_than_s
+        chosen = {r.id for r in finished[keep or 0 :] if (r.ended_at or r.created_at) < cutoff}
         if requested is not None:
             chosen = {r.id for r in all_records if force or r.id in chosen or isinstance(r, CorruptRecord)} & requested
         chosen_ids = sorted(chosen, reverse=True)
@@ -233,7 +230,7 @@ class Store:
             atomic_files.sync_directory(temporary)
             os.rename(temporary, path)
         except BaseException:
-            _remove_tree(temporary)
+            atomic_files.remove_tree(temporary)
             raise
         atomic_files.sync_directory(self._jobs)
 
@@ -247,7 +244,7 @@ class Store:
             return False
         except OSError as error:
             raise atomic_files.store_error(error, f"{self._jobs}/{job_id}", "delete") from error
-        _remove_tree(grave)
+        atomic_files.remove_tree(grave)
         return True
 
     def _remove_leftovers(self) -> None:
@@ -256,7 +253,7 @@ class Store:
             for entry in os.scandir(self._jobs):
                 is_leftover = entry.name.startswith((".new-", ".old-"))
                 if is_leftover and time.time() - entry.stat(follow_symlinks=False).st_mtime > _ABANDONED_S:
-                    _remove_tree(entry.path)
+                    atomic_files.remove_tree(entry.path)
 
     def _labelled(self, job_id: str) -> str:
         record = _read(job_id, f"{self._jobs}/{job_id}")
@@ -279,16 +276,6 @@ def _reject_live(records: Iterable[Record], requested: set[str]) -> None:
     dependents = {job_id: record.id for record in live.values() for job_id in record.after}
     for job_id in sorted(requested & dependents.keys()):
         raise StoreError(f"job {job_id} is still needed: {dependents[job_id]} runs after it")
-
-
-def _age(record: Record) -> float:
-    return time.time() - (record.ended_at or record.created_at)
-
-
-def _remove_tree(path: str) -> None:
-    import shutil
-
-    shutil.rmtree(path, ignore_errors=True)
 
 
 def full_id(ref: str) -> str | None:

@@ -11,6 +11,7 @@ import functools
 import json
 import os
 import re
+import urllib.parse
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,9 +19,8 @@ from typing import Any
 from ..errors import ConfigError, CredentialsExpired, SubmitError, Unreachable
 from ..job import Reason
 from ..printable import one_line
-from .node_request import JOB_LABEL
-from .options import TpuOptions
-from .topology import hosts_of
+from .options import OWN_METADATA, TpuOptions, seconds
+from .topology import GENERATIONS, hosts_of
 
 _INSTALL = "needs Google's client for TPUs: pip install 'accel-launch[tpu]'"
 _LOGIN = "gcloud auth application-default login"
@@ -144,12 +144,14 @@ class Api:
     def _get(self, name: str, *, queued: bool) -> Any:
         from google.api_core import exceptions
 
-        with (
-            contextlib.suppress(exceptions.NotFound),
-            self._translated_errors(f"tpu.{_kind(queued)}.get", exceptions.NotFound),
-        ):
-            get = self._client.get_queued_resource if queued else self._client.get_node
-            return get(name=self._path(name, queued=queued), timeout=_REPLY_TIMEOUT_S)
+        with contextlib.suppress(exceptions.NotFound):
+            return self._call("get", queued, exceptions.NotFound, name=self._path(name, queued=queued))
+
+    def _call(self, verb: str, queued: bool, *passthrough: type[Exception], **parameters: Any) -> Any:
+        """Call `VERB_node`, or `VERB_queued_resource`."""
+        with self._translated_errors(f"tpu.{_kind(queued)}.{verb}", *passthrough):
+            method = getattr(self._client, f"{verb}_{'queued_resource' if queued else 'node'}")
+            return method(**parameters, timeout=_REPLY_TIMEOUT_S)
 
     def host_keys(self, name: str) -> list[list[str]]:
         """Return each worker's host keys that the API has, as `ssh-ed25519 AAAA…`. Raises what `node` raises."""
@@ -207,19 +209,18 @@ class Api:
         from google.api_core import exceptions
         from google.cloud import tpu_v2
 
-        text, call_options, request = json.dumps(body), {"timeout": _REPLY_TIMEOUT_S}, {"parent": self.parent}
-        with self._translated_errors(f"tpu.{_kind(queued)}.create", exceptions.Conflict, exceptions.TooManyRequests):
-            try:
-                if queued:
-                    parameters = {"queued_resource_id": name, "queued_resource": tpu_v2.QueuedResource.from_json(text)}
-                    operation = self._client.create_queued_resource(request={**request, **parameters}, **call_options)
-                else:
-                    parameters = {"node_id": name, "node": tpu_v2.Node.from_json(text)}
-                    operation = self._client.create_node(request={**request, **parameters}, **call_options)
-            except exceptions.Conflict:
-                return ""
-            except exceptions.TooManyRequests as error:
-                raise self._exhausted(error.message) from None
+        request: dict[str, Any] = {"parent": self.parent}
+        if queued:
+            resource = tpu_v2.QueuedResource.from_json(json.dumps(body))
+            request |= {"queued_resource_id": name, "queued_resource": resource}
+        else:
+            request |= {"node_id": name, "node": tpu_v2.Node.from_json(json.dumps(body))}
+        try:
+            operation = self._call("create", queued, exceptions.Conflict, exceptions.TooManyRequests, request=request)
+        except exceptions.Conflict:
+            return ""
+        except exceptions.TooManyRequests as error:
+            raise self._exhausted(error.message) from None
         return str(operation.operation.name)
 
     def failure(self, operation: str) -> SubmitError | None:
@@ -250,11 +251,9 @@ class Api:
         from google.api_core import exceptions
 
         kinds = exceptions.NotFound, exceptions.BadRequest, exceptions.Conflict
+        request = {"name": self._path(name, queued=queued), **({"force": True} if queued else {})}
         try:
-            with self._translated_errors(f"tpu.{_kind(queued)}.delete", *kinds):
-                request = {"name": self._path(name, queued=queued), **({"force": True} if queued else {})}
-                delete = self._client.delete_queued_resource if queued else self._client.delete_node
-                delete(request=request, timeout=_REPLY_TIMEOUT_S)
+            self._call("delete", queued, *kinds, request=request)
         except exceptions.NotFound:
             return
         except (exceptions.BadRequest, exceptions.Conflict) as error:  # being deleted, or not deletable now
@@ -324,3 +323,83 @@ class Api:
             ) from None
         except exceptions.GoogleAPICallError as error:
             raise TpuApiError(f"{self.label}: {permission}: {_message_of(str(error.message or error))}") from None
+
+
+# The request that creates a job's slice, as JSON: a node, or a queued resource of one. Pure functions.
+
+JOB_LABEL = "accel-job"
+# How long the slice's startup script (schedulers/node/tpu_slice.py) waits, in seconds.
+ARRIVE_S = 1800.0  # from its start until the job is there, in addition to start_timeout_s
+SILENT_S = 600.0
+ENDED_S = 120.0  # for a client to read how the job ended, and its logs
+OTHERS_S = 60.0  # on the other workers, for the first to act
+_SCOPES = "https://www.googleapis.com/auth/"
+
+
+def node_id(job_id: str, attempt: int) -> str:
+    """Return the name of a job's slice, and of its queued resource, the same for all clients."""
+    return f"accel-{job_id}-{attempt}"
+
+
+def request_body(options: TpuOptions, job_id: str, attempt: int, *, parent: str, script: str) -> dict[str, Any]:
+    """Return the request's body. `parent`: the zone's path in the API; `script`: the startup script's text."""
+    name = node_id(job_id, attempt)
+    settings = {
+        "job": job_id,
+        "root": options.root,
+        "url": f"{endpoint()}/v2/{parent}/{_kind(options.queued)}/{name}{'?force=true' if options.queued else ''}",
+        "arrive_s": ARRIVE_S + options.start_timeout_s,
+        "silent_s": SILENT_S,
+        "ended_s": ENDED_S,
+        "others_s": OTHERS_S,
+        "result": result_url(options, name, job_id, upload=True),
+    }
+    guard_metadata = {} if options.keep else dict(zip(OWN_METADATA, (script, json.dumps(settings)), strict=True))
+    node = _node(options, job_id, guard_metadata)
+    if not options.queued:
+        return node | _without_empty(
+            {"schedulingConfig": _without_empty({"spot": options.spot, "reserved": options.reserved})}
+        )
+    return {
+        "tpu": {"nodeSpec": [{"parent": parent, "nodeId": name, "node": node}]},
+        **({"spot": {}} if options.spot else {"guaranteed": {"reserved": True}} if options.reserved else {}),
+        "queueingPolicy": {"validUntilDuration": f"{seconds(options.valid_until_duration)}s"},
+    }
+
+
+def result_url(options: TpuOptions, name: str, job_id: str, *, upload: bool = False) -> str:
+    """Return the URL of the job's result on the slice, in the bucket of `checkpoint_uri`; "" without one."""
+    if options.checkpoint_uri is None:
+        return ""
+    bucket, _, prefix = options.checkpoint_uri.removeprefix("gs://").replace("{id}", job_id).partition("/")
+    file = urllib.parse.quote(f"{prefix.strip('/')}/{name}.json", safe="")
+    storage = os.environ.get("STORAGE_EMULATOR_HOST") or "https://storage.googleapis.com"
+    if upload:
+        return f"{storage}/upload/storage/v1/b/{bucket}/o?uploadType=media&name={file}"
+    return f"{storage}/storage/v1/b/{bucket}/o/{file}?alt=media"
+
+
+def _node(options: TpuOptions, job_id: str, guard_metadata: dict[str, str]) -> dict[str, Any]:
+    shape = {"type": GENERATIONS[options.type], "topology": options.topology} if options.type else None
+    scopes = [scope if "/" in scope else _SCOPES + scope for scope in options.scopes or ("cloud-platform",)]
+    return _without_empty({
+        "acceleratorType": options.accelerator_type,
+        "acceleratorConfig": shape,
+        "runtimeVersion": options.version,
+        "networkConfig": _without_empty({"network": options.network, "subnetwork": options.subnetwork})
+        | {"enableExternalIps": not options.internal_ips},
+        "serviceAccount": _without_empty({"email": options.service_account, "scope": scopes}),
+        "labels": {**options.labels, JOB_LABEL: job_id},
+        "tags": list(options.tags),
+        "metadata": {"enable-guest-attributes": "TRUE", **options.metadata, **guard_metadata},  # where host keys are
+        "dataDisks": [_disk(disk) for disk in options.data_disk],
+    })  # fmt: skip
+
+
+def _disk(text: str) -> dict[str, str]:
+    fields = dict(pair.split("=", 1) for pair in text.split(","))
+    return {"sourceDisk": fields["source"], "mode": fields.get("mode", "read-write").upper().replace("-", "_")}
+
+
+def _without_empty(fields: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in fields.items() if value}

@@ -12,6 +12,7 @@ all hosts' copies of one save have in their manifests.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -22,7 +23,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from ..processes import as_exit_code, die_with_parent
 
@@ -59,43 +60,31 @@ class Bucket:
         self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
         try:
             from google.cloud import storage
+            from google.cloud.storage.retry import DEFAULT_RETRY
         except ImportError:
             raise BucketError(
                 f"{uri}: google-cloud-storage is not installed: pip install 'accel-launch[gcs]'"
             ) from None
-        try:
+        self._retry = DEFAULT_RETRY
+        with self._translated_errors():
             self._bucket = storage.Client().bucket(name)
-        except Exception as error:
-            self._raise_bucket_error(error)
 
     def put(self, name: str, path: str) -> None:
         """Upload a file. Raises FileNotFoundError if it no longer exists."""
-        from google.cloud.storage.retry import DEFAULT_RETRY
-
-        try:
-            self._bucket.blob(self._prefix + name).upload_from_filename(path, retry=DEFAULT_RETRY)
-        except FileNotFoundError:
-            raise
-        except Exception as error:
-            self._raise_bucket_error(error)
+        with self._translated_errors(FileNotFoundError):
+            self._bucket.blob(self._prefix + name).upload_from_filename(path, retry=self._retry)
 
     def put_manifest(self, name: str, content: bytes, nodes: int) -> None:
         """Upload the manifest, which completes the copy of one of `nodes` hosts."""
-        from google.cloud.storage.retry import DEFAULT_RETRY
-
-        try:
+        with self._translated_errors():
             blob = self._bucket.blob(self._prefix + name)
             blob.metadata = {"nodes": str(nodes)}
-            blob.upload_from_string(content, "application/json", retry=DEFAULT_RETRY)
-        except Exception as error:
-            self._raise_bucket_error(error)
+            blob.upload_from_string(content, "application/json", retry=self._retry)
 
     def get(self, name: str, path: str) -> None:
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        try:
+        with self._translated_errors():
             self._bucket.blob(self._prefix + name).download_to_filename(path)
-        except Exception as error:
-            self._raise_bucket_error(error)
 
     def sizes(self, folder: str = "") -> dict[str, int]:
         return {name: int(blob.size) for name, blob in self._blobs(folder)}
@@ -119,15 +108,19 @@ class Bucket:
 
     def _blobs(self, folder: str) -> Iterator[tuple[str, Any]]:
         prefix = f"{self._prefix}{folder}/" if folder else self._prefix
-        try:
+        with self._translated_errors():
             for blob in self._bucket.list_blobs(prefix=prefix):
                 yield blob.name[len(self._prefix) :], blob
-        except Exception as error:
-            self._raise_bucket_error(error)
 
-    def _raise_bucket_error(self, error: Exception) -> NoReturn:
-        """Raise BucketError: Google's libraries raise errors of many kinds, requests' among them."""
-        raise BucketError(f"{self.uri}: {type(error).__name__}: {' '.join(str(error).split())}") from error
+    @contextlib.contextmanager
+    def _translated_errors(self, *passthrough: type[Exception]) -> Iterator[None]:
+        """Raise BucketError for exceptions: Google's libraries raise many kinds of them, requests' among them."""
+        try:
+            yield
+        except passthrough:
+            raise
+        except Exception as error:
+            raise BucketError(f"{self.uri}: {type(error).__name__}: {' '.join(str(error).split())}") from error
 
 
 def restore(bucket: Bucket, root: str, node: int) -> list[str]:
@@ -194,9 +187,8 @@ class Uploads:
         for folder in self._complete_folders():
             try:
                 content = _read(os.path.join(folder, MANIFEST))
-                save = Save(
-                    os.path.relpath(folder, self._own_folder).replace(os.sep, "/"), str(json.loads(content)["save"])
-                )
+                path = os.path.relpath(folder, self._own_folder).replace(os.sep, "/")
+                save = Save(path, str(json.loads(content)["save"]))
                 if save not in self._done:
                     self._upload(save, folder, content)
             except (FileNotFoundError, ValueError, KeyError):
@@ -209,12 +201,9 @@ class Uploads:
         sizes = self._bucket.sizes(destination)
         if f"{destination}/{MANIFEST}" not in sizes:
             pending = [name for name, size in _files(content).items() if sizes.get(f"{destination}/{name}") != size]
+            objects = [f"{destination}/{name}" for name in pending]
             with ThreadPoolExecutor(_MAX_WORKERS) as pool:
-                list(
-                    pool.map(
-                        lambda name: self._bucket.put(f"{destination}/{name}", os.path.join(folder, name)), pending
-                    )
-                )
+                list(pool.map(self._bucket.put, objects, [os.path.join(folder, name) for name in pending]))
             if _read(os.path.join(folder, MANIFEST)) != content:
                 return  # another save took its place: files of both may have been read
             self._bucket.put_manifest(f"{destination}/{MANIFEST}", content, self._nodes)

@@ -28,7 +28,7 @@ from ..store import atomic_files
 from ..target import CheckReport, DiscoveredJob, JobSummary, Plan, TargetContext, require_answers
 from . import api, slices
 from . import options as tpu_options
-from .node_request import body, node_id, result_url
+from .api import node_id, result_url
 from .slice_target import CODE, SliceTarget
 
 _RETRY_PAUSES_S = (5.0, 300.0)  # after a stockout: first, last
@@ -81,6 +81,9 @@ class JobPlacement:
     native_id: str
     prefix: str
 
+    def poll(self) -> Status | None:
+        return HostsTarget.poll(self.target, [self.native_id]).get(self.native_id)
+
     def lines(self, since: Cursor) -> Iterator[LogLine]:
         for line in self.target.logs(self.native_id, since.below(self.prefix)):
             yield replace(line, source=self.prefix + line.source)
@@ -130,11 +133,10 @@ class CreatedSlices(SliceTarget):
 
     def backends(self, jobs: Mapping[str, str | None]) -> Mapping[str, str]:
         """Return each slice's project and zone. Raises ConfigError, StoreError."""
-        states = {job_id: self._read(job_id) for job_id in jobs}
-        projects = {job_id: state.project if state else "" for job_id, state in states.items()}
+        zone, states = self._options.zone, {job_id: self._read(job_id) for job_id in jobs}
         return {
-            job_id: f"project={project or self._api.project}/{self._options.zone}"
-            for job_id, project in projects.items()
+            job_id: f"project={(state and state.project) or self._api.project}/{zone}"
+            for job_id, state in states.items()
         }
 
     def poll(self, native_ids: Sequence[str]) -> Mapping[str, Status]:
@@ -177,11 +179,7 @@ class CreatedSlices(SliceTarget):
                 if acquired:
                     return self._step(job_id, state)
             placement = self._current_placement(native_id)
-            status = (
-                None
-                if placement is None
-                else HostsTarget.poll(placement.target, [placement.native_id]).get(placement.native_id)
-            )
+            status = None if placement is None else placement.poll()
             if status is not None:
                 return replace(status, state=State.RUNNING) if status.state.final else status
             return _queued(state, f"another client waits for {node_id(job_id, state.attempt)}")
@@ -264,9 +262,8 @@ class CreatedSlices(SliceTarget):
         try:
             status = Status.from_json(json.loads(result))
         except ValueError as error:
-            return self._fail(
-                job_id, state, Reason.LOST, f"{message}, and its result in the bucket is damaged: {error}"
-            )
+            message += f", and its result in the bucket is damaged: {error}"
+            return self._fail(job_id, state, Reason.LOST, message)
         finish = self._move_on if status.reason is Reason.PREEMPTED else self._end
         return finish(job_id, state, status)
 
@@ -355,9 +352,8 @@ class CreatedSlices(SliceTarget):
         """Delete the job's slices, unless the last is kept. Return the job's end. Raises Unreachable to try again."""
         status, name = Status.from_json(state.end), node_id(job_id, state.attempt)
         keep_last = self._options.keep and bool(state.ready_at)
-        for attempt in reversed(
-            range(state.attempt + (not keep_last))
-        ):  # the deletion of an earlier one may have failed
+        # All of them: the deletion of an earlier one may have failed.
+        for attempt in reversed(range(state.attempt + (not keep_last))):
             try:
                 self._api_of(state).delete(node_id(job_id, attempt), queued=self._options.queued)
             except api.TpuApiError as error:
@@ -388,11 +384,9 @@ class CreatedSlices(SliceTarget):
 
     def cursor_at(self, native_id: str, when: float) -> Cursor:
         placement = self._current_placement(native_id)
-        return (
-            Cursor()
-            if placement is None
-            else placement.target.cursor_at(placement.native_id, when).under(placement.prefix)
-        )
+        if placement is None:
+            return Cursor()
+        return placement.target.cursor_at(placement.native_id, when).under(placement.prefix)
 
     def tail_at(self, native_id: str, since: Cursor, count: int) -> Cursor | None:
         placement = self._current_placement(native_id)
@@ -543,7 +537,7 @@ class CreatedSlices(SliceTarget):
 
     def _body(self, job_id: str, attempt: int, project: str, script: str) -> dict[str, Any]:
         parent = f"projects/{project}/locations/{self._options.zone}"
-        return body(self._options, job_id, attempt, parent=parent, endpoint=api.endpoint(), script=script)
+        return api.request_body(self._options, job_id, attempt, parent=parent, script=script)
 
     def _plan(self, job_id: str) -> Plan:
         return Plan.from_json((atomic_files.read_document(self._file(job_id, "plan.json")) or {}).get("plan"))

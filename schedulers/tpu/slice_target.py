@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -12,16 +13,16 @@ from ..errors import SchedulerError, SpecError, Unreachable
 from ..hosts.jobs.native_id import Native
 from ..hosts.jobs.target import HostsTarget
 from ..job import JobSpec, Status
-from ..target import Plan, TargetContext
+from ..target import Plan, TargetContext, require_answers
 from . import options as tpu_options
+from . import slices
+from .api import Api
 from .options import TpuOptions
 
 if TYPE_CHECKING:
     from ..hosts.facts import HostRequirements
     from ..hosts.host_list import Host
     from ..hosts.jobs.status import Hosts
-    from .api import Api
-    from .slices import Slice
 
 
 _METADATA = "169.254.169.254"  # of each host: https://cloud.google.com/compute/docs/metadata/querying-metadata
@@ -47,7 +48,6 @@ class SliceTarget(HostsTarget):
     def __init__(self, context: TargetContext) -> None:
         super().__init__(context)
         tpu_options.check(self._options, self.name)
-        self._cached_api: Api | None = None
 
     def poll(self, native_ids: Sequence[str]) -> Mapping[str, Status]:
         """Poll as `HostsTarget.poll` does. Jobs whose hosts do not respond have the slice's own state."""
@@ -63,9 +63,7 @@ class SliceTarget(HostsTarget):
                 native_id: problem for native_id, problem in unreachable.items() if native_id not in slice_statuses
             }
             statuses = {**error.answers, **slice_statuses}
-            if remaining:
-                raise Unreachable("; ".join(remaining.values()), answers=statuses, silent=remaining) from None
-            return statuses
+            return require_answers(statuses, remaining)
 
     def cancel(self, native_id: str) -> None:
         """Cancel as `HostsTarget.cancel` does. Do nothing if the slice is gone."""
@@ -112,8 +110,6 @@ class SliceTarget(HostsTarget):
 
     def _candidate_hosts(self, code: str) -> list[Host]:
         """Return the slice's workers, with their current addresses and keys."""
-        from . import slices
-
         api, options = self._api, self._options
         tpu = slices.ready_slice(self._slice(), options, api.label)
         if options.transport == "gcloud":
@@ -145,22 +141,20 @@ class SliceTarget(HostsTarget):
         return ["--tpu", "--tpu_runtime", options.runtime, *(function if options.runtime == "torch_xla" else [])]
 
     def _warnings(self, spec: JobSpec) -> tuple[str, ...]:
-        unused = spec.procs_per_node is not None and self._options.runtime == "torch_xla" and not self._options.cpu
-        messages = (
-            (f"{spec.procs_per_node} processes per node are ignored: torch_xla starts one per chip",) if unused else ()
-        )
-        return (*super()._warnings(spec), *messages)
+        warnings = super()._warnings(spec)
+        if spec.procs_per_node is None or self._options.runtime != "torch_xla" or self._options.cpu:
+            return warnings
+        return (*warnings, f"{spec.procs_per_node} processes per node are ignored: torch_xla starts one per chip")
 
     def _requirements_of_host(self) -> HostRequirements:
-        requirements, runtime = super()._requirements_of_host(), self._options.runtime
-        if self._options.checkpoint_uri is not None:
-            requirements = replace(
-                requirements, packages={**requirements.packages, "google-cloud-storage": "google.cloud.storage"}
-            )
-        if self._options.cpu:
-            return requirements
-        python = _TORCH_TPU_PYTHON if runtime == "torch_tpu" else requirements.python
-        return replace(requirements, python=python, packages={**requirements.packages, runtime: runtime})
+        requirements, options = super()._requirements_of_host(), self._options
+        packages, python = dict(requirements.packages), requirements.python
+        if options.checkpoint_uri is not None:
+            packages["google-cloud-storage"] = "google.cloud.storage"
+        if not options.cpu:
+            packages[options.runtime] = options.runtime
+            python = _TORCH_TPU_PYTHON if options.runtime == "torch_tpu" else python
+        return replace(requirements, python=python, packages=packages)
 
     def _check(self, spec: JobSpec) -> None:
         tpu_options.check_job(spec, self._options, self.name)
@@ -175,14 +169,10 @@ class SliceTarget(HostsTarget):
                 f"target {self.name}: --nodes {requested}: {self._options.name} has {len(hosts)} hosts; leave it out"
             )
         if self._options.transport == "ssh":
-            from .slices import install_key
-
-            install_key(self._api, str(self._options.name), self._hosts.pool, hosts)
+            slices.install_key(self._api, str(self._options.name), self._hosts.pool, hosts)
         return len(hosts)
 
-    def _slice(self) -> Slice | None:
-        from . import slices
-
+    def _slice(self) -> slices.Slice | None:
         for key in ("zone", "name"):
             if getattr(self._options, key) is None:
                 raise SpecError(f"target {self.name}: no {key} of a slice: set it in accel.yaml, or --option {key}=…")
@@ -191,8 +181,6 @@ class SliceTarget(HostsTarget):
 
     def _status_if_over(self) -> Status | None:
         """Return how jobs on unreachable hosts have ended, or None if that is unknown."""
-        from . import slices
-
         try:
             return slices.status_if_over(self._slice(), self._options)
         except SchedulerError:
@@ -204,13 +192,9 @@ class SliceTarget(HostsTarget):
         except SpecError:
             return False
 
-    @property
+    @functools.cached_property
     def _api(self) -> Api:
-        if self._cached_api is None:
-            from .api import Api
-
-            self._cached_api = Api(self._options, self.name)
-        return self._cached_api
+        return Api(self._options, self.name)
 
     @property
     def _folder(self) -> Path:

@@ -120,6 +120,7 @@ def write_config(folder: Path, tpu: Slice, keys: Sequence[Sequence[str]], option
     Raises ConfigError if the API lacks the key of one of them: nothing is sent to an unverified host.
     """
     blocks, known_hosts = [], []
+    login = [f"{name} {value}" for name, value in (("User", options.user), ("Port", options.port)) if value is not None]
     for number, (host, address) in enumerate(zip(tpu.hosts, tpu.addresses, strict=True)):
         worker_keys = keys[number] if number < len(keys) else ()
         if not worker_keys:
@@ -129,7 +130,7 @@ def write_config(folder: Path, tpu: Slice, keys: Sequence[Sequence[str]], option
             )
         alias = f"tpu.{tpu.node_id}-{number}"
         known_hosts += [f"{alias} {key}" for key in worker_keys]
-        blocks.append([f"Host {host.name}", f"HostName {address}", *_ssh_config_lines(options), f"HostKeyAlias {alias}",
+        blocks.append([f"Host {host.name}", f"HostName {address}", *login, f"HostKeyAlias {alias}",
                        f"UserKnownHostsFile {_quoted(folder / 'known_hosts')}"])  # fmt: skip
     _write(folder, blocks, known_hosts, options)
 
@@ -197,10 +198,6 @@ def _write(folder: Path, blocks: Sequence[Sequence[str]], known_hosts: Sequence[
         atomic_files.replace_file(str(folder / "ssh_config"), text.encode())
     except OSError as error:
         raise atomic_files.store_error(error, str(folder), "write") from error
-
-
-def _ssh_config_lines(options: TpuOptions) -> list[str]:
-    return [f"{name} {value}" for name, value in (("User", options.user), ("Port", options.port)) if value is not None]
 
 
 def _quoted(path: Path) -> str:

@@ -27,7 +27,7 @@ from schedulers.hosts.host_list import Host
 from schedulers.hosts.session import Result
 from schedulers.hosts.transport import Pool
 from schedulers.job import JobSpec, State, Status
-from schedulers.local.job_files import JobFiles, progress_document
+from schedulers.local.job_files import SCHEMA, JobFiles
 from schedulers.node import jobs as host_jobs
 from schedulers.processes import Identity
 from schedulers.slurm.login import job_ops as host_slurm
@@ -102,7 +102,8 @@ class Home:
         assert identity is not None
         files.set_supervisor(identity)
         fcntl.flock(os.open(record.directory / "local/supervisor.lock", os.O_RDWR | os.O_CREAT), fcntl.LOCK_EX)
-        progress = progress_document(Status(state=State.RUNNING, message="training", observed_at=time.time()))
+        status = Status(state=State.RUNNING, message="training", observed_at=time.time())
+        progress = {"schema": SCHEMA, **status.to_json()}
         files.write("local/progress.json", json.dumps(progress))
         (files.logs / "launch.jsonl").write_text(
             '{"event": "attempt", "attempt": 1}\n{"event": "failure", "failure": {"rank": 0, "exit_code": 1}}\n'

@@ -11,7 +11,7 @@ import pytest
 from accel.cli import exit_status, main
 from schedulers import Job, JobSpec, Reason, SpecError, State, Status, Store, sweeps
 from schedulers.errors import SchedulerError, StoreError, SubmitError, Unreachable
-from schedulers.jobs.submit import for_each, send_many
+from schedulers.jobs.submit import for_each, send
 from schedulers.store.record import Record
 from schedulers.target import Plan, Sweeps
 
@@ -127,6 +127,10 @@ class AtOnce:
         return [f"native-{number}" for number in range(len(plans))]
 
 
+def send_all(records: Sequence[Record], target: object, plans: Sequence[Plan]) -> None:
+    send(records, cast(Sweeps, target), lambda: cast(Sweeps, target).submit_many(plans))
+
+
 def kept(store: Store, count: int) -> tuple[list[Record], list[Plan]]:
     from schedulers.config.named_targets import resolve_target
 
@@ -145,7 +149,7 @@ def test_every_intent_is_on_the_disk_before_the_target_is_asked(tmp_path: Path) 
     store = Store(tmp_path / "home")
     records, plans = kept(store, 100)
     target = AtOnce(store.home)
-    send_many(records, cast(Sweeps, target), plans)
+    send_all(records, target, plans)
     assert target.seen == {record.id: State.SUBMITTING for record in records}
     again = [Store(store.home).record(record.id) for record in records]
     assert [record.native_id for record in again] == [f"native-{number}" for number in range(100)]
@@ -181,7 +185,7 @@ def test_a_part_of_a_sweep_that_is_refused_leaves_the_other_jobs_alone(tmp_path:
     store = Store(tmp_path / "home")
     records, plans = kept(store, 5)
     target = InPart(store.home, silent=silent)
-    send_many(records, cast(Sweeps, target), plans)
+    send_all(records, target, plans)
     again = [Store(store.home).record(record.id) for record in records]
     part = State.QUEUED if silent else State.FAILED
     states = [State.QUEUED, part, State.FAILED, State.SUBMITTING, State.QUEUED]
@@ -199,7 +203,7 @@ def test_the_command_names_the_jobs_that_were_refused(
 ) -> None:
     store = Store(tmp_path / "home")
     records, plans = kept(store, 5)
-    send_many(records, cast(Sweeps, InPart(store.home, silent=False)), plans)
+    send_all(records, InPart(store.home, silent=False), plans)
     monkeypatch.setattr(sweeps, "submit_sweep", lambda *_: [Job(record) for record in records])
     assert main(["submit", "--sweep", "n=1,2", "--no-python", "true"]) == exit_status.ERROR
     out, err = capsys.readouterr()
@@ -212,7 +216,7 @@ def test_a_refusal_is_recorded_with_each_job(tmp_path: Path) -> None:
     store = Store(tmp_path / "home")
     records, plans = kept(store, 20)
     with pytest.raises(SpecError, match="no such partition"):
-        send_many(records, cast(Sweeps, AtOnce(store.home, SpecError("no such partition"))), plans)
+        send_all(records, AtOnce(store.home, SpecError("no such partition")), plans)
     again = [Store(store.home).record(record.id).status for record in records]
     assert {(status.state, status.message) for status in again} == {(State.FAILED, "no such partition")}
 

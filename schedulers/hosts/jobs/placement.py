@@ -175,9 +175,11 @@ def place(
         common_slots(job_hosts)
     ports, unplaced = _claim_directories(hosts, jobs, report.port, claim)
     used = {str(host) for members in jobs.values() for host in members}
-    warnings = [finding for finding in report.findings if finding.severity == "warns" and finding.host in used]
-    for line in (*(f"left out: {failure}" for failure in failures), *map(str, warnings)):
-        logger.warning("%s", one_line(line))
+    for failure in failures:
+        logger.warning("left out: %s", one_line(failure))
+    for finding in report.findings:
+        if finding.severity == "warns" and finding.host in used:
+            logger.warning("%s", one_line(str(finding)))
 
     def node(job_id: str, host: Host) -> Node:
         return Node(host=host, facts=facts[host], address=addresses[host], port=ports[job_id, host])

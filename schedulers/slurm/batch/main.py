@@ -61,11 +61,11 @@ class Batch:
                 return self._finish(status)
             return self._act(self._step())
         except (slurm.Problem, OSError) as problem:
-            return self._finish(outcome.not_started(self.settings, self.attempt, "setup", slurm.text_of(problem)))
+            return self._finish(self._status("failed", "setup", slurm.text_of(problem), 1))
         except Exception as error:  # a defect of ours must not lose the job
             traceback.print_exc()
             message = f"defect in accel: {error!r} (see logs/slurm.log)"
-            return self._finish(outcome.not_started(self.settings, self.attempt, "setup", message))
+            return self._finish(self._status("failed", "setup", message, 1))
 
     def _before(self) -> Document | None:
         """Count this start and raise the fence. Return the job's end if it must not start, else None."""
@@ -78,7 +78,7 @@ class Batch:
                  "port": self.port, "master": self.master, "at": time.time()}  # fmt: skip
         shared_files.append(self._path("attempts.jsonl"), start)
         if shared_files.exists(self._path("cancel")):
-            return outcome.cancelled(self.settings, self.attempt)
+            return self._status("cancelled", "user", "cancelled before its ranks were started", None)
         if self.attempt > int(self.settings["max_restarts"]):
             ends = logs.json_lines(self._path("ends.jsonl"))
             last = ends[-1] if ends and ends[-1]["start"] == self._last_start else None
@@ -99,7 +99,7 @@ class Batch:
         )
         observations = outcome.Observations(self.settings, self.attempt, self.names)
         observations.runs_before = self.starts_before
-        self.step = Step(self.settings, self.directory, self.attempt, env, observations, lambda: self.terminated)
+        self.step = Step(self.directory, env, observations, lambda: self.terminated)
         self.step.run()
         observations.attempt = max(self.attempt, self._newest())
         observations.terminated = self.terminated
@@ -109,11 +109,11 @@ class Batch:
         return observations
 
     def _act(self, observations: outcome.Observations) -> int:
-        if self._fenced():
+        if shared_files.fenced(self._path("attempt"), self.attempt):
             slurm.log("a later start of this job has begun: this one stops here")
             return 1
         end = outcome.decide_outcome(observations)
-        if self.step.full:
+        if self.step.clock.full:
             end.status["message"] = "; ".join(filter(None, (end.status["message"], logs.FULL)))
         if end.do != "again":
             self.step.finish()
@@ -148,15 +148,16 @@ class Batch:
             slurm.await_end(lambda: self.terminated)  # so that Slurm's own records say that it was cancelled
         return int(status["exit_code"] if status["exit_code"] is not None else status["state"] != "succeeded")
 
+    def _status(self, state: str, reason: str, message: str, code: int | None) -> Document:
+        """Return the result of a start without ranks."""
+        return outcome.Observations(self.settings, self.attempt, []).status(state, reason, message, code)
+
     def _newest(self) -> int:
         """Return the number of the newest attempt that has begun, or -1."""
         starts = logs.json_lines(self._path("attempts.jsonl"))
         self._last_start = starts[-1]["attempt"] if starts else -1
         launched_attempt = logs.newest_attempt(os.path.join(self.directory, "logs", "launch.jsonl")) if starts else None
         return max(self._last_start, -1 if launched_attempt is None else launched_attempt)
-
-    def _fenced(self) -> bool:
-        return shared_files.fenced(self._path("attempt"), self.attempt)
 
     def _path(self, name: str) -> str:
         return os.path.join(self.own, name)

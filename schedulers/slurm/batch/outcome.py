@@ -66,12 +66,37 @@ class Observations:
         return range(int(self.settings["nodes"]))
 
     @property
+    def missing_ranks(self) -> list[int]:
+        """The ranks of the nodes without a report."""
+        return [rank for rank in self.node_ranks if rank not in self.reports]
+
+    @property
     def succeeded(self) -> bool:
         return all(rank in self.reports and self.reports[rank]["code"] == 0 for rank in self.node_ranks)
 
     @property
-    def restarts_left(self) -> int:
-        return max(0, int(self.settings["max_restarts"]) - self.attempt)
+    def checkpointed(self) -> bool:
+        return any(report.get("preempted") for report in self.reports.values())
+
+    def code(self, default: int) -> int:
+        """Return the exit code of a failure, else of a node, else the default."""
+        failures = [report["failure"] for report in self.reports.values() if report.get("failure")]
+        codes = [failure["exit_code"] for failure in failures]
+        codes += [report["code"] for report in self.reports.values() if report["code"]]
+        return codes[0] or default if codes else default
+
+    def status(
+        self, state: str, reason: str, message: str, code: int | None, failure: Document | None = None
+    ) -> Document:
+        return {
+            "state": state,
+            "reason": reason,
+            "exit_code": code,
+            "attempt": self.attempt,
+            "message": message,
+            "native_state": (self.slurm or {}).get("JobState", ""),
+            "failure": failure,
+        }
 
 
 class Outcome:
@@ -81,18 +106,20 @@ class Outcome:
 
 
 def decide_outcome(observations: Observations) -> Outcome:
+    code = observations.code(_SIGTERM_CODE)
     if observations.cancel:
-        return Outcome(
-            "finish", _status(observations, "cancelled", "user", "cancelled", _code(observations) or _SIGTERM_CODE)
-        )
+        return Outcome("finish", observations.status("cancelled", "user", "cancelled", code))
     if observations.succeeded:
-        return Outcome("finish", _status(observations, "succeeded", "none", "", 0))
+        return Outcome("finish", observations.status("succeeded", "none", "", 0))
     if observations.slurm is not None and is_requeued(observations.slurm, observations.runs_before):
-        return _outcome_when_requeued(observations)
-    if observations.terminated or _node_was_terminated(observations):
+        if observations.checkpointed:
+            message = "Slurm starts it again; its ranks have left a checkpoint"
+            return Outcome("leave", observations.status("failed", "preempted", message, REQUEUE))
+        message = "Slurm starts it again: it lost a node, or gave its nodes to another job"
+        return Outcome("leave", observations.status("failed", "node_failure", message, code))
+    if observations.terminated or any(report.get("told") == "SIGTERM" for report in observations.reports.values()):
         return _outcome_when_terminated(observations)
-    checkpointed = any(report.get("preempted") for report in observations.reports.values())
-    if checkpointed:
+    if observations.checkpointed:
         return _outcome_restart(observations, "preempted", "its ranks were warned and have left a checkpoint", REQUEUE)
     status = _failed(observations)
     if status["reason"] == "node_failure":
@@ -105,19 +132,9 @@ def restart_limit_status(settings: Document, attempt: int, last: Document | None
 
     last: how the previous start ended; None if its first node never reported, as when it is lost.
     """
-    observations = Observations(settings, attempt, [])
     end = last or {"reason": "node_failure", "message": "its first node was lost", "exit_code": None}
     message = "{}; {}".format(end["message"], _used_up(settings, attempt))
-    return _status(observations, "failed", end["reason"], message, end.get("exit_code"))
-
-
-def not_started(settings: Document, attempt: int, reason: str, message: str) -> Document:
-    return _status(Observations(settings, attempt, []), "failed", reason, message, 1)
-
-
-def cancelled(settings: Document, attempt: int) -> Document:
-    observations = Observations(settings, attempt, [])
-    return _status(observations, "cancelled", "user", "cancelled before its ranks were started", None)
+    return Observations(settings, attempt, []).status("failed", end["reason"], message, end.get("exit_code"))
 
 
 def is_requeued(facts: dict[str, str], runs_before: int) -> bool:
@@ -125,63 +142,38 @@ def is_requeued(facts: dict[str, str], runs_before: int) -> bool:
     return int(facts.get("Restarts") or 0) > runs_before or facts["JobState"] == "PENDING"
 
 
-def _outcome_when_requeued(observations: Observations) -> Outcome:
-    checkpointed = any(report.get("preempted") for report in observations.reports.values())
-    if checkpointed:
-        message = "Slurm starts it again; its ranks have left a checkpoint"
-        return Outcome("leave", _status(observations, "failed", "preempted", message, REQUEUE))
-    message = "Slurm starts it again: it lost a node, or gave its nodes to another job"
-    return Outcome(
-        "leave", _status(observations, "failed", "node_failure", message, _code(observations) or _SIGTERM_CODE)
-    )
-
-
 def _outcome_when_terminated(observations: Observations) -> Outcome:
     """Decide after a SIGTERM from outside. Only Slurm knows its reason, from its record of the job."""
-    facts = observations.slurm
-    checkpointed = any(report.get("preempted") for report in observations.reports.values())
-    code = REQUEUE if checkpointed else _code(observations) or _SIGTERM_CODE
+    facts, checkpointed = observations.slurm, observations.checkpointed
+    code = REQUEUE if checkpointed else observations.code(_SIGTERM_CODE)
     detail = "its ranks have left a checkpoint" if checkpointed else _advice(observations)
     if facts is None:
         message = "it received SIGTERM, and Slurm could not be queried for the reason"
-        return Outcome("leave", _status(observations, "failed", "exit_code", message, code))
+        return Outcome("leave", observations.status("failed", "exit_code", message, code))
+    state, reason = facts.get("JobState"), facts.get("Reason", "None")
     if facts.get("PreemptTime", "None") != "None":
         return _outcome_restart(observations, "preempted", "a job of higher priority took its nodes; " + detail, code)
-    if facts.get("Reason") == "TimeLimit" or facts.get("JobState") == "TIMEOUT":
+    if reason == "TimeLimit" or state == "TIMEOUT":
         limit = "its time limit ({}) was reached; ".format(facts.get("TimeLimit", "?"))
         if checkpointed:
             return _outcome_restart(observations, "time_limit", limit + detail, code)
-        return Outcome("finish", _status(observations, "failed", "time_limit", limit + detail, code))
-    if facts.get("Reason") in _NODE_LOST or facts.get("JobState") == "NODE_FAIL":
-        return _outcome_restart(observations, "node_failure", _lost_node_message(observations, facts), code)
-    if checkpointed and facts.get("JobState") == "RUNNING":
+        return Outcome("finish", observations.status("failed", "time_limit", limit + detail, code))
+    if reason in _NODE_LOST or state == "NODE_FAIL":
+        missing = ", ".join(map(observations.name, observations.missing_ranks))
+        message = "Slurm lost a node of the job ({})".format(facts.get("Reason", "NODE_FAIL"))
+        message += f"; no report from {missing}" if missing else ""
+        return _outcome_restart(observations, "node_failure", message, code)
+    if checkpointed and state == "RUNNING":
         return _outcome_restart(observations, "preempted", detail, code)
-    if facts.get("JobState") in ("COMPLETING", "CANCELLED"):
-        return _ended_in_slurm(observations, facts, code)
+    if state in ("COMPLETING", "CANCELLED"):
+        # Every ended job is COMPLETING, and only scancel has no reason. With another one, Slurm's final state, which
+        # comes after this program, is more precise.
+        if reason in ("None", "(null)"):
+            return Outcome("finish", observations.status("cancelled", "user", "cancelled in Slurm (scancel)", code))
+        return Outcome("leave", observations.status("failed", "exit_code", f"ended in Slurm ({reason})", code))
     status = _failed(observations)
     status["message"] = "its ranks received SIGTERM from outside accel; " + status["message"]
     return Outcome("finish", status)
-
-
-def _ended_in_slurm(observations: Observations, facts: dict[str, str], code: int | None) -> Outcome:
-    """Decide for a job that Slurm has ended. Every ended job is COMPLETING, and only scancel has no reason.
-
-    With another reason, Slurm's final state, which comes after this program, is more precise.
-    """
-    reason = facts.get("Reason", "None")
-    if reason in ("None", "(null)"):
-        return Outcome("finish", _status(observations, "cancelled", "user", "cancelled in Slurm (scancel)", code))
-    return Outcome("leave", _status(observations, "failed", "exit_code", f"ended in Slurm ({reason})", code))
-
-
-def _lost_node_message(observations: Observations, facts: dict[str, str]) -> str:
-    missing = [observations.name(rank) for rank in observations.node_ranks if rank not in observations.reports]
-    names = f"; no report from {', '.join(missing)}" if missing else ""
-    return "Slurm lost a node of the job ({}){}".format(facts.get("Reason", "NODE_FAIL"), names)
-
-
-def _node_was_terminated(observations: Observations) -> bool:
-    return any(report.get("told") == "SIGTERM" for report in observations.reports.values())
 
 
 def _advice(observations: Observations) -> str:
@@ -195,10 +187,10 @@ def _advice(observations: Observations) -> str:
 def _outcome_restart(
     observations: Observations, reason: str, cause: str, code: int | None, failure: Document | None = None
 ) -> Outcome:
-    if observations.restarts_left:
-        return Outcome("again", _status(observations, "failed", reason, cause, code, failure))
+    if int(observations.settings["max_restarts"]) > observations.attempt:
+        return Outcome("again", observations.status("failed", reason, cause, code, failure))
     message = f"{cause}; {_used_up(observations.settings, observations.attempt + 1)}"
-    return Outcome("finish", _status(observations, "failed", reason, message, code, failure))
+    return Outcome("finish", observations.status("failed", reason, message, code, failure))
 
 
 def _used_up(settings: Document, starts: int) -> str:
@@ -209,32 +201,30 @@ def _used_up(settings: Document, starts: int) -> str:
 
 
 def _failed(observations: Observations) -> Document:
-    """Return the first failure, by its node's clock; else what is known about the missing nodes."""
+    """Return the first failure by its node's clock, of a rank if there is one.
+
+    Without a failure, return what is known about the missing nodes.
+    """
     failures = [report["failure"] for report in observations.reports.values() if report.get("failure")]
-    first = _first(failures)
+    ranks = [failure for failure in failures if failure["rank"] is not None]
+    first = min(ranks or failures, key=lambda failure: float(failure["time"]) or float("inf"), default=None)
     overdue = None if any(map(_refused, observations.reports.values())) else observations.overdue
     if overdue is not None and (first is None or first["rank"] is None or _ECHO.search(str(first["message"]))):
-        return _status(observations, "failed", overdue["reason"], overdue["message"], _code(observations) or 1, first)
+        return observations.status("failed", overdue["reason"], overdue["message"], observations.code(1), first)
     if first is not None:
-        return _status(observations, "failed", first["reason"], _failure_text(first), first["exit_code"], first)
+        return observations.status("failed", first["reason"], _failure_text(first), first["exit_code"], first)
     failed = {rank: report for rank, report in observations.reports.items() if report["code"] != 0}
     if failed:
         rank, report = min(failed.items(), key=lambda item: (_gave_up_waiting(item[1]), float(item[1]["at"]), item[0]))
         killed = "" if report["refused"] else _killed(report["code"])
         detail = killed or report["words"] or "it ended with code {}".format(report["code"])
         message = f"{observations.name(rank)}: {detail}"
-        return _status(observations, "failed", report["refused"] or "exit_code", message, report["code"])
+        return observations.status("failed", report["refused"] or "exit_code", message, report["code"])
     return _without_reports(observations)
 
 
-def _first(failures: list[Document]) -> Document | None:
-    """Return the earliest failure, of a rank rather than a launcher."""
-    ranks = [failure for failure in failures if failure["rank"] is not None]
-    return min(ranks or failures, key=lambda failure: float(failure["time"]) or float("inf"), default=None)
-
-
 def _without_reports(observations: Observations) -> Document:
-    missing = [rank for rank in observations.node_ranks if rank not in observations.reports]
+    missing = observations.missing_ranks
     lost = [rank for rank in missing if rank in observations.started_ranks]
     names = ", ".join(observations.name(rank) for rank in lost or missing)
     detail = ": " + observations.last_message if observations.last_message else ""
@@ -242,8 +232,8 @@ def _without_reports(observations: Observations) -> Document:
         detail += f"; there: {observations.settings['python']} -m pip install 'accel-launch[slurm]'"
     code = observations.srun or 1
     if lost:
-        return _status(observations, "failed", "node_failure", f"{names} ended without a report{detail}", code)
-    return _status(observations, "failed", "setup", f"{names} could not start{detail}", code)
+        return observations.status("failed", "node_failure", f"{names} ended without a report{detail}", code)
+    return observations.status("failed", "setup", f"{names} could not start{detail}", code)
 
 
 def _refused(report: Document) -> bool:
@@ -256,14 +246,6 @@ def _gave_up_waiting(report: Document) -> bool:
     return bool(report["refused"] == "rendezvous")
 
 
-def _code(observations: Observations) -> int | None:
-    codes = [report["code"] for report in observations.reports.values() if report["code"]]
-    failure_codes = [
-        report["failure"]["exit_code"] for report in observations.reports.values() if report.get("failure")
-    ]
-    return next(iter(failure_codes + codes), None)
-
-
 def _killed(code: int) -> str:
     """Return a message if a signal killed the launcher: the last line in its log is then a rank's."""
     return f"accel launch was killed by {signal.Signals(code - 128).name}" if code in (134, 137, 139) else ""
@@ -274,18 +256,3 @@ def _failure_text(failure: Document) -> str:
     message = str(failure["message"]) or str(failure["how"])
     text = message if message.startswith(subject) else f"{subject}: {message}"
     return "{} ({})".format(text, failure["cause"]) if failure["cause"] else text
-
-
-def _status(
-    observations: Observations, state: str, reason: str, message: str, code: int | None, failure: Document | None = None
-) -> Document:
-    facts = observations.slurm or {}
-    return {
-        "state": state,
-        "reason": reason,
-        "exit_code": code,
-        "attempt": observations.attempt,
-        "message": message,
-        "native_state": facts.get("JobState", ""),
-        "failure": failure,
-    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import re
@@ -77,10 +78,11 @@ def address_of(interface: str | None) -> str | None:
             return socket.inet_ntoa(packed[20:24])
         except OSError:
             pass
-    for line in _lines("/proc/net/if_inet6"):
-        digits, _, _, scope, _, name = line.split()
-        if name == interface and scope == "00":
-            return socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
+    with contextlib.suppress(OSError), open("/proc/net/if_inet6") as file:
+        for line in file:
+            digits, _, _, scope, _, name = line.split()
+            if name == interface and scope == "00":
+                return socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
     interfaces = ", ".join(name for _, name in socket.if_nameindex())
     raise Problem(f"interface {interface}: {socket.gethostname()} has no address on it (interfaces: {interfaces})")
 
@@ -169,11 +171,3 @@ def _call(*argv: str) -> subprocess.CompletedProcess[str] | None:
 def _ignore_sigterm() -> None:
     """Ignore SIGTERM, which Slurm sends to all processes of the job, for the duration of a query."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-
-def _lines(path: str) -> list[str]:
-    try:
-        with open(path) as file:
-            return file.read().splitlines()
-    except OSError:
-        return []

@@ -49,22 +49,21 @@ def _name_pickle(folder: str, env: dict[str, str]) -> None:
 
 
 class Step:
-    """The step: call `run`, then `finish`. Fills in `observations`. `full`: the logs' disk was full."""
+    """The step: call `run`, then `finish`. Fills in `observations`. `clock.full`: the logs' disk was full."""
 
     def __init__(
         self,
-        settings: Document,
         directory: str,
-        attempt: int,
         env: dict[str, str],
         observations: Observations,
         terminating: Callable[[], bool],
     ) -> None:
-        self._settings, self._directory, self._attempt, self._env = settings, directory, attempt, env
+        self._settings, self._directory, self._env = observations.settings, directory, env
+        self._attempt = observations.attempt
         self._observations, self._is_terminated = observations, terminating
-        self._nodes = os.path.join(directory, "slurm", "nodes", f"a{attempt}")
+        self._nodes = os.path.join(directory, "slurm", "nodes", f"a{self._attempt}")
         self._logs = os.path.join(directory, "logs")
-        self._clock = logs.Clock(self._logs)
+        self.clock = logs.Clock(self._logs)
         self._since: dict[str, float] = {}
         self._next_listing = self._next_glance = self._next_note = 0.0
         self._kill_at: float | None = None
@@ -93,10 +92,6 @@ class Step:
         if self._srun.returncode is not None:
             self._record_end()
 
-    @property
-    def full(self) -> bool:
-        return self._clock.full
-
     def finish(self) -> None:
         """Wait for the end of srun: nodes still have work after their reports."""
         self._watch(lambda: False)
@@ -108,7 +103,7 @@ class Step:
                 os.read(self._woken, 4096)
             self._srun_output.read()
             self._check_files()
-            self._end_when_due(self._srun)
+            self._end_when_due()
 
     def _restart_requested(self) -> bool:
         """Return True if all nodes have reported and request a restart: that need not wait for srun."""
@@ -146,9 +141,9 @@ class Step:
             if shared_files.fenced(self._job_file("attempt"), self._attempt):
                 self._mark("fence")
         if now or clock >= self._next_note:
-            self._clock.note()
+            self.clock.note()
             # Each log, of hundreds perhaps, costs a request to the file server.
-            self._next_note = clock + _GLANCE_S + len(self._clock.sizes) / 100
+            self._next_note = clock + _GLANCE_S + len(self.clock.sizes) / 100
 
     def _read_nodes(self) -> None:
         for name in logs.entries(self._nodes):
@@ -168,25 +163,26 @@ class Step:
     def _job_file(self, name: str) -> str:
         return os.path.join(self._directory, "slurm", name)
 
-    def _end_when_due(self, srun: subprocess.Popen[bytes]) -> None:
+    def _end_when_due(self) -> None:
         """End the step once it will not end by itself."""
         now = time.monotonic()
         if self._kill_at is None:
             if not self._is_due(now):
                 return
-            srun.terminate()  # Slurm then kills the step on all nodes
+            self._srun.terminate()  # Slurm then kills the step on all nodes
             self._kill_at = now + _KILL_S
         elif now >= self._kill_at:
-            srun.kill()
+            self._srun.kill()
 
     def _is_due(self, now: float) -> bool:
         settings, observations = self._settings, self._observations
         if "fence" in self._since:
             return True
         timeout_s = float(settings["grace_s"]) + _ALLOWANCE_S
-        missing = [rank for rank in observations.node_ranks if rank not in observations.reports]
+        missing = observations.missing_ranks
         if not missing:
-            return self._has_elapsed("all reported", _REPORTED_S, now)
+            self._mark("all reported")
+            return now - self._since["all reported"] >= _REPORTED_S
         idle = [rank for rank in missing if rank not in observations.started_ranks]
         start = float(settings["start_timeout_s"])
         if idle and now - self._since["start"] >= start + _START_ALLOWANCE_S:
@@ -205,18 +201,10 @@ class Step:
     def _mark(self, event: str) -> None:
         self._since.setdefault(event, time.monotonic())
 
-    def _has_elapsed(self, event: str, seconds: float, now: float) -> bool:
-        self._mark(event)
-        return now - self._since[event] >= seconds
-
     def _last_error(self) -> str:
         """Return the last line of the first node that ended without a report: a missing interpreter or package."""
-        for rank in self._observations.node_ranks:
-            if rank not in self._observations.reports:
-                line = logs.last_line(os.path.join(self._logs, f"node-{rank}.log"), _MAX_MESSAGE)
-                if line:
-                    return line
-        return ""
+        paths = (os.path.join(self._logs, f"node-{rank}.log") for rank in self._observations.missing_ranks)
+        return next(filter(None, (logs.last_line(path, _MAX_MESSAGE) for path in paths)), "")
 
 
 class _SrunOutput:

@@ -49,36 +49,33 @@ def status(root: str, step: Step, contents: list[bytes]) -> dict[str, Any]:
     age_s:       the age of squeue's output.
     unreachable: why the queue or accounting could not be queried. Jobs with neither `exit` nor `said` may exist.
     """
-    queried = step["jobs"]
-    answers = [_from_files(root, job) for job in queried]
+    queried = [(job, _from_files(root, job)) for job in step["jobs"]]
     answer: dict[str, Any] = {
-        "jobs": answers, "unreachable": None, "accounting": step.get("accounting", True), "age_s": 0.0
+        "jobs": [entry for _, entry in queried], "unreachable": None, "accounting": step.get("accounting", True),
+        "age_s": 0.0,
     }  # fmt: skip
-    unfinished = [index for index, entry in enumerate(answers) if entry["exit"] is None]
-    for index in set(range(len(queried))).difference(unfinished):
-        delete_secrets(jobs.directory_of(root, queried[index]))  # in case the job was killed before it could
+    unfinished = [(job, entry) for job, entry in queried if entry["exit"] is None]
+    for job, entry in queried:
+        if entry["exit"] is not None:
+            delete_secrets(jobs.directory_of(root, job))  # in case the job was killed before it could
     if not unfinished:
         return answer
     polled_at = time.time()
     try:
-        queue = _queue(root, [queried[index] for index in unfinished], step)
+        queue = _queue(root, [job for job, _ in unfinished], step)
         polled_at = queue.asked_at
-        for index in unfinished:
-            _apply_queue_row(root, queried[index], queue.rows.get(queried[index]["slurm"]), answers[index])
-        unlisted = [
-            index for index in unfinished if answers[index]["said"] is None and queried[index].get("search", True)
-        ]
+        for job, entry in unfinished:
+            _apply_queue_row(root, job, queue.rows.get(job["slurm"]), entry)
+        unlisted = [(job, entry) for job, entry in unfinished if entry["said"] is None and job.get("search", True)]
         if unlisted and answer["accounting"]:
-            for index in unlisted:
-                answers[index]["searched"] = True
-            _apply_accounting(root, [(queried[index], answers[index]) for index in unlisted], step)
+            _apply_accounting(root, unlisted, step)
     except commands.AccountingOff:
         answer["accounting"] = False
     except commands.Unanswered as error:
         answer["unreachable"] = str(error)
-    for index in unfinished:
-        if answers[index]["said"] is None or answers[index]["said"]["state"].split()[0] not in LIVE:
-            _recheck_result(root, queried[index], answers[index], answered=answer["unreachable"] is None)
+    for job, entry in unfinished:
+        if entry["said"] is None or entry["said"]["state"].split()[0] not in LIVE:
+            _recheck_result(root, job, entry, answered=answer["unreachable"] is None)
     answer["age_s"] = max(0.0, time.time() - polled_at)  # the time since squeue, sacct's included
     return answer
 
@@ -94,9 +91,14 @@ def _queue(root: str, queried: list[Step], step: Step) -> slurm_queue.CachedOutp
 
 
 def _submitted_at(root: str, job: Step) -> float:
-    submission = jobs.document(os.path.join(jobs.directory_of(root, job), "slurm/submitted.json"))
-    timestamp = submission.get("at") if isinstance(submission, dict) else None
+    timestamp = _object(jobs.directory_of(root, job), "slurm/submitted.json").get("at")
     return timestamp if isinstance(timestamp, (int, float)) else 0.0
+
+
+def _object(directory: str, name: str) -> dict[str, Any]:
+    """Return the JSON object in a job's file; empty if the file is missing or damaged."""
+    value = jobs.document(os.path.join(directory, name))
+    return value if isinstance(value, dict) else {}
 
 
 def _int_or_zero(value: Any) -> int:
@@ -122,8 +124,7 @@ def _may_start_again(directory: str, answer: dict[str, Any]) -> bool:
 
     `scontrol requeue` does, until the controller forgets the job, unless it was submitted with --no-requeue.
     """
-    settings = jobs.document(os.path.join(directory, "slurm/settings.json"))
-    max_restarts = settings.get("max_restarts") if isinstance(settings, dict) else None
+    max_restarts = _object(directory, "slurm/settings.json").get("max_restarts")
     if answer["searched"] or not isinstance(max_restarts, int):
         return False
     return max_restarts > (answer["attempt"] if answer["started"] else 0)
@@ -152,14 +153,12 @@ def ends(root: str, watched: dict[str, Step], step: Step) -> Iterator[list[str]]
             answer, use_squeue = None, False
         if answer is not None and answer.asked_at != answered_at:
             answered_at = answer.asked_at
+            ended = {number: row for number, row in answer.rows.items() if row["state"] not in LIVE}
             finished = [
-                job for job, job_step in pending if _is_over(root, job_step, answer.rows.get(job_step["slurm"]))
-            ]
+                job for job, job_step in pending
+                if job_step["slurm"] in ended and commands.is_ours(ended[job_step["slurm"]], *marks(root, job_step))
+            ]  # fmt: skip
         yield finished
-
-
-def _is_over(root: str, job: Step, row: Row | None) -> bool:
-    return row is not None and row["state"] not in LIVE and commands.is_ours(row, *marks(root, job))
 
 
 def _from_files(root: str, job: Step) -> dict[str, Any]:
@@ -192,6 +191,8 @@ def _apply_queue_row(root: str, job: Step, row: Row | None, answer: dict[str, An
 
 
 def _apply_accounting(root: str, unlisted: list[tuple[Step, dict[str, Any]]], step: Step) -> None:
+    for _, answer in unlisted:
+        answer["searched"] = True
     rows_by_id: dict[str, list[Row]] = {}
     for row in commands.accounts_of([job["slurm"] for job, _ in unlisted], step):
         rows_by_id.setdefault(row["id"], []).append(row)
@@ -217,9 +218,7 @@ def marks(root: str, job: Step) -> tuple[str, str]:
     directory = jobs.directory_of(root, job)
     first = job["job"]
     if "_" in job["slurm"]:
-        submission = jobs.document(os.path.join(directory, "slurm/submitted.json"))
-        if isinstance(submission, dict):
-            first = str(submission.get("first", first))
+        first = str(_object(directory, "slurm/submitted.json").get("first", first))
     return COMMENT + first, jobs.directory_of(root, {"job": first})
 
 
@@ -316,9 +315,7 @@ def _request_cancel(directory: str) -> bool:
     except FileNotFoundError:
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))
         return False
-    settings = jobs.document(os.path.join(directory, "slurm/settings.json"))
-    grace = float(settings.get("grace_s", 0)) if isinstance(settings, dict) else 0.0
-    return age > grace + LATE_S
+    return age > float(_object(directory, "slurm/settings.json").get("grace_s", 0)) + LATE_S
 
 
 def write_cancelled(directory: str, native: str) -> None:

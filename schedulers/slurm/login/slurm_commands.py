@@ -13,7 +13,7 @@ from ..batch.unanswered import is_unanswered
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from typing import Any
 
     Step = dict[str, Any]
@@ -150,7 +150,7 @@ def _unfolded(code: str) -> str:
     return "143:0" if code == "15:0" else code
 
 
-def cluster_flags(step: Step) -> list[str]:
+def cluster_flags(step: Mapping[str, Any]) -> list[str]:
     """Return the option for the selected cluster, if there are several."""
     return ["-M", str(step["clusters"])] if step.get("clusters") else []
 

@@ -29,7 +29,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("ACCEL_CONFIG_HOME", str(tmp_path / "no configuration"))
     monkeypatch.delenv("ACCEL_CONFIG_TRUST", raising=False)
-    monkeypatch.setattr(named_targets, "_warned", set())
+    named_targets._warn_once.cache_clear()
     top = tmp_path / "top"
     top.mkdir()
     return top

@@ -1,4 +1,4 @@
-"""Processes of a job, identified by its mark wherever accel ends them; those of other jobs go on."""
+"""Tests of the reaper: it ends the processes with the job's mark, and none of another job."""
 
 from __future__ import annotations
 

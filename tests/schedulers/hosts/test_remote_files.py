@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import importlib.util
 import io
 import os
 import tarfile
@@ -19,7 +20,7 @@ from schedulers.hosts.errors import HostUnreachable, RemoteError
 from schedulers.hosts.host_list import parse_hosts
 from schedulers.hosts.remote_files import Blob, Files
 from schedulers.hosts.transport import Pool
-from schedulers.slurm import login
+from schedulers.slurm import batch, login
 from schedulers.store.snapshot import pack
 from tests.clusters.netns import wait_until
 from tests.clusters.ssh import SshHosts
@@ -39,16 +40,15 @@ def there(ssh_hosts: SshHosts) -> Path:
 
 
 def test_programs_for_hosts_need_no_more_than_python_3_8() -> None:
-    folders = [Path(package.__file__ or "").parent for package in (node_programs, login)]
-    programs = [path for folder in folders for path in folder.glob("*.py") if path.name != "__init__.py"]
-    assert programs
-    for path in programs:
-        tree = ast.parse(path.read_text(), feature_version=(3, 8))
-        # One that is used here too may try to import its sibling as such first.
-        tried = {id(node) for outer in ast.walk(tree) if isinstance(outer, ast.Try) for node in outer.body}
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom):
-                assert node.level == 0 or id(node) in tried, path
+    packages = (node_programs, login, batch)
+    sent = tuple(package.__name__ for package in packages)
+    for package in packages:
+        for path in Path(package.__file__ or "").parent.glob("*.py"):
+            tree = ast.parse(path.read_text(), feature_version=(3, 8))
+            for node in ast.walk(tree):
+                if isinstance(node, ast.ImportFrom) and node.level:
+                    name = importlib.util.resolve_name("." * node.level + (node.module or ""), package.__name__)
+                    assert name.startswith(sent), path  # what is sent with it
 
 
 def test_files_are_written_whole_and_privately(files: Files, there: Path) -> None:

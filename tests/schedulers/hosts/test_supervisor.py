@@ -20,7 +20,7 @@ from schedulers.hosts.jobs.cleanup import clear
 from schedulers.hosts.jobs.status import Hosts
 from schedulers.hosts.transport import Pool
 from schedulers.job import Reason, State, Status
-from schedulers.ssh.options import SshOptions
+from schedulers.ssh.target import SshOptions
 from tests.clusters.ssh import SshHosts
 from tests.marks import long
 

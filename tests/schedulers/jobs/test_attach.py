@@ -26,7 +26,7 @@ from schedulers import (
     find,
 )
 from schedulers.jobs.attach import find_or_attach
-from schedulers.ssh.options import SshOptions
+from schedulers.ssh.target import SshOptions
 from schedulers.store.store import created_at, full_id
 from schedulers.target import DiscoveredJob
 

@@ -10,6 +10,7 @@ from schedulers.job import Reason, State, Status
 from schedulers.jobs.handle import Job, find, list_jobs
 from schedulers.jobs.poll import UNIDENTIFIED_S, Answer, apply_poll
 from schedulers.jobs.prune import prune
+from schedulers.store import atomic_files
 from schedulers.store.record import Record
 from schedulers.target import same_backend
 
@@ -90,7 +91,7 @@ def test_what_another_backend_calls_lost_is_not(place: Place) -> None:
 def test_a_job_with_a_result_has_ended_whatever_is_asked(place: Place) -> None:
     job = place.sh("true", "identified")
     elsewhere(place)
-    job.record.write_exit({"state": "succeeded", "exit_code": 0})
+    atomic_files.write_document(f"{job.record.path}/exit.json", {"state": "succeeded", "exit_code": 0})
     assert job.status().state is State.SUCCEEDED
 
 
@@ -158,6 +159,7 @@ def test_a_backend_that_is_gone_for_good(place: Place, capfd: pytest.CaptureFixt
     assert out == f"{job.id}\n"
     assert f"job {job.id} was queued: it may still run as n-{job.id} on target identified (shell=one)" in err
     assert list_jobs() == []
+    release(gate)
 
 
 def test_sixty_jobs_of_another_backend_are_one_question(place: Place) -> None:

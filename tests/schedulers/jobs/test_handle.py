@@ -19,6 +19,7 @@ from schedulers.errors import ConfigError, SpecError, StoreError, SubmitError, U
 from schedulers.job import JobSpec, LogLine, Reason, State, Status
 from schedulers.jobs.handle import Job, dry_run, find, list_jobs, submit, submit_async, submit_spec
 from schedulers.jobs.poll import Answer, apply_poll
+from schedulers.store import atomic_files
 from schedulers.store.store import CorruptRecord, Record, Store
 
 from .test_handle_target import install_shell
@@ -280,7 +281,8 @@ def test_a_backend_that_has_lost_a_job_is_asked_no_more(place: Place, cancelled:
 def test_a_forgotten_job_that_left_a_result_ended_that_way(place: Place) -> None:
     job = place.sh("true")
     (place.home / "forgetful").touch()
-    job.record.write_exit({"state": "failed", "reason": "exit_code", "exit_code": 7})
+    result = {"state": "failed", "reason": "exit_code", "exit_code": 7}
+    atomic_files.write_document(f"{job.record.path}/exit.json", result)
     assert job.wait(120).exit_code == 7
 
 

@@ -12,6 +12,7 @@ from schedulers.job import Reason, State, Status
 from schedulers.jobs import submit
 from schedulers.jobs.handle import Job, find
 from schedulers.jobs.prune import prune
+from schedulers.store import atomic_files
 from schedulers.target import Plan
 
 from .test_backends import elsewhere, forget_backend
@@ -99,7 +100,7 @@ def test_who_cannot_be_asked_keeps_the_jobs_whose_end_nobody_stated(place: Place
     lost, _, unidentified, with_exit = jobs
     forget_backend(unidentified)
     forget_backend(with_exit)
-    with_exit.record.write_exit({"state": "succeeded", "exit_code": 0})
+    atomic_files.write_document(f"{with_exit.record.path}/exit.json", {"state": "succeeded", "exit_code": 0})
     ended(place, jobs)
     for job in jobs:
         job.record.update(LOST if job is lost else SUCCEEDED)

@@ -23,9 +23,10 @@ from schedulers.errors import SubmitError
 from schedulers.jobs.poll import is_abandoned
 from schedulers.jobs.prune import prune
 from schedulers.local import job_files
-from schedulers.local.job_files import JobFiles, progress_document
+from schedulers.local.job_files import SCHEMA, JobFiles
 from schedulers.local.target import LocalOptions, LocalTarget
 from schedulers.processes import Identity, boot_id, pid_namespace, space_of
+from schedulers.store import atomic_files
 from schedulers.store.record import Record
 from schedulers.store.store import Store
 from schedulers.target import TargetContext
@@ -70,7 +71,7 @@ def record(home: Path) -> Record:
     job_id = store.new_id()
     record = store.create(job_id, spec, target.plan(spec, job_id), target="local", kind="local", options={})
     record.update(RUNNING, job_id)
-    JobFiles(record.directory).write("local/progress.json", json.dumps(progress_document(RUNNING)))
+    JobFiles(record.directory).write("local/progress.json", json.dumps({"schema": SCHEMA, **RUNNING.to_json()}))
     return record
 
 
@@ -180,7 +181,7 @@ def test_a_free_lock_after_another_boot(record: Record, monkeypatch: pytest.Monk
         ended = store.create("ended", record.spec(), record.plan(), target="local", kind="local", options={})
         ended.update(RUNNING, "ended")
         (ended.directory / "local").mkdir()
-        ended.write_exit(Status(state=State.SUCCEEDED, exit_code=0).to_json())
+        atomic_files.write_document(f"{ended.path}/exit.json", Status(state=State.SUCCEEDED, exit_code=0).to_json())
         found = [(job.id, job.status.state, job.warning) for job in schedulers.list_jobs() if isinstance(job, Record)]
         assert found == [("ended", State.SUCCEEDED, ""), (record.id, State.RUNNING, line)]
         with pytest.raises(Unreachable, match="may still run on gpu07"):

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from schedulers import Resources, Retry, SpecError
-from schedulers.sagemaker import images, request
 from schedulers.sagemaker import options as meaning
+from schedulers.sagemaker import request
 from schedulers.sagemaker.options import SageMakerOptions
 from tests.needs import package
 
@@ -187,7 +187,7 @@ def test_arguments_and_variables_go_through_the_channel() -> None:
     ],
 )  # fmt: skip
 def test_gpus_of_an_instance(instance_type: str, count: int | None) -> None:
-    assert images.gpus(instance_type) == count
+    assert meaning.gpus(instance_type) == count
 
 
 @pytest.mark.parametrize(
@@ -201,9 +201,9 @@ def test_gpus_of_an_instance(instance_type: str, count: int | None) -> None:
     ],
 )  # fmt: skip
 def test_the_address_of_an_image(image: str, region: str, instance_type: str, address: str) -> None:
-    assert images.address(image, region, instance_type, "target aws") == address
+    assert meaning.image_address(image, region, instance_type, "target aws") == address
 
 
 def test_a_version_that_is_not_known() -> None:
     with pytest.raises(SpecError, match=r"pytorch:1.10: unknown version \(known: 2.6.0, 2.7.1, 2.8.0\)"):
-        images.address("pytorch:1.10", "us-east-1", "ml.m5.large", "target aws")
+        meaning.image_address("pytorch:1.10", "us-east-1", "ml.m5.large", "target aws")

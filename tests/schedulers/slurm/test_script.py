@@ -52,10 +52,15 @@ def full_options(**given: Any) -> SlurmOptions:
     )  # fmt: skip
 
 
+def job_script(
+    spec: JobSpec, given: SlurmOptions, job_id: str = "x", directory: str = _D, **more: Any
+) -> script.JobScript:
+    return script.JobScript(spec, given, job_id, directory, **{"python": "p", **more})
+
+
 def text_of(spec: JobSpec, given: SlurmOptions, **more: Any) -> str:
-    rendered = script.render(spec, given, "2mxaaaaaaaa", _D, python="/opt/accel/bin/python", **more)
-    made = script.settings(spec, given, "2mxaaaaaaaa", _D, python="/opt/accel/bin/python", code="/home/me/project")
-    return f"{rendered}\n# settings.json\n{json.dumps(made, indent=2)}\n"
+    job = job_script(spec, given, "2mxaaaaaaaa", python="/opt/accel/bin/python", code="/home/me/project")
+    return f"{job.render(**more)}\n# settings.json\n{json.dumps(job.settings(), indent=2)}\n"
 
 
 def test_everything() -> None:
@@ -74,7 +79,7 @@ def test_a_container(container: str) -> None:
 
 
 def test_an_array_is_one_script() -> None:
-    text = script.render(everything(), full_options(), "2mxaaaaaaaa", _D, python="python3", tasks=20)
+    text = job_script(everything(), full_options(), python="python3").render(tasks=20)
     assert "#SBATCH --array=0-19%5\n" in text
     assert text.endswith(f"exec python3 -I {_D}/slurm/batch.py --array {_D}\n")
 
@@ -87,22 +92,22 @@ def test_what_accel_says_to_sbatch_is_known_to_every_slurm_since_20_11() -> None
 
 
 def test_a_directory_with_a_percent_sign_is_no_pattern() -> None:
-    text = script.render(JobSpec(argv=("a.py",)), options(), "2mxaaaaaaaa", "/data/50%d of it", python="python3")
+    text = job_script(JobSpec(argv=("a.py",)), options(), directory="/data/50%d of it").render()
     assert "#SBATCH --output='/data/50%%d of it/logs/slurm.log'\n" in text
     assert "#SBATCH --chdir='/data/50%d of it'\n" in text
     with pytest.raises(SpecError, match="backslash"):
-        script.render(JobSpec(argv=("a.py",)), options(), "2mxaaaaaaaa", "/data/a\\b", python="python3")
+        job_script(JobSpec(argv=("a.py",)), options(), directory="/data/a\\b").render()
     with pytest.raises(SpecError, match="submitit replaces %j"):
-        script.render(JobSpec(argv=("a.py",)), options(), "2mxaaaaaaaa", "/data/%j", python="python3")
+        job_script(JobSpec(argv=("a.py",)), options(), directory="/data/%j").render()
 
 
 def test_gpus_are_asked_for_once() -> None:
     spec = JobSpec(argv=("a.py",), resources=Resources(gpus=4))
-    assert "#SBATCH --gres=gpu:4\n" in script.render(spec, options(), "x", _D, python="p")
-    assert "#SBATCH --gres=gpu:h100:4\n" in script.render(spec, options(gpu_type="h100"), "x", _D, python="p")
+    assert "#SBATCH --gres=gpu:4\n" in job_script(spec, options()).render()
+    assert "#SBATCH --gres=gpu:h100:4\n" in job_script(spec, options(gpu_type="h100")).render()
     given = options(gres="gpu:h100:4,nvme:1")
     script.check(spec, given, "big")
-    assert "#SBATCH --gres=gpu:h100:4,nvme:1\n" in script.render(spec, given, "x", _D, python="p")
+    assert "#SBATCH --gres=gpu:h100:4,nvme:1\n" in job_script(spec, given).render()
     with pytest.raises(SpecError, match=r"gres asks for 2 GPUs on each node, and --gpus for 4"):
         script.check(spec, options(gres="gpu:2"), "big")
 
@@ -132,9 +137,7 @@ def test_gpus_are_said_in_one_place(wanted: dict[str, Any], given: dict[str, Any
 @pytest.mark.parametrize("given", [{"sbatch": {"gpus-per-node": 4}}, {"gres": "gpu:1"}, {"sbatch": {"gpus": "a100:1"}}])
 def test_a_container_sees_the_gpus_however_they_were_asked_for(given: dict[str, Any]) -> None:
     spec = JobSpec(argv=("a.py",), image="train.sif")
-    words = script.task(
-        spec, options(container="apptainer", **given), _D, python="p", code=None, pickles=f"{_D}/slurm/pickles"
-    )
+    words = job_script(spec, options(container="apptainer", **given)).settings()["submitit"]
     assert words[:3] == ["apptainer", "exec", "--nv"]
 
 
@@ -208,7 +211,7 @@ def test_cores_are_asked_for_in_another_way(given: dict[str, Any]) -> None:
 
 def test_the_account_that_people_have_in_their_profile() -> None:
     env = {"SBATCH_ACCOUNT": "lab", "SBATCH_QOS": "low", "SBATCH_OUTPUT": "x", "SLURM_CONF": "c", "SLURM_NTASKS": "3"}
-    text = script.render(JobSpec(argv=("a.py",)), options(qos="high"), "x", _D, python="p")
+    text = job_script(JobSpec(argv=("a.py",)), options(qos="high")).render()
     assert for_sbatch(env, text) == {"SBATCH_ACCOUNT": "lab", "SLURM_CONF": "c"}  # the target says the QOS
     assert for_sbatch({**env, "SLURM_JOB_ID": "7"}, text) == {"SLURM_CONF": "c"}
 

@@ -101,9 +101,9 @@ def test_two_machines_poll_and_prune_the_jobs_of_one(
     ):
         clients = [client.stdout for client in (here_client, there_client)]
         try:
-            seen = [json.loads(stdout.readline()) for stdout in clients if stdout]
+            reports = [json.loads(stdout.readline()) for stdout in clients if stdout]
             running = ["kubernetes queued", "kubernetes running", "slurm queued", "slurm running"]
-            assert all(set(each["states"]) <= set(running) and not each["pruned"] for each in seen), seen
+            assert all(set(report["states"]) <= set(running) and not report["pruned"] for report in reports), reports
             assert all((job.record.directory / "plan.json").exists() for job in jobs)
             go.touch()
             for job in jobs[EACH:]:
@@ -114,6 +114,6 @@ def test_two_machines_poll_and_prune_the_jobs_of_one(
             over.touch()
         last = [json.loads(stdout.readline()) for stdout in clients if stdout]
     ended = {"kubernetes cancelled", "slurm succeeded"}
-    assert all(set(each["states"]) <= {*running, *ended} for each in last), last
+    assert all(set(report["states"]) <= {*running, *ended} for report in last), last
     assert sorted(last[0]["pruned"] + last[1]["pruned"]) == sorted(job.id for job in jobs)
     assert not (tmp_path / "bin/submitted").exists()

@@ -21,7 +21,7 @@ from schedulers.hosts.jobs.status import Hosts
 from schedulers.hosts.remote_files import Blob, Files
 from schedulers.hosts.transport import Pool
 from schedulers.jobs.prune import prune
-from schedulers.ssh.options import SshOptions
+from schedulers.ssh.target import SshOptions
 from schedulers.store.store import Store
 from tests.clusters.ssh import SshHosts
 from tests.waiting import until

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from schedulers.hosts.jobs.native_id import Native
 from schedulers.hosts.jobs.status import Reply
 from schedulers.hosts.transport import Outcome
 from schedulers.node import jobs
-from schedulers.slurm import logs as slurm_reading
+from schedulers.slurm import target as slurm_target
 from schedulers.slurm.login import job_ops
 from schedulers.store import log_lines
 
@@ -69,10 +70,16 @@ def _log(root: Path, host: str, name: str) -> Path:
     return path
 
 
+def _target(login: Any, *, over: bool) -> slurm_target.SlurmTarget:
+    target = slurm_target.SlurmTarget.__new__(slurm_target.SlurmTarget)
+    poller: Any = SimpleNamespace(is_over=lambda native_id: over)
+    target._open_cluster, target._open_poller = login, poller
+    return target
+
+
 def _read(hosts: Hosts, since: Cursor | None = None, *, over: bool = True) -> Iterator[LogLine]:
     if isinstance(hosts, Login):
-        login: Any = hosts
-        return slurm_reading.read(login.query, "job", since, finished=over)
+        return _target(hosts, over=over).logs("1/job", since)
     here: Any = hosts
     return logs.read(here, _NATIVE, since)
 
@@ -99,7 +106,7 @@ def test_a_reader_that_is_cut_off_goes_on_with_the_next_byte(
 ) -> None:
     """Also in the midst of a line; and logs that hold back what fits into no answer keep no other from being read."""
     monkeypatch.setattr(log_lines, "MAX_BYTES", 10)
-    for module in (logs, slurm_reading):
+    for module in (logs, slurm_target):
         monkeypatch.setattr(module, "_LIMIT", 10)
         monkeypatch.setattr(module, "_MAX_BYTES", 20)
     hosts = kind(tmp_path)
@@ -148,5 +155,5 @@ def test_the_last_lines_on_a_login_node(tmp_path: Path) -> None:
     _log(tmp_path, "one", "rank-0.a0").write_text("a\nb\n")
     _log(tmp_path, "one", "rank-0.a1").write_text("c\nd")
     for over, expected in ((True, ["c\n", "d"]), (False, ["b\n", "c\n"])):
-        cursor = slurm_reading.tail_at(login.query, "job", Cursor(), 2, finished=over)
+        cursor = _target(login, over=over).tail_at("1/job", Cursor(), 2)
         assert [line.text for line in _read(login, cursor, over=over)] == expected

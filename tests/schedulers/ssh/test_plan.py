@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from schedulers import JobSpec, Resources, Retry, SpecError
-from schedulers.ssh.options import SshOptions, named_hosts
-from schedulers.ssh.target import SshTarget
+from schedulers.ssh.target import SshOptions, SshTarget
 from schedulers.target import TargetContext
 from tests.golden import assert_golden
 
@@ -93,11 +92,11 @@ def test_every_option_is_in_the_documentation() -> None:
 
 def test_hosts_of_a_hostfile_beside_the_code(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("a slots=2\nme@b slots=2 # the other\n")
-    found = named_hosts(SshOptions(hostfile="hosts", user="you", port=2222), "lab", str(tmp_path))
-    assert [str(host) for host in found] == ["you@a:2222", "me@b:2222"]
+    hosts = target(hosts=None, hostfile="hosts", user="you", port=2222)._candidate_hosts(str(tmp_path))
+    assert [str(host) for host in hosts] == ["you@a:2222", "me@b:2222"]
 
 
 def test_hosts_of_the_ssh_configuration(tmp_path: Path) -> None:
     (tmp_path / "config").write_text("Host gpu1 gpu2\n  User me\nHost other\n")
-    found = named_hosts(SshOptions(hosts="gpu*", ssh_config=str(tmp_path / "config")), "lab", ".")
-    assert [str(host) for host in found] == ["gpu1", "gpu2"]
+    hosts = target(hosts="gpu*", ssh_config=str(tmp_path / "config"))._candidate_hosts(".")
+    assert [str(host) for host in hosts] == ["gpu1", "gpu2"]

@@ -23,7 +23,7 @@ from schedulers.hosts.preflight import Report, Row
 from schedulers.hosts.remote_files import Blob
 from schedulers.hosts.transport import Outcome
 from schedulers.node import jobs
-from schedulers.ssh.options import SshOptions
+from schedulers.ssh.target import SshOptions
 
 FACTS = Facts(
     name="h", machine="m", user="me", home="/home/me", python="3.12.0", executable="/usr/bin/python3", packages={},

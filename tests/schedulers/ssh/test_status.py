@@ -15,8 +15,7 @@ import pytest
 from schedulers import Cursor, LogLine, Reason, State, Unreachable
 from schedulers.hosts.jobs.native_id import Native
 from schedulers.hosts.jobs.status import query_all
-from schedulers.ssh.options import SshOptions
-from schedulers.ssh.target import SshTarget
+from schedulers.ssh.target import SshOptions, SshTarget
 from schedulers.target import TargetContext
 from tests.clusters.ssh import SshHosts
 

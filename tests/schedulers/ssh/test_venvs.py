@@ -21,8 +21,7 @@ from schedulers.errors import ConfigError
 from schedulers.hosts.errors import RemoteError
 from schedulers.hosts.jobs.venvs import Environments, Requirements, read
 from schedulers.hosts.transport import Pool
-from schedulers.ssh.options import SshOptions
-from schedulers.ssh.target import SshTarget
+from schedulers.ssh.target import SshOptions, SshTarget
 from schedulers.target import Checks, TargetContext
 from tests.clusters.ssh import SshHosts
 from tests.needs import package

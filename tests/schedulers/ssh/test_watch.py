@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from schedulers.ssh.options import SshOptions
-from schedulers.ssh.target import SshTarget
+from schedulers.ssh.target import SshOptions, SshTarget
 from schedulers.target import TargetContext, Waits
 from tests.clusters.ssh import SshHosts
 from tests.waiting import until

@@ -98,7 +98,7 @@ def test_what_is_written_is_on_the_disk_before_it_has_its_name(store: Store, mon
     monkeypatch.setattr(os, "rename", partial(checked, rename))
     monkeypatch.setattr(os, "replace", partial(checked, replace))
     record = create(store)
-    record.write_exit({"state": "succeeded"})
+    atomic_files.write_document(f"{record.path}/exit.json", {"state": "succeeded"})
     for path in (store.jobs, record.directory, record.directory / "exit.json"):
         assert path.stat().st_ino in flushed, path
 
@@ -131,7 +131,6 @@ def test_options_that_no_file_can_hold_are_refused_before_anything_is_written(st
 
 def test_the_life_of_a_job(store: Store) -> None:
     record = create(store)
-    assert record.attempts == 0
     assert record.update(Status(state=State.QUEUED, observed_at=1.0), "native-7").state is State.QUEUED
     assert record.update(Status(state=State.RUNNING, observed_at=2.0)).state is State.RUNNING
     assert record.update(Status(state=State.QUEUED, attempt=1, observed_at=3.0)).attempt == 1
@@ -139,7 +138,7 @@ def test_the_life_of_a_job(store: Store) -> None:
     last = record.update(Status(state=State.FAILED, reason=Reason.EXIT_CODE, exit_code=3, attempt=1, observed_at=5.0))
     assert record.update(Status(state=State.SUCCEEDED, observed_at=6.0)) == last
     read = store.record(record.id)
-    assert (read.status, read.native_id, read.attempts) == (last, "native-7", 2)
+    assert (read.status, read.native_id) == (last, "native-7")
     assert read.started_at is not None
     assert read.ended_at is not None
     assert read.created_at <= read.started_at <= read.ended_at
@@ -248,8 +247,8 @@ def test_notes_stand_between_the_states(store: Store) -> None:
 def test_exit_is_replaced_in_one_step(store: Store) -> None:
     record = create(store)
     assert record.read_exit() is None
-    record.write_exit({"exit_code": 3, "message": "\udc80"})
-    record.write_exit({"exit_code": 4})
+    atomic_files.write_document(f"{record.path}/exit.json", {"exit_code": 3, "message": "\udc80"})
+    atomic_files.write_document(f"{record.path}/exit.json", {"exit_code": 4})
     assert record.read_exit() == {"exit_code": 4}
     assert [path.name for path in record.directory.glob(".*")] == []
 

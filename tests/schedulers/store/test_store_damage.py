@@ -118,7 +118,7 @@ def test_a_damaged_or_newer_document_is_never_overwritten(store: Store, content:
     with pytest.raises(StoreError, match=r"exit.json"):
         record.read_exit()
     with pytest.raises(StoreError, match=r"exit.json"):
-        record.write_exit({"exit_code": 0})
+        atomic_files.write_document(f"{record.path}/exit.json", {"exit_code": 0})
     assert path.read_text() == content
 
 
@@ -234,7 +234,7 @@ def test_a_full_disk_is_said_and_harms_nothing(small_disk: Path) -> None:
     with pytest.raises(StoreError, match="disk full"):
         create(store)
     with pytest.raises(StoreError, match=r"disk full: cannot write .*exit.json"):
-        record.write_exit({"exit_code": 0})
+        atomic_files.write_document(f"{record.path}/exit.json", {"exit_code": 0})
     assert record.read_exit() is None
     assert [job.id for job in store.records()] == [record.id]
     assert sorted(os.listdir(store.jobs)) == [record.id]

@@ -19,7 +19,7 @@ from accel.checkpoint.durable import Digest
 from accel.checkpoint.file_names import MANIFEST
 from accel.world import environment
 from schedulers import SpecError, State
-from schedulers.tpu import checkpoints, node_request
+from schedulers.tpu import api, checkpoints
 from schedulers.tpu.checkpoints import Bucket, Save, Uploads, restore
 from schedulers.tpu.slice_target import _WITH_CHECKPOINTS
 from tests.clusters.tpu import Tpu
@@ -292,7 +292,7 @@ def test_how_a_job_ended_that_nobody_looked_after(
 ) -> None:
     """It is in the bucket when the slice has deleted itself; one that was warned of a preemption (85) goes on."""
     package("google.cloud.storage")
-    monkeypatch.setattr(node_request, "ENDED_S", 2.0)
+    monkeypatch.setattr(api, "ENDED_S", 2.0)
     store = Store(tpu.hosts.network.address(0))
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", store.url)
     try:

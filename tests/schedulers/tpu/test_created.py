@@ -19,7 +19,7 @@ from schedulers.config.named_targets import load_target
 from schedulers.errors import SubmitError, Unreachable
 from schedulers.hosts.jobs import submit as hosts_submit
 from schedulers.jobs import poll
-from schedulers.tpu import created, node_request
+from schedulers.tpu import api, created
 from schedulers.tpu.slice_target import SliceTarget
 from tests import needs
 from tests.clusters.tpu import LAUNCHER, PROJECT, SERVICE_ACCOUNT, ZONE, Tpu
@@ -142,7 +142,7 @@ def test_a_slice_that_is_still_created_when_the_time_is_over(tpu: Tpu, create: S
 
 @pytest.mark.parametrize("moment", ["wait_reachable", *long("ship", "start")])
 def test_preempted_before_the_job_runs(tpu: Tpu, create: Submit, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
-    """The job runs on the next slice, whichever step the hosts failed in."""
+    """The job runs on the next slice."""
     owner: Any = SliceTarget if moment == "wait_reachable" else hosts_submit
     step = getattr(owner, moment)
     called: list[None] = []
@@ -229,7 +229,7 @@ def test_without_a_client_the_slice_deletes_itself(
     tpu: Tpu, create: Submit, monkeypatch: pytest.MonkeyPatch, which: str, options: dict[str, Any], text: str
 ) -> None:
     """Its own service account is the only one that may."""
-    monkeypatch.setattr(node_request, which, 3.0)
+    monkeypatch.setattr(api, which, 3.0)
     tpu.deny("DeleteNode", "DeleteQueuedResource", caller=LAUNCHER)
     job = create(text, options=options)
     if text:

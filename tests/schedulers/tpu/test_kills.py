@@ -28,10 +28,10 @@ from .conftest import CREATED, ROOT, deleted_by, empty, printed, runs, target_op
 CLIENT = """
 import importlib, json, os, signal, sys
 import schedulers
-from schedulers.tpu import created, node_request
+from schedulers.tpu import api, created
 given = json.loads(sys.argv[1])
 for name, seconds in given["limits"].items():
-    setattr(node_request, name, seconds)
+    setattr(api, name, seconds)
 created._AGAIN_S = (0.5, 0.5)
 def die():
     os.kill(os.getpid(), signal.SIGKILL)

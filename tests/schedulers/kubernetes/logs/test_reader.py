@@ -19,6 +19,7 @@ from schedulers import Cursor, JobSpec, LogLine, SchedulerError
 from schedulers.kubernetes.logs import archive, sources, streams
 from schedulers.kubernetes.logs import reader as readers
 from schedulers.kubernetes.logs.cursor import Position
+from schedulers.kubernetes.logs.followed_job import FollowedJob
 from schedulers.kubernetes.native_id import Native
 from schedulers.store.log_lines import MAX_BYTES
 from schedulers.store.store import Store
@@ -112,7 +113,7 @@ def test_a_disk_that_is_full_is_said(make: MakeApi, monkeypatch: pytest.MonkeyPa
 def test_two_readers_at_one_place_do_not_take_from_one_stream(make: MakeApi) -> None:
     """Each of them would miss what the other one took between its look at the stream and its hand in it."""
     with serving(_answering(_DONE)) as server:
-        api, job = make(server.url), readers.FollowedJob()
+        api, job = make(server.url), FollowedJob()
         first, second = (readers._ReadPass(api, _NATIVE, job, None, None, finished=True) for _ in range(2))
         log = SimpleNamespace(name="log")
         tail: Any = SimpleNamespace(at=None, holder=None, source=log)
@@ -255,7 +256,7 @@ def test_a_log_without_its_beginning_is_reported_also_where_only_its_stream_is_l
     log = b"2026-11-21T10:00:09Z later\n"
     answers = [_answering(_DONE, pods=1, log=log, flags=())]
     with serving(lambda handler: answers[0](handler)) as server:
-        api, job = make(server.url), readers.FollowedJob()
+        api, job = make(server.url), FollowedJob()
         (source,) = sources.list_sources([_pod_of(server, api)])
         tail = streams.ContainerLogStream(api, _NATIVE, source, None, own=True)
         tail._thread.join()
@@ -293,7 +294,7 @@ def test_the_rest_of_a_stream_is_read_where_the_place_was_rotated_away(make: Mak
         return whole if "follow" in query else current
 
     with serving(_answering(_DONE, pods=1, log=log)) as server:
-        api, job = make(server.url), readers.FollowedJob()
+        api, job = make(server.url), FollowedJob()
         (source,) = sources.list_sources([_pod_of(server, api)])
         tail = streams.ContainerLogStream(api, _NATIVE, source, None, own=True)
         job.add(tail)
