@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import ctypes
-import mmap
 import os
 import threading
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 
+from accel.host_memory import HostMemory
 from accel.logging import get_logger
 
 logger = get_logger(__name__)
@@ -26,15 +26,11 @@ _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.Size, torch.d
 
 
 class Staging:
-    """A reusable buffer for one copy at a time.
-
-    With a CUDA ``device`` it is pinned, so that copies run at the speed of the bus.
-    """
+    """A reusable buffer of host memory for one copy at a time; ``device``: that of the tensors."""
 
     def __init__(self, device: torch.device) -> None:
-        self._pinned = device.type == "cuda"
-        self._memory: Any = None
-        self._size = 0
+        self._device = device
+        self._memory = HostMemory(0, device)
 
     def copy(self, value: Any) -> Any:
         """Copy ``value``, a nested container, with all tensors and other mutable objects in it.
@@ -58,24 +54,17 @@ class Staging:
 
     def free(self) -> None:
         """Release the buffer; copies that are still referenced keep theirs."""
-        self._memory, self._size = None, 0
+        self._memory.free()
 
     def _reserve(self, size: int) -> None:
-        if size <= self._size:
-            return
-        self.free()
-        if self._pinned:
-            self._memory = memoryview(torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy().data)
-        else:
-            self._memory = mmap.mmap(-1, size)
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                self._memory.madvise(mmap.MADV_HUGEPAGE)
-        self._size = size
+        if size > self._memory.bytes.numel():
+            self._memory.free()
+            self._memory = HostMemory(size, self._device)
 
     def _view(self, offset: int, tensor: torch.Tensor) -> torch.Tensor:
         # Each tensor has its own storage: `torch.save` writes complete storages.
-        flat = torch.frombuffer(self._memory, dtype=tensor.dtype, count=tensor.numel(), offset=offset)
-        return flat.view(tensor.shape)
+        memory = self._memory.bytes[offset:].numpy()
+        return torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel()).view(tensor.shape)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

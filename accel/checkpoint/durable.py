@@ -14,18 +14,21 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from mmap import mmap
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Any
 
+import torch
+
 from accel.errors import AccelError, CheckpointError
+from accel.host_memory import HostMemory
 
 _BUFFER = 1 << 19
 _BUFFERS = 2
 _WRITERS = 1
 BLOCK = 16 << 20  # a multiple of _BUFFER
+_CPU = torch.device("cpu")
 _DIRECT: int = getattr(os, "O_DIRECT", 0)
 
 
@@ -111,7 +114,7 @@ class _Disk:
 
 
 class DurableFile:
-    """A new file that is written from start to end, also by `torch.save`.
+    """A new file that is written from start to end, also by `torch.save`. ``device``: that of the tensors in it.
 
     When the ``with`` block ends without an error, everything is on the disk and `digest` is set. Raises
     `FileExistsError` if the file exists, and `OSError` for a write error, in place of the error that a writer in
@@ -120,12 +123,13 @@ class DurableFile:
 
     digest: Digest
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, device: torch.device = _CPU) -> None:
         self._path = str(path)
+        self._device = device
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         self._checksum = _Checksum()
         self._disk: _Disk | None = None
-        self._buffers: list[mmap] = []
+        self._buffers: list[HostMemory] = []
         self._buffer: memoryview | None = None
         self._filled = 0
         self._offset = 0
@@ -149,21 +153,33 @@ class DurableFile:
         finally:
             os.close(self._file)
             self._buffer, self._disk = None, None
-            self._buffers.clear()
+            for memory in self._buffers:
+                memory.free()
 
     def write(self, data: bytes | memoryview) -> int:
         """Copy ``data`` to a buffer; the caller may change it when this returns."""
         source = memoryview(data).cast("B")
-        written, length = 0, len(source)
+        for buffer, start in self._parts(len(source)):
+            buffer[:] = source[start : start + len(buffer)]
+        return len(source)
+
+    def write_tensor(self, flat: torch.Tensor) -> None:
+        """Do as `write` with the bytes of the one-dimensional tensor ``flat``, which may be on a device."""
+        source = flat.view(torch.uint8)
+        for buffer, start in self._parts(source.numel()):
+            torch.frombuffer(buffer, dtype=torch.uint8).copy_(source[start : start + len(buffer)])
+
+    def _parts(self, length: int) -> Iterator[tuple[memoryview, int]]:
+        """Yield the parts of buffers for the next ``length`` bytes, and where each begins in these bytes."""
+        written = 0
         while written < length:
             buffer = self._buffer or self._next_buffer()
             count = min(length - written, _BUFFER - self._filled)
-            buffer[self._filled : self._filled + count] = source[written : written + count]
+            yield buffer[self._filled : self._filled + count], written
             self._filled += count
             written += count
             if self._filled == _BUFFER:
                 self._send(buffer)
-        return length
 
     def flush(self) -> None:
         """Do nothing: everything is on the disk at the end."""
@@ -172,8 +188,8 @@ class DurableFile:
         if self._disk is not None and len(self._buffers) == _BUFFERS:
             self._buffer = self._disk.free_buffer()
         else:
-            self._buffers.append(mmap(-1, _BUFFER))  # aligned to pages, as O_DIRECT requires
-            self._buffer = memoryview(self._buffers[-1])
+            self._buffers.append(HostMemory(_BUFFER, self._device))  # aligned to pages, as O_DIRECT requires
+            self._buffer = self._buffers[-1].bytes.numpy().data
         return self._buffer
 
     def _send(self, buffer: memoryview) -> None:
@@ -223,9 +239,9 @@ def _write_at(file: int, data: memoryview, offset: int) -> None:
         data, offset = data[written:], offset + written
 
 
-def write_durably(path: Path, fill: Callable[[DurableFile], Any]) -> Digest:
-    """Write the file ``path`` by ``fill``, flush it to the disk, and return its digest."""
-    with DurableFile(path) as file:
+def write_durably(path: Path, fill: Callable[[DurableFile], Any], device: torch.device = _CPU) -> Digest:
+    """Write the file ``path`` by ``fill``, flush it to the disk, and return its digest; see `DurableFile`."""
+    with DurableFile(path, device) as file:
         fill(file)
     return file.digest
 

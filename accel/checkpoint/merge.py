@@ -11,9 +11,9 @@ import torch
 
 from accel.checkpoint.chunks import Chunks
 from accel.checkpoint.dcp import METADATA, DcpFolder
-from accel.checkpoint.directory import find_damage
 from accel.checkpoint.durable import fsync_directory, reporting_full_disk
 from accel.checkpoint.file_names import CHUNKS, MANIFEST, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
+from accel.checkpoint.manifest import find_damage
 from accel.checkpoint.tensors import TYPES, write_tensors
 from accel.checkpoint.torch_files import replacing, write_object
 from accel.errors import CheckpointError

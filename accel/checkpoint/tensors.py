@@ -78,7 +78,8 @@ def write_tensors(
         for tensor in file_order(unique).values():
             _write_elements(file, tensor if fetch is None else fetch(tensor))
 
-    return write_durably(path, fill)
+    device = next((tensor.device for tensor in unique.values() if tensor.is_cuda), torch.device("cpu"))
+    return write_durably(path, fill, device)
 
 
 def file_order(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -90,9 +91,7 @@ def file_order(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _write_elements(file: DurableFile, tensor: torch.Tensor) -> None:
-    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    if flat.numel():
-        file.write(memoryview(flat.view(torch.uint8).numpy().data))
+    file.write_tensor(tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1))
 
 
 def _type_name(path: Path, name: str, tensor: torch.Tensor) -> str:

@@ -27,7 +27,11 @@ def write_bytes(path: Path, data: bytes) -> Digest:
 
 def write_object(path: Path, value: Any) -> Digest:
     """Write ``value``, of any type, with `torch.save`."""
-    return write_durably(path, lambda file: torch.save(value, file))  # type: ignore[arg-type]
+    from torch.utils.serialization import config
+
+    pinned = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    with config.patch("save.use_pinned_memory_for_d2h", pinned):  # type: ignore[attr-defined]
+        return write_durably(path, lambda file: torch.save(value, file))  # type: ignore[arg-type]
 
 
 def write_safe_object(path: Path, value: Any) -> Digest:

@@ -14,21 +14,17 @@ from accel.checkpoint.all_ranks import Result, check_all_ranks_present, new_gloo
 from accel.checkpoint.background import Background, Staging
 from accel.checkpoint.contents import CheckpointContents, Piece
 from accel.checkpoint.directory import (
-    Manifest,
     delete_abandoned,
-    find_changed_file,
-    find_size_mismatch,
     leftovers,
     numbered,
     publish,
-    read_manifest,
     recover,
     remove,
     start_draft,
-    write_manifest,
 )
 from accel.checkpoint.durable import Digest, fsync_and_digest, fsync_directory, reporting_full_disk
 from accel.checkpoint.file_names import CHECKPOINT_PREFIX, MANIFEST, random_states_name
+from accel.checkpoint.manifest import Manifest, find_changed_file, find_size_mismatch, read_manifest, write_manifest
 from accel.checkpoint.weights import is_writer
 from accel.errors import CheckpointError
 from accel.logging import get_logger

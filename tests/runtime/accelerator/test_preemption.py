@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from accel import Accelerator, ProjectConfiguration
-from accel.checkpoint.directory import find_damage
+from accel.checkpoint.manifest import find_damage
 from accel.exit_codes import REQUEUE
 from accel.tracking import GeneralTracker
 from accel.tracking.jsonl import read_records

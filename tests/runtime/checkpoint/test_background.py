@@ -14,7 +14,7 @@ from torch import nn
 
 from accel import Accelerator, ProjectConfiguration
 from accel.checkpoint.background import Staging
-from accel.checkpoint.directory import find_damage
+from accel.checkpoint.manifest import find_damage
 from accel.errors import CheckpointError
 
 from ..small import fill, simple, value_of

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from accel import ProjectConfiguration
-from accel.checkpoint.directory import find_damage
 from accel.checkpoint.file_names import MANIFEST
+from accel.checkpoint.manifest import find_damage
 from accel.errors import CheckpointError
 from tests.marks import long
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from accel import Accelerator
-from accel.checkpoint import directory, writer
+from accel.checkpoint import manifest, writer
 from accel.errors import CheckpointError
 
 
@@ -63,7 +63,7 @@ def test_a_save_is_refused_before_anything_is_touched(newest: Path, tmp_path: Pa
 
 
 def test_a_save_under_way_is_not_put_in_place(newest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = directory.write_manifest
+    write = manifest.write_manifest
 
     def late(*given: object) -> None:
         write(*given)  # type: ignore[arg-type]

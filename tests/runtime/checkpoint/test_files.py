@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from accel import Accelerator
-from accel.checkpoint.directory import Manifest, read_manifest, write_manifest
 from accel.checkpoint.durable import Digest
 from accel.checkpoint.file_names import MANIFEST
+from accel.checkpoint.manifest import Manifest, read_manifest, write_manifest
 from accel.checkpoint.tensors import evict, prefetch, read_tensors, write_tensors
 from accel.checkpoint.torch_files import read_object, write_object
 from accel.errors import CheckpointError

@@ -15,9 +15,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel import Accelerator, DataLoaderConfiguration, ProjectConfiguration, set_seed
-from accel.checkpoint.directory import Manifest, find_damage, write_manifest
 from accel.checkpoint.durable import BLOCK, DurableFile, digest_of, write_durably
 from accel.checkpoint.file_names import MANIFEST
+from accel.checkpoint.manifest import Manifest, find_damage, write_manifest
 from tests.marks import long
 from tests.needs import package
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from accel import ProjectConfiguration
-from accel.checkpoint.directory import find_damage
+from accel.checkpoint.manifest import find_damage
 from accel.errors import ArgumentError
 from tests.needs import missing
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel import Accelerator, DataLoaderConfiguration, set_seed
-from accel.checkpoint.directory import find_damage
+from accel.checkpoint.manifest import find_damage
 from tests.marks import long
 
 from ..small import fill, simple

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from accel import Accelerator
 from accel.accelerator import Accelerator as Façade
 from accel.checkpoint.chunks import Chunks
-from accel.checkpoint.directory import find_changed_file, find_damage
+from accel.checkpoint.manifest import find_changed_file, find_damage
 from accel.errors import ArgumentError, CheckpointError
 from accel.plugins import ProjectConfiguration
 from accel.plugins.fsdp import FullyShardedDataParallelPlugin

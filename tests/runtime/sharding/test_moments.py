@@ -14,7 +14,7 @@ import torch
 from accel import Accelerator
 from accel.accelerator import Accelerator as Façade
 from accel.checkpoint import all_ranks
-from accel.checkpoint.directory import find_damage
+from accel.checkpoint.manifest import find_damage
 from accel.errors import ArgumentError
 from accel.exit_codes import REQUEUE
 from accel.plugins import GradientAccumulationPlugin

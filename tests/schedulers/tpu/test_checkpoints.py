@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import schedulers
-from accel.checkpoint import directory
+from accel.checkpoint import manifest
 from accel.checkpoint.durable import Digest
 from accel.checkpoint.file_names import MANIFEST
 from accel.world import environment
@@ -110,7 +110,7 @@ def saved(place: Path, save: str, text: str = "weights") -> Path:
     (place / "model").write_text(text)
     (place / "below/state").write_bytes(os.urandom(1000))
     files = {str(p.relative_to(place)): Digest(p.stat().st_size, "0") for p in place.rglob("*") if p.is_file()}
-    directory.write_manifest(place, directory.Manifest(num_processes=2, save=save, files=files))
+    manifest.write_manifest(place, manifest.Manifest(num_processes=2, save=save, files=files))
     return place
 
 
