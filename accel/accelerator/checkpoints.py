@@ -17,7 +17,7 @@ from accel.checkpoint.contents import CheckpointContents, Piece
 from accel.checkpoint.durable import reporting_full_disk
 from accel.checkpoint.file_names import CHECKPOINT_PREFIX
 from accel.checkpoint.weights import is_writer, refuse_unsavable, save, save_sharded_weights, save_weights
-from accel.checkpoint.writer import Checkpoints, logger
+from accel.checkpoint.writer import Checkpoints, Layouts, logger
 from accel.errors import ArgumentError, CheckpointError, one_of
 
 _LOAD_OPTIONS = ("weights_only", "mmap", "encoding")
@@ -148,8 +148,8 @@ class CheckpointControl(Part):
         self.project_configuration.iteration += automatic
         return str(path)
 
-    def _run_save_hooks(self, weights: dict[int, dict[str, Any]], folder: Path) -> None:
-        """Fill ``weights`` with the models' state dicts by number, without those that a hook removes."""
+    def _run_save_hooks(self, weights: dict[int, dict[str, Any]], folder: Path) -> Layouts:
+        """Fill ``weights`` with the state dicts of the models by number that no hook removes; return the layouts."""
         models, in_shards = self._run.models, self.strategy.keeps_shards
         states = [self.strategy.model_state(model, full=not in_shards) for model in models]
         remaining = list(states)
@@ -157,6 +157,7 @@ class CheckpointControl(Part):
             hook(list(models), remaining, str(folder))
         numbers = {id(state): number for number, state in enumerate(states)}
         weights.update({numbers.get(id(state), position): state for position, state in enumerate(remaining)})
+        return self._contents(models=models).layouts(weights)
 
     def _collect(self, weights: dict[int, dict[str, Any]], safe: bool) -> list[Piece]:
         contents = self._contents(models=self._run.models, safe=safe)
@@ -180,11 +181,14 @@ class CheckpointControl(Part):
         self,
         input_dir: str | os.PathLike[str] | None = None,
         load_kwargs: dict[str, Any] | None = None,
+        *,
+        missing_ok: bool = False,
         **load_model_func_kwargs: Any,
-    ) -> None:
+    ) -> bool:
         """Load a checkpoint by `save_state` into the objects prepared and registered in this run, in the same order.
 
-        Every file is verified before any is loaded. Without ``input_dir``, or with ``"latest"``, the newest complete
+        Every file is verified, and compared with the run's objects, before any is loaded. Returns True; with
+        ``missing_ok`` False if there is no checkpoint. Without ``input_dir``, or with ``"latest"``, the newest complete
         checkpoint under ``project_dir/checkpoints`` is loaded; a warning names damaged ones that were skipped.
         Checkpoints by Accelerate 1.15 are read too, with a warning that they have no checksums to verify.
 
@@ -197,17 +201,25 @@ class CheckpointControl(Part):
             raise ArgumentError("load_state() without a directory needs Accelerator(project_dir=…)")
         options = _load_options(load_kwargs or {})
         _check_location(load_model_func_kwargs.pop("map_location", None))
-        folder = self._checkpoints.find(None if newest or input_dir is None else Path(input_dir))
-        models = list(self._run.models)
-        hooks = self._load_model_state_pre_hook.values()
-        run_on_all_ranks(f"loading {folder}", lambda: [hook(models, str(folder)) for hook in hooks] and None)
-        hooked = [number for number, model in enumerate(self._run.models) if all(model is not m for m in models)]
-        contents = self._contents(models=self._run.models, hooked=hooked, options=options)
-        self._run.window.resume(self._checkpoints.load(folder, contents, **load_model_func_kwargs))
+        requested = None if newest or input_dir is None else Path(input_dir)
+        folder = self._checkpoints.find(requested, missing_ok=missing_ok)
+        if folder is None:
+            return False
+        contents = self._contents(models=self._run.models, options=options)
+        step = self._checkpoints.load(folder, contents, self._run_load_hooks, **load_model_func_kwargs)
+        self._run.window.resume(step)
         prefix, _, number = folder.name.rpartition("_")
         if f"{prefix}_" == CHECKPOINT_PREFIX and number.isdecimal():
             self.save_iteration = int(number) + 1
         logger.info(f"loaded {folder}")
+        return True
+
+    def _run_load_hooks(self, folder: Path) -> list[int]:
+        """Return the numbers of the models that the hooks have removed from the list of those to load."""
+        models = list(self._run.models)
+        for hook in self._load_model_state_pre_hook.values():
+            hook(models, str(folder))
+        return [number for number, model in enumerate(self._run.models) if all(model is not m for m in models)]
 
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return the full state dict of a prepared model under its original names (``unwrap=False``: as it is now)."""

@@ -7,14 +7,14 @@ A process writes one safetensors file, ``chunks/node_<node>/rank_<rank>.safetens
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
-from accel.checkpoint.file_names import CHUNKS
+from accel.checkpoint.file_names import rank_of_chunks
 from accel.errors import CheckpointError
 from accel.parallel.shares import count_versions, is_sharded
 from accel.pytree import join_tensors, leaves, meta_tensors, split_tensors
@@ -81,8 +81,9 @@ def _is_first_copy(tensor: Any) -> bool:
 class Chunks:
     """Saved tensors by name, each in the chunks it was written in. ``folder``: the checkpoint, for error messages."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, files: Sequence[str] = ()) -> None:
         self.folder = folder
+        self._files = files
         self.shapes: dict[str, Dims] = {}
         self._chunks: dict[str, dict[tuple[Dims, Dims], Any]] = {}
 
@@ -95,10 +96,10 @@ class Chunks:
         return saved
 
     @classmethod
-    def in_folder(cls, folder: Path) -> Chunks:
-        """Find all chunks of a checkpoint. Raises `CheckpointError` for a damaged file."""
-        saved = cls(str(folder))
-        for path in sorted(folder.glob(CHUNKS)):
+    def in_folder(cls, folder: Path, files: Collection[str]) -> Chunks:
+        """Open the files of chunks among the ``files`` of a checkpoint. Raises `CheckpointError` for a damaged one."""
+        saved = cls(str(folder), [name for name in sorted(files) if rank_of_chunks(name) is not None])
+        for path in map(folder.joinpath, saved._files):
             file = SafetensorsFile(path)
             try:
                 for name, (shape, offset) in json.loads(file.metadata[_TABLE]).items():
@@ -144,40 +145,44 @@ class Chunks:
             tensors[name] = buffers[id(first)]
         return tensors
 
-    @torch.no_grad()
-    def fill(self, name: str, tensor: torch.Tensor) -> None:
-        """Copy what was saved under ``name`` to this process's part of ``tensor``.
+    def check(self, name: str, tensor: torch.Tensor) -> list[tuple[torch.Tensor, Any, tuple[slice, ...]]]:
+        """Return each part of ``tensor`` on this process, the chunk that holds it, and its place there.
 
-        Raises `CheckpointError` if the full shapes differ or chunks of this part are missing.
+        Raises `CheckpointError` if the full shapes differ or chunks of this process's part are missing.
         """
         if self.shapes[name] != tuple(tensor.shape):
             raise CheckpointError(
                 f"{self.folder}: {name} has shape {self.shapes[name]}, but {tuple(tensor.shape)} in this run"
             )
         offset, part = local_offset(name, tensor)
-        missing = part.numel()
+        parts = []
         for (start, size), data in self._chunks[name].items():
             common = [
                 (max(a, b), min(a + m, b + n)) for a, m, b, n in zip(offset, part.shape, start, size, strict=True)
             ]
             if all(first < stop for first, stop in common):
-                tensor_part = cut(data if isinstance(data, torch.Tensor) else data.open(), _slices(common, start))
-                target = part[_slices(common, offset)]
-                target.copy_(tensor_part)
-                missing -= target.numel()
+                parts.append((part[_slices(common, offset)], data, _slices(common, start)))
+        missing = part.numel() - sum(target.numel() for target, _, _ in parts)
         if missing:
             raise CheckpointError(
                 f"{self.folder}: {missing} elements of {name} are missing{self._missing_ranks_hint()}"
             )
+        return parts
+
+    @torch.no_grad()
+    def fill(self, name: str, tensor: torch.Tensor) -> None:
+        """Copy what was saved under ``name`` to this process's part of ``tensor``. Raises as `check` does."""
+        for target, data, place in self.check(name, tensor):
+            target.copy_(cut(data if isinstance(data, torch.Tensor) else data.open(), place))
 
     def _missing_ranks_hint(self) -> str:
-        files = list(Path(self.folder).glob(CHUNKS))
-        nodes = sorted({path.parent.name.removeprefix("node_") for path in files}, key=int)
-        ranks = sorted({path.stem.removeprefix("rank_") for path in files}, key=int)
-        if not files:
+        parts = [name.split("/") for name in self._files]
+        nodes = sorted({node.removeprefix("node_") for _, node, _ in parts}, key=int)
+        ranks = sorted({rank_of_chunks(name) or 0 for name in self._files})
+        if not parts:
             return ""
         return (
-            f": it has only the chunks of rank {', '.join(ranks)} on node {', '.join(nodes)}. Load it with "
+            f": it has only the chunks of rank {', '.join(map(str, ranks))} on node {', '.join(nodes)}. Load it with "
             "the processes that saved it, or save to a file system that all nodes share"
         )
 
@@ -235,12 +240,12 @@ def _renamed(state: Mapping[str, Any], names: Mapping[Any, Any], params: Iterabl
     }
 
 
-def fill_optimizer(
+def plan_optimizer(
     optimizer: Any, name_of: NameOf, outline: Mapping[str, Any], saved: Chunks, prefix: str = ""
-) -> None:
-    """Load the result of `split_optimizer` into this process's parts. Raises `CheckpointError` for a mismatch.
+) -> Callable[[], None]:
+    """Check the result of `split_optimizer`; return a function that loads it into this process's parts.
 
-    ``prefix``: the prefix of the names in ``saved``.
+    ``prefix``: the prefix of the names in ``saved``. Raises `CheckpointError` for a mismatch.
     """
     if "chunked" in outline:
         outline, saved, prefix = _upgraded(outline, saved, prefix)
@@ -270,21 +275,25 @@ def fill_optimizer(
     any_parameter = next((p for p in parameters.values() if is_sharded(p)), next(iter(parameters.values()), None))
     by_shape = {tuple(parameter.shape): parameter for parameter in parameters.values()}
     current = dict(leaves(_by_name(optimizer.state_dict(), optimizer, name_of)))
-    values = {
-        path: _filled(
-            saved,
-            keys[path],
-            owners.get(path, by_shape.get(tuple(place.shape), any_parameter)),
-            current.get(path),
-            plain=path in versions,
-        )
-        for path, place in places.items()
-    }
-    state = join_tensors(tree, values)
-    if saved_groups is not None:
-        numbers = {name: number for number, name in enumerate(parameters)}
-        state = _renamed(state, numbers, [[numbers[name] for name in group] for group in named])
-    optimizer.load_state_dict(state)
+
+    def load() -> None:
+        values = {
+            path: _filled(
+                saved,
+                keys[path],
+                owners.get(path, by_shape.get(tuple(place.shape), any_parameter)),
+                current.get(path),
+                plain=path in versions,
+            )
+            for path, place in places.items()
+        }
+        state = join_tensors(tree, values)
+        if saved_groups is not None:
+            numbers = {name: number for number, name in enumerate(parameters)}
+            state = _renamed(state, numbers, [[numbers[name] for name in group] for group in named])
+        optimizer.load_state_dict(state)
+
+    return load
 
 
 def _check_groups(saved: Sequence[Mapping[str, Any]], named: Sequence[Mapping[str, Any]], folder: str) -> None:
@@ -330,17 +339,17 @@ def _filled(saved: Chunks, name: str, parameter: Any, current: Any, *, plain: bo
     return DTensor.from_local(tensor.to(parameter.device), mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
-def fill_optimizer_from_full_state(optimizer: Any, state: Mapping[str, Any], folder: Path) -> None:
-    """Load the state dict of an unsharded optimizer, which may hold stored tensors, by the order of parameters."""
+def plan_full_optimizer(optimizer: Any, state: Mapping[str, Any], folder: Path) -> Callable[[], None]:
+    """Do as `plan_optimizer` with the state dict of an unsharded one, by the order of parameters."""
     outline, tensors = outline_full_state(_by_name(state, optimizer, lambda parameter: str(id(parameter))))
     saved = Chunks.single_chunk(tensors, str(folder))
-    fill_optimizer(optimizer, lambda parameter: str(id(parameter)), outline, saved)
+    return plan_optimizer(optimizer, lambda parameter: str(id(parameter)), outline, saved)
 
 
-def fill_module(
+def plan_module(
     module: nn.Module, saved: Chunks, prefix: str = "", extra: Mapping[str, Any] | None = None, strict: bool = True
-) -> None:
-    """Load weights and buffers of ``saved`` into this process's parts of ``module``, and ``extra`` as it is.
+) -> Callable[[], None]:
+    """Check weights and buffers; return a function that loads them into parts of ``module``, and ``extra`` as it is.
 
     Raises `CheckpointError` for a shape that differs and, if ``strict``, for names that only one side has.
     """
@@ -354,17 +363,25 @@ def fill_module(
         groups.setdefault(id(parameter), []).append(name)
     ties = {name: names for names in groups.values() for name in names}
     missing, size = [], PartialState().num_processes
+    places: dict[str, torch.Tensor] = {}
     for name, value in expected.items():
         keys = [own_name(prefix + name, size), *(prefix + alias for alias in (name, *ties.get(name, ())))]
         key = next((key for key in keys if key in saved), None)
         if key is None:
             missing.append(name)
         else:
-            saved.fill(key, value)
+            saved.check(key, value)
+            places[key] = value
     unexpected = [name for name in saved.under(prefix) if name not in expected]
     if strict and (missing or unexpected):
         raise CheckpointError(
             f"{saved.folder} lacks {missing[0]}" if missing else f"{saved.folder}: this run has no {unexpected[0]}"
         )
-    if extra:
-        module.load_state_dict(dict(extra), strict=False)
+
+    def load() -> None:
+        for key, value in places.items():
+            saved.fill(key, value)
+        if extra:
+            module.load_state_dict(dict(extra), strict=False)
+
+    return load

@@ -27,7 +27,10 @@ SAMPLER = f"{SAMPLER_NAME}.bin"
 MANIFEST = "accel_manifest.json"
 LOCK = ".accel_lock"
 CHECKPOINT_PREFIX = "checkpoint_"
-CHUNKS = "chunks/node_*/rank_*.safetensors"
+# The names that Accelerate does not write.
+OWN_NAMES = re.compile(
+    r"chunks/.*|optimizer_outline(_\d+)?\.bin|model_extra(_\d+)?\.bin|gradients_\d+\.(bin|safetensors)"
+)
 _CHUNKS = re.compile(r"chunks/node_\d+/rank_(\d+)\.safetensors")
 
 

@@ -1,31 +1,58 @@
-"""The manifest of a checkpoint: each file's length and digest. A directory whose files match it is complete."""
+"""The manifest of a checkpoint: what it holds, and each file's length and digest. What it does not list is not read."""
 
 from __future__ import annotations
 
 import json
 import os
 import zlib
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from accel.checkpoint.durable import BLOCK, Digest, block_checksum
-from accel.checkpoint.file_names import MANIFEST, rank_of_chunks
+from accel.checkpoint.file_names import (
+    MANIFEST,
+    OPTIMIZER,
+    OUTLINE,
+    OWN_NAMES,
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+    numbered_name,
+    random_states_name,
+    rank_of_chunks,
+)
 from accel.checkpoint.torch_files import write_bytes
 from accel.errors import CheckpointError
 
-SCHEMA = 2
+SCHEMA = 3
 _READERS = 4
+
+# whole: in files of its own; sharded: in the chunks of all ranks; hook: saved by the script's hook; none: no tensors.
+Layout: TypeAlias = Literal["whole", "sharded", "hook", "none"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The files of a checkpoint, the number of its writers, and an id that all copies of one save share."""
+    """The contents of a checkpoint.
+
+    num_processes: the number of ranks that wrote it.
+    save: an id that all copies of one save share.
+    files: every file, by its path in the checkpoint. Those of a checkpoint without a manifest have no checksums.
+    models, optimizers: the layout of each, in the order of `prepare`. ``models`` is None in schema 2 for models in
+        chunks, whose names tell their number.
+    states_layouts: False if they are inferred from the names of files, which other programs number otherwise.
+    """
 
     num_processes: int
     save: str | None = None
-    files: dict[str, Digest] = field(default_factory=dict)
+    files: Mapping[str, Digest] = field(default_factory=dict)
+    models: Sequence[Layout] | None = ()
+    optimizers: Sequence[Layout] = ()
+    states_layouts: bool = True
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -34,6 +61,8 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         "schema": SCHEMA,
         "num_processes": manifest.num_processes,
         "save": manifest.save,
+        "models": manifest.models,
+        "optimizers": manifest.optimizers,
         "files": {name: {"bytes": d.length, "crc32": d.crc32} for name, d in sorted(manifest.files.items())},
     }
     document["manifest_crc32"] = _manifest_checksum(document)
@@ -47,25 +76,70 @@ def _manifest_checksum(document: dict[str, Any]) -> str:
 
 def read_manifest(folder: Path) -> Manifest | None:
     """Read the manifest in ``folder``; None if there is none. Raises `CheckpointError` if it is damaged."""
+    path = folder / MANIFEST
     try:
-        document = json.loads((folder / MANIFEST).read_bytes())
-        if document["schema"] > SCHEMA:
-            raise CheckpointError(
-                f"{folder / MANIFEST} was written by a newer accel (schema {document['schema']}): update accel"
-            )
-        if document["schema"] < SCHEMA:
-            raise CheckpointError(
-                f"{folder / MANIFEST} was written by an older accel (schema {document['schema']}) and cannot be "
-                "verified: delete that file to load the rest unverified"
-            )
+        document = json.loads(path.read_bytes())
+        schema = document["schema"]
+        if not 2 <= schema <= SCHEMA:
+            writer = "a newer accel: update accel" if schema > SCHEMA else "an accel before 0.1, which can load it"
+            raise CheckpointError(f"{path} has schema {schema}, by {writer}")
         if document["manifest_crc32"] != _manifest_checksum(document):
             raise ValueError("its checksum differs")
         files = {name: Digest(entry["bytes"], entry["crc32"]) for name, entry in document["files"].items()}
-        return Manifest(num_processes=document["num_processes"], save=document.get("save"), files=files)
+        layouts = document if schema > 2 else _layouts_by_name(files)
+        return Manifest(
+            num_processes=document["num_processes"],
+            save=document.get("save"),
+            files=files,
+            models=layouts["models"],
+            optimizers=layouts["optimizers"],
+            states_layouts=schema > 2,
+        )
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{folder / MANIFEST} is damaged: {error}") from error
+        raise CheckpointError(f"{path} is damaged: {error}") from error
+
+
+def unverified(folder: Path) -> Manifest:
+    """Describe a checkpoint by Accelerate, which has no manifest, by the names of its files; they have no checksums."""
+    files = {
+        str(path.relative_to(folder)): Digest(path.stat().st_size, "") for path in folder.rglob("*") if path.is_file()
+    }
+    ranks = 0
+    while random_states_name(ranks) in files:
+        ranks += 1
+    return Manifest(num_processes=ranks, files=files, states_layouts=False, **_layouts_by_name(files))
+
+
+def only_by_accel(files: Collection[str]) -> str | None:
+    """Return the first of ``files`` that only `save_state` of accel writes, or None."""
+    return next(filter(OWN_NAMES.fullmatch, files), None)
+
+
+def _layouts_by_name(files: Collection[str]) -> dict[str, Any]:
+    """Return the layouts of models and optimizers by the names of files, for checkpoints that do not state them."""
+    models: list[Layout] = []
+    while _has_weights(files, len(models)):
+        models.append("whole")
+    optimizers: list[Layout] = []
+    while True:
+        index = len(optimizers)
+        if numbered_name(OUTLINE, index) in files:
+            optimizers.append("sharded")
+        elif numbered_name(OPTIMIZER, index) in files:
+            optimizers.append("whole")
+        else:
+            break
+    in_chunks = not models and any(rank_of_chunks(name) is not None for name in files)
+    return {"models": None if in_chunks else models, "optimizers": optimizers}
+
+
+def _has_weights(files: Collection[str], index: int) -> bool:
+    names = {numbered_name(SAFE_WEIGHTS_NAME, index), numbered_name(WEIGHTS_NAME, index)}
+    if index == 0:
+        names |= {SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME}
+    return not names.isdisjoint(files)
 
 
 def find_damage(folder: Path) -> str | None:

@@ -12,8 +12,8 @@ import torch
 from accel.checkpoint.chunks import Chunks
 from accel.checkpoint.dcp import METADATA, DcpFolder
 from accel.checkpoint.durable import fsync_directory, reporting_full_disk
-from accel.checkpoint.file_names import CHUNKS, MANIFEST, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
-from accel.checkpoint.manifest import find_damage
+from accel.checkpoint.file_names import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
+from accel.checkpoint.manifest import find_damage, read_manifest
 from accel.checkpoint.tensors import why_unsavable, write_tensors
 from accel.checkpoint.torch_files import replacing, write_object
 from accel.errors import CheckpointError
@@ -54,14 +54,14 @@ def merge_fsdp_weights(
 
 
 def _has_chunks(folder: Path) -> bool:
-    return next(folder.glob(CHUNKS), None) is not None
+    return (folder / "chunks").is_dir()
 
 
 def _read_chunks(folder: Path) -> dict[str, torch.Tensor]:
-    problem = find_damage(folder) if (folder / MANIFEST).exists() else None
-    if problem is not None:
+    problem, manifest = find_damage(folder), read_manifest(folder)
+    if problem is not None or manifest is None:
         raise CheckpointError(problem)
-    state = Chunks.in_folder(folder).gathered("model.0.")
+    state = Chunks.in_folder(folder, manifest.files).gathered("model.0.")
     if not state:
         raise CheckpointError(f"{folder} holds no weights in chunks")
     return state

@@ -84,21 +84,29 @@ def random_states(step: int, device: torch.device) -> dict[str, Any]:
     return states
 
 
-def set_random_states(path: Path, device: torch.device) -> dict[str, Any]:
-    """Restore the states in the file ``path``; return its content, always with ``step``.
+def read_random_states(path: Path) -> dict[str, Any]:
+    """Return the content of a file of `random_states`, always with ``step``. Raises `CheckpointError` if it is damaged.
 
-    Reads Accelerate's file too, which holds NumPy arrays. Raises `CheckpointError` for a damaged file.
+    Reads Accelerate's file too, which holds NumPy arrays.
     """
     states: dict[str, Any] = read_object(path, allowed=numpy_types())
     try:
-        host = {"torch_manual_seed": states["torch_manual_seed"], "random_state": states["random_state"]}
-        if "numpy_random_seed" in states:
-            host["numpy_random_seed"] = states["numpy_random_seed"]
-        set_host_rng_state(host)
-        set_device_rng_state(device, _of_device(states, device))
+        missing = {"torch_manual_seed", "random_state"} - states.keys()
+        if missing:
+            raise ValueError(f"it has no {min(missing)}")
         return {**states, "step": int(states.get("step", 0))}
+    except (AttributeError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be loaded: {error}") from error
+
+
+def set_random_states(states: dict[str, Any], device: torch.device) -> None:
+    """Restore ``states``. Raises `CheckpointError` for values that no generator has."""
+    names = ("torch_manual_seed", "random_state", "numpy_random_seed")
+    try:
+        set_host_rng_state({name: states[name] for name in names if name in states})
+        set_device_rng_state(device, _of_device(states, device))
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
+        raise CheckpointError(f"random states cannot be loaded: {type(error).__name__}: {error}") from error
 
 
 def _of_device(states: dict[str, Any], device: torch.device) -> torch.Tensor | None:

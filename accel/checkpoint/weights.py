@@ -186,21 +186,22 @@ def _delete(folder: Path, pattern: str, keep: Collection[str] = ()) -> None:
             entry.unlink()
 
 
-def read_weights(folder: Path, index: int = 0) -> dict[str, Any]:
+def read_weights(folder: Path, index: int = 0, files: Collection[str] | None = None) -> dict[str, Any]:
     """Return the state dict of model ``index`` in ``folder``, with stored tensors.
 
-    Prefers safetensors to pickles, in one file or in shards. Raises `CheckpointError` if there are none.
+    ``files``: the names of the files that may be opened, by default all in ``folder``. Prefers safetensors to pickles,
+    in one file or in shards. Raises `CheckpointError` if there are none.
     """
+    names = {entry.name for entry in folder.iterdir()} if files is None else files
     readers = (
         (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, _safetensors),
         (WEIGHTS_NAME, WEIGHTS_INDEX_NAME, _state_dict),
     )
     for name, index_name, read in readers:
-        path, index_path = folder / numbered_name(name, index), folder / index_name
-        if path.exists():
-            return read(path)
-        if index == 0 and index_path.exists():
-            return _read_shards(index_path, read)
+        if numbered_name(name, index) in names:
+            return read(folder / numbered_name(name, index))
+        if index == 0 and index_name in names:
+            return _read_shards(folder / index_name, read)
     raise CheckpointError(
         f"{folder} has no {numbered_name(SAFE_WEIGHTS_NAME, index)} and no {numbered_name(WEIGHTS_NAME, index)}: "
         "it was saved with fewer objects prepared, or by another program"

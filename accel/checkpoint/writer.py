@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,9 +24,19 @@ from accel.checkpoint.directory import (
     remove,
     start_draft,
 )
-from accel.checkpoint.durable import Digest, fsync_and_digest, fsync_directory, reporting_full_disk
+from accel.checkpoint.durable import fsync_and_digest, fsync_directory, reporting_full_disk
 from accel.checkpoint.file_names import CHECKPOINT_PREFIX, LOCK, MANIFEST, random_states_name
-from accel.checkpoint.manifest import Manifest, find_changed_file, find_size_mismatch, read_manifest, write_manifest
+from accel.checkpoint.loading import Loading
+from accel.checkpoint.manifest import (
+    Layout,
+    Manifest,
+    find_changed_file,
+    find_size_mismatch,
+    only_by_accel,
+    read_manifest,
+    unverified,
+    write_manifest,
+)
 from accel.checkpoint.weights import is_writer
 from accel.errors import CheckpointError
 from accel.logging import get_logger
@@ -73,11 +83,12 @@ def check_fence() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Copy:
-    """A node's copy of a checkpoint: the id of its save, and its problem if there is one."""
+    """A node's copy of a checkpoint: the id of its save, and its problem if any (``missing``: nothing is there)."""
 
     folder: str
     save: str | None = None
     problem: str | None = None
+    missing: bool = False
 
 
 def copy_in(path: Path, num_processes: int) -> Copy:
@@ -103,7 +114,7 @@ def _written_by(folder: Path) -> int | None:
 
 # The writer.
 
-_Publish: TypeAlias = Callable[[dict[str, Digest]], None]
+Layouts: TypeAlias = tuple[list[Layout], list[Layout]]  # of models and optimizers
 
 
 class Checkpoints:
@@ -149,13 +160,15 @@ class Checkpoints:
     def save(
         self,
         final: Path,
-        run_hooks: Callable[[Path], None],
+        run_hooks: Callable[[Path], Layouts],
         collect: Callable[[], Sequence[Piece]],
         *,
         background: bool = False,
         prune: bool = False,
     ) -> None:
         """Write a checkpoint to ``final`` from the files that ``collect`` returns and those by hooks in the draft.
+
+        ``run_hooks``: runs the hooks with the draft, and returns the layouts for the manifest.
 
         When this returns or raises, ``final`` is complete: the new checkpoint or the old one. With ``background`` it
         returns once the state is copied and writes in the background; `wait` raises its error. ``prune`` then deletes
@@ -165,19 +178,38 @@ class Checkpoints:
         self.wait()
         final = environment.own_copy(final.resolve())
         drafts_by_rank = self._saving(final, lambda: self._start(final))
-        draft = Path(self._writer_result(drafts_by_rank))
-        publish_draft = partial(self._publish, draft, final, str(drafts_by_rank[0])[-8:], prune)
+        writers = self._writers(drafts_by_rank)
+        ranks = [rank for rank, writer in enumerate(writers) if writer == writers[self.state.process_index]]
+        draft = Path(str(drafts_by_rank[ranks[0]]))
         staged: list[Piece] = []
         with self._discarding(draft, final):
-            self._saving(final, lambda: _run_hooks(draft, run_hooks))
+            hooks = self._saving(final, lambda: _run_hooks(draft, run_hooks))
+            layouts, names = hooks[ranks[0]][0], {name for rank in ranks for name in hooks[rank][1]}
+            save = str(drafts_by_rank[0])[-8:]
             if background:
                 self._group = self._group or new_gloo_group()
                 self._staging = self._staging or Staging(self.state.device)
                 self._saving(final, lambda: staged.extend(self._copied(collect())))
-            else:
-                self._finish(draft, final, collect, publish_draft, None)
+
+        def finish(pieces: Callable[[], Sequence[Piece]], group: Any) -> None:
+            """Write the files, agree that all are written, and publish."""
+            with self._discarding(draft, final):
+                written = self._saving(final, lambda: {p.name: p.write(draft) for p in pieces()}, group)
+                digests = {name: digest for rank in ranks for name, digest in written[rank].items()}
+                manifest = Manifest(
+                    num_processes=self.state.num_processes,
+                    save=save,
+                    files=digests,
+                    models=layouts[0],
+                    optimizers=layouts[1],
+                )
+                self._saving(final, lambda: self._publish(draft, final, manifest, names, prune), group)
+                self._last = final
+
         if background:
-            self._background.start(lambda: self._finish(draft, final, lambda: staged, publish_draft, self._group))
+            self._background.start(lambda: finish(lambda: staged, self._group))
+        else:
+            finish(collect, None)
 
     def _saving(self, final: Path, action: Callable[[], Result], group: Any = None) -> list[Result]:
         """Run one step of saving a checkpoint in ``final`` with `run_on_all_ranks`."""
@@ -198,18 +230,6 @@ class Checkpoints:
             Piece(piece.name, piece.kind, value, piece.metadata) for piece, value in zip(pieces, values, strict=True)
         ]
 
-    def _finish(
-        self, draft: Path, final: Path, pieces: Callable[[], Sequence[Piece]], publish: _Publish, group: Any
-    ) -> None:
-        """Write the files, agree that all are written, and publish."""
-        with self._discarding(draft, final):
-            digests: dict[str, Digest] = {}
-            digests_by_rank = self._saving(final, lambda: {p.name: p.write(draft) for p in pieces()}, group)
-            for rank_digests in (*digests_by_rank, digests_by_rank[self.state.process_index]):
-                digests.update(rank_digests)  # this rank's last: without a shared disk its node has its own files
-            self._saving(final, lambda: publish(digests), group)
-            self._last = final
-
     @contextmanager
     def _discarding(self, draft: Path, final: Path) -> Iterator[None]:
         """Delete the draft, on its writer, if the block fails."""
@@ -221,20 +241,28 @@ class Checkpoints:
                 discard(draft, final)
             raise
 
-    def _writer_result(self, results: list[Result | None]) -> Result:
-        """Return the result of this node's writer: the last writer up to this rank."""
-        return next(result for result in reversed(results[: self.state.process_index + 1]) if result is not None)
+    def _writers(self, results: Sequence[Any]) -> list[int]:
+        """Return the rank of each process's writer: the last up to it with a result."""
+        writers = [rank for rank, result in enumerate(results) if result is not None]
+        return [max(writer for writer in writers if writer <= rank) for rank in range(len(results))]
 
-    def _publish(self, draft: Path, final: Path, save: str, prune: bool, digests: dict[str, Digest]) -> None:
+    def _writer_result(self, results: Sequence[Result | None]) -> Result:
+        """Return the result of this process's writer."""
+        result = results[self._writers(results)[self.state.process_index]]
+        assert result is not None
+        return result
+
+    def _publish(self, draft: Path, final: Path, manifest: Manifest, by_hooks: set[str], prune: bool) -> None:
         if not self.is_writer:
             return
-        present = sorted(draft.rglob("*"))
-        names = [str(path.relative_to(draft)) for path in present if path.is_file() and path != draft / LOCK]
-        files = {name: digests.get(name) or fsync_and_digest(draft / name) for name in names}
-        for folder in present:
-            if folder.is_dir():
-                fsync_directory(folder)
-        write_manifest(draft, Manifest(num_processes=self.state.num_processes, save=save, files=files))
+        files = {name: fsync_and_digest(draft / name) for name in by_hooks.difference(manifest.files)}
+        manifest = replace(manifest, files={**manifest.files, **files})
+        for folder in {parent for name in manifest.files for parent in (draft / name).parents if parent >= draft}:
+            fsync_directory(folder)
+        write_manifest(draft, manifest)
+        problem = find_size_mismatch(draft)
+        if problem is not None:
+            raise CheckpointError(problem)
         check_fence()
         publish(draft, final, self._lock)
         if not prune:
@@ -245,16 +273,19 @@ class Checkpoints:
             for _, folder in checkpoints[: -self.config.total_limit]:
                 remove(folder)
 
-    def find(self, requested: Path | None) -> Path:
+    def find(self, requested: Path | None, *, missing_ok: bool = False) -> Path | None:
         """Return the verified checkpoint in ``requested``, by default the newest complete one with an automatic name.
 
-        Raises `CheckpointError` naming the file that is missing or damaged.
+        With ``missing_ok``, return None if there is none. Raises `CheckpointError` naming the file that is missing or
+        damaged.
         """
         call_roll("load_state")
         self.wait()
         if requested is None:
-            return self._newest()
+            return self._newest(missing_ok)
         copies = self._verified(lambda: self._find(requested))
+        if missing_ok and all(copy.missing for copy in copies if copy is not None):
+            return None
         problem = _disagreement(copies)
         if problem is not None:
             raise CheckpointError(f"loading a checkpoint: {problem}")
@@ -267,8 +298,7 @@ class Checkpoints:
     def _verified(self, find: Callable[[], Copy]) -> list[Copy | None]:
         """Return the writers' copies after reading every file: each process reads its part of its writer's copy."""
         copies = self._copies(find)
-        writers = [rank for rank, copy in enumerate(copies) if copy is not None]
-        writer_ranks = [max(k for k in writers if k <= rank) for rank in range(self.state.num_processes)]
+        writer_ranks = self._writers(copies)
         copy, writer_rank = self._writer_result(copies), writer_ranks[self.state.process_index]
         part, parts = self.state.process_index - writer_rank, writer_ranks.count(writer_rank)
         problems = run_on_all_ranks(
@@ -290,14 +320,20 @@ class Checkpoints:
         unfinished = drafts(path)
         hint = f" (only {unfinished[0].name}, which is incomplete)" if unfinished else ""
         if not folder.is_dir():
-            raise CheckpointError(f"{requested if folder == requested.resolve() else folder} does not exist{hint}")
+            name = requested if folder == requested.resolve() else folder
+            return replace(copy, problem=f"{name} does not exist{hint}", missing=not unfinished)
         if copy.problem is not None and ((folder / MANIFEST).exists() or is_half_replaced(path)):
             raise CheckpointError(f"{copy.problem}{hint if is_half_replaced(path) else ''}")
         if copy.problem is not None:
+            own_name = only_by_accel(unverified(folder).files)
+            if own_name is not None:
+                raise CheckpointError(
+                    f"{folder} has no {MANIFEST}, but {own_name}, which only accel writes: it is incomplete"
+                )
             logger.warning(f"{folder} has no {MANIFEST}: it was not written by accel and cannot be verified")
         return Copy(folder=copy.folder, save=copy.save)
 
-    def _newest(self) -> Path:
+    def _newest(self, missing_ok: bool) -> Path | None:
         """Return the newest checkpoint with a complete copy of the same save on every node."""
         checkpoints = self.config.checkpoints.resolve()
         numbers_by_rank = self._copies(
@@ -314,27 +350,39 @@ class Checkpoints:
                 return Path(self._writer_result(copies).folder)
             problems.append(problem)
             self._skipped.add(path)
+        if missing_ok and not problems:
+            return None
         detail = f": {'; '.join(problems)}" if problems else ""
         raise CheckpointError(f"loading a checkpoint: {self.config.checkpoints} holds no complete checkpoint{detail}")
 
-    def load(self, folder: Path, contents: CheckpointContents, **load_model_kwargs: Any) -> int:
+    def load(
+        self,
+        folder: Path,
+        contents: CheckpointContents,
+        run_hooks: Callable[[Path], Collection[int]],
+        **load_model_kwargs: Any,
+    ) -> int:
         """Restore ``contents`` from ``folder``; return the step of the accumulation window.
 
-        If another number of processes saved it, additional processes keep their generators' states and use the step
-        of process 0, and a warning is logged.
+        ``run_hooks``: runs the hooks with ``folder``, and returns the numbers of the models that they have loaded. If
+        another number of processes saved it, additional processes keep their generators' states and use the step of
+        process 0, and a warning is logged.
         """
-        steps = run_on_all_ranks(f"loading {folder}", lambda: contents.read(folder, **load_model_kwargs))
+        together = partial(run_on_all_ranks, f"loading {folder}")
+        loading = Loading(contents, folder, **load_model_kwargs)
+        found, saved = together(loading.check), loading.manifest.num_processes
+        if not found[0] or (not all(found) and saved == self.state.num_processes):
+            raise CheckpointError(f"{folder} has no {random_states_name(found.index(False))}")
+        hooked = together(lambda: run_hooks(folder))[self.state.process_index]
+        together(lambda: loading.check_weights(hooked))
+        steps = together(loading.load)
         self._last = folder
-        manifest = read_manifest(folder)
-        writer_count = manifest.num_processes if manifest is not None else _count_writers(folder)
-        if steps[0] is None or (None in steps and writer_count == self.state.num_processes):
-            raise CheckpointError(f"{folder} has no {random_states_name(steps.index(None))}")
-        if writer_count != self.state.num_processes:
+        if saved != self.state.num_processes:
             logger.warning(
-                f"{folder} was saved by {writer_count} process(es), this run has {self.state.num_processes}: "
+                f"{folder} was saved by {saved} process(es), this run has {self.state.num_processes}: "
                 "random numbers, and each process's own buffers and rest of an interrupted epoch, differ from that run"
             )
-        return steps[self.state.process_index] or steps[0]
+        return steps[self.state.process_index] or steps[0] or 0
 
 
 def _disagreement(copies: Sequence[Copy | None]) -> str | None:
@@ -347,17 +395,13 @@ def _disagreement(copies: Sequence[Copy | None]) -> str | None:
     return problem
 
 
-def _run_hooks(draft: Path, run_hooks: Callable[[Path], None]) -> None:
+def _run_hooks(draft: Path, run_hooks: Callable[[Path], Layouts]) -> tuple[Layouts, list[str]]:
+    """Return the result of ``run_hooks`` and the names of the files that the hooks left in the draft."""
     if not draft.is_dir():
         raise CheckpointError(
             f"{draft.parent} is not shared with process 0's node: use a shared file system, or "
             "ProjectConfiguration(save_on_each_node=True) for a copy on each node"
         )
-    run_hooks(draft)
-
-
-def _count_writers(folder: Path) -> int:
-    """Count the processes that left random states in a checkpoint without a manifest."""
-    stem, suffix = random_states_name(0).split("0")
-    ranks = [path.name.removeprefix(stem).removesuffix(suffix) for path in folder.glob(f"{stem}*{suffix}")]
-    return max((int(rank) + 1 for rank in ranks if rank.isdigit()), default=0)
+    layouts = run_hooks(draft)
+    paths = (path for path in draft.rglob("*") if path.is_file() and path != draft / LOCK)
+    return layouts, [str(path.relative_to(draft)) for path in paths]

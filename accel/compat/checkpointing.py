@@ -15,6 +15,7 @@ from typing import Any
 from accel.checkpoint import load, save
 from accel.checkpoint.contents import CheckpointContents, Piece
 from accel.checkpoint.file_names import SCALER_NAME, custom_name
+from accel.checkpoint.loading import Loading
 from accel.errors import CheckpointError, one_of
 from accel.parallel import choose_strategy
 from accel.precision import Precision
@@ -72,7 +73,10 @@ def load_accelerator_state(
         one_of(map_location, ["cpu", "on_device"], source="load_accelerator_state(map_location=…)")
     folder = Path(input_dir)
     contents = _contents(models, optimizers, schedulers, dataloaders, process_index, options=load_kwargs)
-    step = contents.read(folder, **load_model_func_kwargs)
+    loading = Loading(contents, folder, **load_model_func_kwargs)
+    loading.check()
+    loading.check_weights()
+    step = loading.load()
     if scaler is not None:
         scaler.load_state_dict(load(folder / SCALER_NAME))
     return {} if step is None else {"step": step}

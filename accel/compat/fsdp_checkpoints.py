@@ -17,10 +17,10 @@ from accel.checkpoint.all_ranks import run_on_all_ranks
 from accel.checkpoint.chunks import (
     Chunks,
     NameOf,
-    fill_module,
-    fill_optimizer,
-    fill_optimizer_from_full_state,
     outline_full_state,
+    plan_full_optimizer,
+    plan_module,
+    plan_optimizer,
     split_optimizer,
 )
 from accel.checkpoint.dcp import DcpFolder, item_names, write_dcp
@@ -81,7 +81,7 @@ def load_fsdp_model(
     def fill() -> None:
         saved, extra = _read_weights(path, full)
         if adapter is None:
-            fill_module(unwrapped, saved, extra=extra)
+            plan_module(unwrapped, saved, extra=extra)()
         for name, value in (adapter or {}).items():
             if name not in saved:
                 raise CheckpointError(f"{saved.folder} lacks {name}")
@@ -232,17 +232,17 @@ def _without_tuples(data: Any) -> Any:
 def _fill_from_file(optimizer: Any, name_of: NameOf, path: Path) -> None:
     state = read_object(path, stored=True)
     if all(isinstance(number, int) for group in state["param_groups"] for number in group["params"]):
-        fill_optimizer_from_full_state(optimizer, state, path)  # by `save_state`, which numbers parameters
+        plan_full_optimizer(optimizer, state, path)()  # by `save_state`, which numbers parameters
         return
     outline, tensors = outline_full_state(state)
-    fill_optimizer(optimizer, name_of, outline, Chunks.single_chunk(tensors, str(path)))
+    plan_optimizer(optimizer, name_of, outline, Chunks.single_chunk(tensors, str(path)))()
 
 
 def _fill_from_folder(optimizer: Any, name_of: NameOf, path: Path) -> None:
     folder = _open_folder(path, "optimizer")
     outline = folder.read_object(_OUTLINE)
     if outline is not None:
-        fill_optimizer(optimizer, name_of, outline[0], folder.tensors.renamed(outline[0]["items"]))
+        plan_optimizer(optimizer, name_of, outline[0], folder.tensors.renamed(outline[0]["items"]))()
         return
     items = {  # by Accelerate, or an older accel
         "".join(f"[{key!r}]" for key in folder.paths[item][1:]): item
@@ -250,7 +250,7 @@ def _fill_from_folder(optimizer: Any, name_of: NameOf, path: Path) -> None:
         if folder.paths[item][0] == "optimizer"
     }
     tree = {"state": {}, "param_groups": [], **folder.nested("optimizer", as_outline=True)}
-    fill_optimizer(optimizer, name_of, outline_full_state(tree)[0], folder.tensors.renamed(items))
+    plan_optimizer(optimizer, name_of, outline_full_state(tree)[0], folder.tensors.renamed(items))()
 
 
 def _open_folder(path: Path, key: str) -> DcpFolder:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,9 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from accel import Accelerator
+from accel.checkpoint.durable import digest_of
+from accel.checkpoint.file_names import MANIFEST
+from accel.checkpoint.manifest import read_manifest, write_manifest
 
 
 class Numbers(Dataset[int]):
@@ -48,6 +52,15 @@ def simple(**how: Any) -> tuple[Accelerator, Any, Any, Tally]:
     tally = Tally()
     accelerator.register_for_checkpointing(tally)
     return accelerator, model, optimizer, tally
+
+
+def renew_manifest(folder: Path) -> None:
+    """Have the manifest list the files that are there now."""
+    manifest = read_manifest(folder)
+    assert manifest is not None
+    (folder / MANIFEST).unlink()
+    names = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
+    write_manifest(folder, replace(manifest, files={name: digest_of(folder / name) for name in names}))
 
 
 def fill(model: nn.Module, value: float) -> None:

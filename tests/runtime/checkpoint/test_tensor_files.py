@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from accel import Accelerator, tensor_files
-from accel.checkpoint.file_names import CHUNKS, MANIFEST
+from accel.checkpoint.file_names import MANIFEST
 from accel.checkpoint.merge import merge_fsdp_weights
 from accel.checkpoint.tensors import load_module, write_tensors
 from accel.checkpoint.torch_files import write_object
@@ -24,6 +24,7 @@ from accel.errors import CheckpointError
 from accel.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel.tensor_files import SafetensorsFile, StoredTensor, cut, read_object
 
+from ..small import renew_manifest
 from ..worlds import run, run_one
 
 # In the order of the names, each first tensor ends where no element of the second may begin.
@@ -173,10 +174,10 @@ def _sharded(folder: str) -> None:
             place = Path(folder, kind, writer)
             accelerator.save_state(str(place))
             if accelerator.is_main_process and writer == "accel, once":
-                (place / MANIFEST).unlink()
-                for path in place.glob(CHUNKS):
+                for path in place.glob("chunks/*/*"):
                     table = SafetensorsFile(path).metadata
                     write_packed(dict(sorted(load_file(path).items())), path, table)
+                renew_manifest(place)
             accelerator.wait_for_everyone()
             _zero(model.state_dict())
             accelerator.load_state(str(place))
