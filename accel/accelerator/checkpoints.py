@@ -199,8 +199,12 @@ class CheckpointControl(Part):
         _check_location(load_model_func_kwargs.pop("map_location", None))
         folder = self._checkpoints.find(None if newest or input_dir is None else Path(input_dir))
         models = list(self._run.models)
-        hooks = self._load_model_state_pre_hook.values()
-        run_on_all_ranks(f"loading {folder}", lambda: [hook(models, str(folder)) for hook in hooks] and None)
+
+        def run_hooks() -> None:
+            for hook in self._load_model_state_pre_hook.values():
+                hook(models, str(folder))
+
+        run_on_all_ranks(f"loading {folder}", run_hooks)
         hooked = [number for number, model in enumerate(self._run.models) if all(model is not m for m in models)]
         contents = self._contents(models=self._run.models, hooked=hooked, options=options)
         self._run.window.resume(self._checkpoints.load(folder, contents, **load_model_func_kwargs))
