@@ -120,6 +120,33 @@ def _fill(data: Any, values: Iterator[torch.Tensor]) -> Any:
     return map_nested(lambda leaf: next(values) if isinstance(leaf, torch.Tensor) else leaf, data)
 
 
+def split_tensors(data: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Split nested data into an outline and its dense tensors, by their paths (see `leaves`).
+
+    The outline is ``data`` with a tensor on the meta device in place of each, and can be pickled; see `join_tensors`.
+    """
+
+    def outline(leaf: Any) -> Any:
+        return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if _is_dense(leaf) else leaf
+
+    return map_nested(outline, data), {path: leaf for path, leaf in leaves(data) if _is_dense(leaf)}
+
+
+def join_tensors(outline: Any, values: Mapping[str, Any]) -> Any:
+    """Return ``outline``, by `split_tensors`, with the values of each path in place of tensors on the meta device."""
+    ordered = iter([values[path] for path in meta_tensors(outline)])
+    return map_nested(lambda leaf: next(ordered) if _is_dense(leaf) and leaf.is_meta else leaf, outline)
+
+
+def meta_tensors(outline: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors on the meta device in ``outline``, by path."""
+    return {path: leaf for path, leaf in leaves(outline) if _is_dense(leaf) and leaf.is_meta}
+
+
+def _is_dense(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
+
+
 def send_to_device(
     tensor: Any,
     device: torch.device | str | int,

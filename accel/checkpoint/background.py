@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from accel.checkpoint.tensors import identity
 from accel.host_memory import HostMemory
 from accel.logging import get_logger
 
@@ -72,14 +73,12 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _identity(tensor: torch.Tensor) -> Any:
-    if not _is_plain(tensor):
-        return id(tensor)
-    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+    return identity(tensor) if _is_plain(tensor) else id(tensor)
 
 
 def _rebuild(value: Any, replace: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
-        return replace(value)
+        return value if value.is_meta else replace(value)
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, dict):

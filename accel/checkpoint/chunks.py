@@ -7,7 +7,7 @@ A process writes one safetensors file, ``chunks/node_<node>/rank_<rank>.safetens
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -15,40 +15,59 @@ import torch
 from torch import nn
 
 from accel.checkpoint.file_names import CHUNKS
-from accel.checkpoint.tensors import evict, load_optimizer, read_tensors_and_metadata
+from accel.checkpoint.tensors import evict, read_tensors_and_metadata
 from accel.errors import CheckpointError
-from accel.parallel.shares import is_sharded
+from accel.parallel.shares import count_versions, is_sharded
+from accel.pytree import join_tensors, leaves, meta_tensors, split_tensors
+from accel.state import PartialState
 
 _TABLE = "accel_chunks"
 
 Dims: TypeAlias = tuple[int, ...]  # a shape, or an offset
 
 
-def local_offset(tensor: Any) -> tuple[Dims, torch.Tensor]:
-    """Return the offset of this process's part of ``tensor``, and the part, which shares its memory."""
+def local_offset(name: str, tensor: Any) -> tuple[Dims, torch.Tensor]:
+    """Return the offset of this process's part of ``tensor``, and the part, which shares its memory.
+
+    Raises `CheckpointError` with ``name`` for placements other than Shard and Replicate.
+    """
     if not is_sharded(tensor):
         return (0,) * tensor.ndim, tensor
+    placement = next((p for p in tensor.placements if type(p).__name__ not in ("Shard", "Replicate")), None)
+    if placement is not None:
+        raise CheckpointError(f"{name} is placed as {placement}: checkpoints hold only Shard and Replicate")
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(offset), tensor.to_local()
 
 
+def own_name(name: str, versions: int) -> str:
+    """Return the name of this process's version of a tensor of which each process has its own; see `count_versions`.
+
+    The main process's is under ``name`` itself, for worlds of other sizes.
+    """
+    rank = PartialState().process_index
+    return f"rank.{rank}/{versions}.{name}" if rank and versions > 1 else name
+
+
 def chunks_to_write(
-    tensors: Mapping[str, torch.Tensor], *, is_writer: bool, every_copy: bool
+    tensors: Mapping[str, torch.Tensor], versions: Mapping[str, int], *, is_writer: bool, every_copy: bool
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Return the parts of ``tensors`` that this process writes, and the metadata of their file.
 
+    ``versions``: see `count_versions`.
     ``is_writer``: True if it writes tensors that every process holds in full.
     ``every_copy``: True if it also writes parts that other processes hold, since its disk is its own.
     """
     parts: dict[str, torch.Tensor] = {}
     table: dict[str, Any] = {}
     for name, tensor in tensors.items():
-        if (every_copy or _is_first_copy(tensor)) if is_sharded(tensor) else is_writer:
-            offset, part = local_offset(tensor)
-            parts[name] = part.detach()
-            table[name] = [list(tensor.shape), list(offset)]
+        key = own_name(name, versions.get(name, 1))
+        if (every_copy or _is_first_copy(tensor)) if is_sharded(tensor) else is_writer or key != name:
+            offset, part = local_offset(name, tensor)
+            parts[key] = part.detach()
+            table[key] = [list(tensor.shape), list(offset)]
     return parts, {_TABLE: json.dumps(table)}
 
 
@@ -138,7 +157,7 @@ class Chunks:
             raise CheckpointError(
                 f"{self.folder}: {name} has shape {self.shapes[name]}, but {tuple(tensor.shape)} in this run"
             )
-        offset, part = local_offset(tensor)
+        offset, part = local_offset(name, tensor)
         missing = part.numel()
         for (start, size), data in self._chunks[name].items():
             common = [
@@ -180,45 +199,45 @@ NameOf: TypeAlias = Callable[[torch.Tensor], str]
 
 
 def split_optimizer(optimizer: Any, name_of: NameOf) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Split the state of ``optimizer`` into an outline and, under ``name:key``, the tensors for chunks.
+    """Split the state of ``optimizer`` into an outline and its tensors by path.
 
-    The outline is the state dict with names in place of numbers; its ``chunked`` lists the keys of the removed
-    tensors.
+    The outline holds the ``tree`` of `split_tensors`, with names in place of parameter numbers, and ``versions``: see
+    `count_versions`. Collective: all processes must call it.
     """
-    state = optimizer.state_dict()
-    return split_optimizer_state(state, _names_by_number(optimizer, state, name_of))
+    tree, tensors = split_tensors(_by_name(optimizer.state_dict(), optimizer, name_of))
+    return {"tree": tree, "versions": count_versions(tensors)}, tensors
 
 
-def _names_by_number(optimizer: Any, state: Mapping[str, Any], name_of: NameOf) -> dict[int, str]:
-    """Map each parameter number in ``state`` to the name of its parameter."""
+def outline_full_state(state: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Split the full state dict of an optimizer as `split_optimizer` does."""
+    tree, tensors = split_tensors(state)
+    return {"tree": tree, "versions": {path: 1 for path, tensor in tensors.items() if not tensor.ndim}}, tensors
+
+
+def _by_name(state: Any, optimizer: Any, name_of: NameOf) -> Any:
+    """Return a state dict of ``optimizer`` with names in place of parameter numbers, if it has those."""
+    if "param_groups" not in state:
+        return state
     saved_sizes, sizes = (
         [len(group["params"]) for group in groups] for groups in (state["param_groups"], optimizer.param_groups)
     )
     if saved_sizes != sizes:
         raise ValueError(f"its groups have {saved_sizes} parameters, but {sizes} in this run")
-    return {
+    names = {
         number: name_of(parameter)
         for saved, present in zip(state["param_groups"], optimizer.param_groups, strict=True)
         for number, parameter in zip(saved["params"], present["params"], strict=True)
     }
+    return _renamed(state, names, [[names[number] for number in group["params"]] for group in state["param_groups"]])
 
 
-def split_optimizer_state(
-    state: Mapping[str, Any], names: Mapping[Any, str]
-) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Split a state dict as `split_optimizer` does; ``names`` maps its parameter keys to names."""
-    outline: dict[str, Any] = {"state": {}, "chunked": {}}
-    tensors: dict[str, torch.Tensor] = {}
-    for number, entry in state["state"].items():
-        name = names[number]
-        chunked = [key for key, value in entry.items() if isinstance(value, torch.Tensor) and value.ndim]
-        outline["state"][name] = {key: value for key, value in entry.items() if key not in chunked}
-        outline["chunked"][name] = chunked
-        tensors.update({f"{name}:{key}": entry[key] for key in chunked})
-    outline["param_groups"] = [
-        {**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]
-    ]
-    return outline, tensors
+def _renamed(state: Mapping[str, Any], names: Mapping[Any, Any], params: Iterable[list[Any]]) -> dict[str, Any]:
+    groups = [{**group, "params": keys} for group, keys in zip(state["param_groups"], params, strict=True)]
+    return {
+        **state,
+        "state": {names.get(key, key): entry for key, entry in state["state"].items()},
+        "param_groups": groups,
+    }
 
 
 def fill_optimizer(
@@ -228,59 +247,100 @@ def fill_optimizer(
 
     ``prefix``: the prefix of the names in ``saved``.
     """
-    groups, state = [], {}
-    number = 0
-    if len(outline["param_groups"]) != len(optimizer.param_groups):
-        raise CheckpointError(
-            f"{saved.folder}: {len(outline['param_groups'])} parameter group(s), but "
-            f"{len(optimizer.param_groups)} in this run"
+    if "chunked" in outline:
+        outline, saved, prefix = _upgraded(outline, saved, prefix)
+    tree, versions = outline["tree"], outline["versions"]
+    named = [{name_of(parameter): parameter for parameter in group["params"]} for group in optimizer.param_groups]
+    saved_groups = tree.get("param_groups")
+    if saved_groups is not None:
+        _check_groups(saved_groups, named, saved.folder)
+    places = meta_tensors(tree)
+    keys = {path: own_name(prefix + path, versions.get(path, 1)) for path in places}
+    for path, key in keys.items():
+        if versions.get(path, 1) not in (1, PartialState().num_processes):
+            raise CheckpointError(
+                f"{saved.folder}: {path} differs between the {versions[path]} processes that saved it, and this run "
+                f"has {PartialState().num_processes}: load it with {versions[path]}"
+            )
+        if key not in saved:
+            raise CheckpointError(f"{saved.folder}: {key} is missing")
+    parameters = {name: parameter for group in named for name, parameter in group.items()}
+    owners = {
+        path: parameters[name]
+        for name, entry in tree.get("state", {}).items()
+        if name in parameters
+        for path, _ in leaves(entry, f"['state'][{name!r}]")
+    }
+    # State that belongs to no parameter is cut as a parameter of its shape.
+    any_parameter = next((p for p in parameters.values() if is_sharded(p)), next(iter(parameters.values()), None))
+    by_shape = {tuple(parameter.shape): parameter for parameter in parameters.values()}
+    current = dict(leaves(_by_name(optimizer.state_dict(), optimizer, name_of)))
+    values = {
+        path: _filled(
+            saved,
+            keys[path],
+            owners.get(path, by_shape.get(tuple(place.shape), any_parameter)),
+            current.get(path),
+            plain=path in versions,
         )
-    for saved_group, group in zip(outline["param_groups"], optimizer.param_groups, strict=True):
-        parameters = {name_of(parameter): parameter for parameter in group["params"]}
-        extra = sorted(set(saved_group["params"]) ^ set(parameters))
+        for path, place in places.items()
+    }
+    state = join_tensors(tree, values)
+    if saved_groups is not None:
+        numbers = {name: number for number, name in enumerate(parameters)}
+        state = _renamed(state, numbers, [[numbers[name] for name in group] for group in named])
+    optimizer.load_state_dict(state)
+
+
+def _check_groups(saved: Sequence[Mapping[str, Any]], named: Sequence[Mapping[str, Any]], folder: str) -> None:
+    if len(saved) != len(named):
+        raise CheckpointError(f"{folder}: {len(saved)} parameter group(s), but {len(named)} in this run")
+    for saved_group, group in zip(saved, named, strict=True):
+        extra = sorted(set(saved_group["params"]) ^ set(group))
         if extra:
-            raise CheckpointError(f"{saved.folder}: parameter groups differ from this run's, first in {extra[0]}")
-        for name, parameter in parameters.items():
-            entry = dict(outline["state"].get(name, {}))
-            current = optimizer.state.get(parameter, {})
-            for key in outline["chunked"].get(name, ()):
-                entry[key] = _filled(saved, f"{prefix}{name}:{key}", parameter, current.get(key))
-            if entry:
-                state[number] = entry
-            number += 1
-        groups.append({**saved_group, "params": list(range(number - len(parameters), number))})
-    load_optimizer(optimizer, {"state": state, "param_groups": groups}, mapped=False)
+            raise CheckpointError(f"{folder}: parameter groups differ from this run's, first in {extra[0]}")
 
 
-def _filled(saved: Chunks, name: str, parameter: torch.Tensor, current: Any) -> torch.Tensor:
-    if name not in saved:
-        raise CheckpointError(f"{saved.folder}: {name} is missing")
-    shape, dtype = saved.shapes[name], saved.dtype(name)
-    if isinstance(current, torch.Tensor) and tuple(current.shape) == shape and current.dtype == dtype:
-        tensor = current
-    elif shape == tuple(parameter.shape):
+def _upgraded(outline: Mapping[str, Any], saved: Chunks, prefix: str) -> tuple[dict[str, Any], Chunks, str]:
+    """Return the outline and chunks of an older accel in today's form: it kept scalars in the outline."""
+    chunked = {name: outline["chunked"].get(name, ()) for name in outline["state"]}
+    state = {
+        name: {**entry, **{key: torch.empty((), device="meta") for key in chunked[name]}}
+        for name, entry in outline["state"].items()
+    }
+    items = {f"['state'][{name!r}][{key!r}]": f"{prefix}{name}:{key}" for name in chunked for key in chunked[name]}
+    tree = {"state": state, "param_groups": outline["param_groups"]}
+    chunks = saved.renamed({path: name for path, name in items.items() if name in saved})
+    return {"tree": tree, "versions": {}}, chunks, ""
+
+
+def _filled(saved: Chunks, name: str, parameter: Any, current: Any, *, plain: bool) -> torch.Tensor:
+    """Return a saved tensor, in the memory of ``current`` if it fits, cut like ``parameter`` unless it is ``plain``."""
+    shape, dtype, sharded = saved.shapes[name], saved.dtype(name), is_sharded(parameter) and not plain
+    if not isinstance(current, torch.Tensor):
+        current = None
+    if current is not None and (tuple(current.shape), current.dtype, is_sharded(current)) == (shape, dtype, sharded):
+        tensor: torch.Tensor = current.detach()
+    elif parameter is not None and shape == tuple(parameter.shape) and not plain:
         tensor = torch.empty_like(parameter.detach(), dtype=dtype)
     else:
-        tensor = torch.empty(shape, dtype=dtype, device=parameter.device)
+        device = parameter.device if current is None and shape and parameter is not None else None
+        tensor = torch.empty(shape, dtype=dtype, device=device if current is None else current.device)
     saved.fill(name, tensor)
-    return _on_device_of(tensor, parameter)
-
-
-def _on_device_of(value: torch.Tensor, parameter: Any) -> torch.Tensor:
-    """Return ``value`` in a form that can be combined with ``parameter``: replicated if that is sharded."""
-    if is_sharded(value) or not is_sharded(parameter):
-        return value
+    if not sharded or is_sharded(tensor):
+        return tensor
     from torch.distributed.tensor import DTensor, Replicate
 
     mesh = parameter.device_mesh
-    return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return DTensor.from_local(tensor.to(parameter.device), mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def fill_optimizer_from_full_state(optimizer: Any, state: Mapping[str, Any], folder: Path) -> None:
-    """Load the state dict of an unsharded optimizer into this process's parts, by the order of parameters."""
-    identities = _names_by_number(optimizer, state, lambda parameter: str(id(parameter)))
-    outline, tensors = split_optimizer_state(state, identities)
-    fill_optimizer(optimizer, lambda parameter: str(id(parameter)), outline, Chunks.single_chunk(tensors, str(folder)))
+    """Load the memory-mapped state dict of an unsharded optimizer, by the order of parameters."""
+    outline, tensors = outline_full_state(_by_name(state, optimizer, lambda parameter: str(id(parameter))))
+    saved = Chunks.single_chunk(tensors, str(folder))
+    saved.mapped = True
+    fill_optimizer(optimizer, lambda parameter: str(id(parameter)), outline, saved)
 
 
 def fill_module(
@@ -290,18 +350,23 @@ def fill_module(
 
     Raises `CheckpointError` for a shape that differs and, if ``strict``, for names that only one side has.
     """
-    expected = {name: value for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)}
+    expected = {
+        name: value
+        for name, value in module.state_dict().items()
+        if isinstance(value, torch.Tensor) and name not in (extra or {})
+    }
     groups: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         groups.setdefault(id(parameter), []).append(name)
     ties = {name: names for names in groups.values() for name in names}
-    missing = []
+    missing, size = [], PartialState().num_processes
     for name, value in expected.items():
-        saved_name = next((alias for alias in (name, *ties.get(name, ())) if prefix + alias in saved), None)
-        if saved_name is None:
+        keys = [own_name(prefix + name, size), *(prefix + alias for alias in (name, *ties.get(name, ())))]
+        key = next((key for key in keys if key in saved), None)
+        if key is None:
             missing.append(name)
         else:
-            saved.fill(prefix + saved_name, value)
+            saved.fill(key, value)
     unexpected = [name for name in saved.under(prefix) if name not in expected]
     if strict and (missing or unexpected):
         raise CheckpointError(

@@ -60,10 +60,22 @@ class DcpFolder:
                 stored = _Stored(self.folder, entry, item_metadata.properties.dtype, tuple(chunk.sizes))
                 self.tensors.add(name, tuple(item_metadata.size), tuple(chunk.offsets), stored)
 
-    def nested(self, key: str, skip: Collection[str]) -> dict[str, Any]:
-        """Read the items saved under ``key`` as nested dicts and lists, without the names in ``skip``."""
+    def read_object(self, name: str) -> Any:
+        """Read an item that is no tensor; return None if there is none of that name."""
+        return _read_item(self.folder, self._object_items[name]) if name in self._object_items else None
+
+    def nested(self, key: str, skip: Collection[str] = (), as_outline: bool = False) -> dict[str, Any]:
+        """Read the items saved under ``key`` as nested dicts and lists, without the names in ``skip``.
+
+        ``as_outline``: put tensors on the meta device in place of the saved ones.
+        """
         names = [name for name, path in self.paths.items() if path[0] == key and len(path) > 1 and name not in skip]
-        tensors = self.tensors.renamed({name: name for name in names if name in self.tensors}).gathered("")
+        saved = self.tensors.renamed({name: name for name in names if name in self.tensors})
+        tensors = (
+            {name: torch.empty(shape, dtype=saved.dtype(name), device="meta") for name, shape in saved.shapes.items()}
+            if as_outline
+            else saved.gathered("")
+        )
         tree: dict[Any, Any] = {}
         for name in names:
             branch = tree
@@ -73,6 +85,13 @@ class DcpFolder:
             branch[self.paths[name][-1]] = value
         nested_state: dict[str, Any] = _with_lists(tree)
         return nested_state
+
+
+def item_names(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the values in ``state`` by the names that DCP gives them."""
+    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+
+    return flatten_state_dict(state)[0]
 
 
 def write_dcp(folder: Path, state: dict[str, Any]) -> None:

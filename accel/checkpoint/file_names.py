@@ -25,6 +25,7 @@ OUTLINE = f"{OPTIMIZER_NAME}_outline.bin"
 SCHEDULER = f"{SCHEDULER_NAME}.bin"
 SAMPLER = f"{SAMPLER_NAME}.bin"
 MANIFEST = "accel_manifest.json"
+LOCK = ".accel_lock"
 CHECKPOINT_PREFIX = "checkpoint_"
 CHUNKS = "chunks/node_*/rank_*.safetensors"
 _CHUNKS = re.compile(r"chunks/node_\d+/rank_(\d+)\.safetensors")
@@ -43,9 +44,9 @@ def custom_name(index: int) -> str:
     return f"custom_checkpoint_{index}.pkl"
 
 
-def gradients_name(process_index: int) -> str:
-    """Return the file name of a process's gradients in an open accumulation window."""
-    return f"gradients_{process_index}.safetensors"
+def gradients_name(process_index: int, suffix: str = "bin") -> str:
+    """Return the file name of a process's gradients in an open accumulation window; older ones are safetensors."""
+    return f"gradients_{process_index}.{suffix}"
 
 
 def random_states_name(process_index: int) -> str:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from accel.checkpoint.durable import Digest, DurableFile, write_durably
 from accel.errors import CheckpointError
@@ -90,13 +91,22 @@ def file_order(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
 
 
+def fits_safetensors(value: Any) -> bool:
+    """Return True for a dense tensor of a type that the format has; sharded ones count as such."""
+    return isinstance(value, torch.Tensor) and (
+        is_sharded(value) or (value.layout is torch.strided and value.dtype in TYPES)
+    )
+
+
 def _write_elements(file: DurableFile, tensor: torch.Tensor) -> None:
     file.write_tensor(tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1))
 
 
 def _type_name(path: Path, name: str, tensor: torch.Tensor) -> str:
-    if tensor.dtype not in TYPES:
-        raise CheckpointError(f"{path.name}: {name} is {tensor.dtype}, which safetensors cannot hold")
+    wrapper = is_traceable_wrapper_subclass(tensor) and not is_sharded(tensor)
+    if tensor.is_meta or wrapper or tensor.dtype not in TYPES:
+        kind = f"a {type(tensor).__name__} of {tensor.dtype} on {tensor.device}"
+        raise CheckpointError(f"{path.name}: {name} is {kind}, which safetensors cannot hold")
     return TYPES[tensor.dtype]
 
 
@@ -119,7 +129,8 @@ def identity(tensor: torch.Tensor) -> Any:
     """Return a key that is equal for tensors that are the same view of the same memory."""
     if is_sharded(tensor):  # this process's part may be empty
         return id(tensor)
-    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+    view = tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
+    return tensor.device, tensor.data_ptr(), view
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -269,81 +280,3 @@ def _hook_for(action: Callable[[torch.Tensor], None], pages: list[torch.Tensor])
 
 def _cloned(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
-
-
-def copied_to_memory(state: Any, mapped: bool) -> Any:
-    """Return ``state``; if it is ``mapped``, with its tensors copied to memory and their pages evicted."""
-    if not mapped:
-        return state
-
-    def copy(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        copied = leaf.clone()
-        evict(leaf)
-        return copied
-
-    return map_nested(copy, state)
-
-
-def load_optimizer(optimizer: Any, state: dict[str, Any], mapped: bool) -> None:
-    """Call ``optimizer.load_state_dict(state)``, reusing the memory of the optimizer's existing state where it fits.
-
-    ``mapped``: the tensors of ``state`` are memory-mapped. Raises the optimizer's own error for a mismatch.
-    """
-    parameters = _parameters(optimizer, state)
-    if parameters is None:
-        optimizer.load_state_dict(copied_to_memory(state, mapped))
-        return
-    owned_state = {
-        number: _owned(entry, optimizer.state.get(parameters.get(number), {}), parameters.get(number), mapped)
-        for number, entry in state["state"].items()
-    }
-    optimizer.load_state_dict({**state, "state": owned_state})
-
-
-def _parameters(optimizer: Any, state: Any) -> dict[Any, torch.Tensor] | None:
-    """Map the parameter numbers in ``state`` to parameters; return ``None`` if the two do not correspond."""
-    try:
-        saved = [group["params"] for group in state["param_groups"]]
-        present = [group["params"] for group in optimizer.param_groups]
-        if not isinstance(state["state"], dict) or list(map(len, saved)) != list(map(len, present)):
-            return None
-        return {
-            number: parameter
-            for numbers, parameters in zip(saved, present, strict=True)
-            for number, parameter in zip(numbers, parameters, strict=True)
-        }
-    except (KeyError, TypeError, AttributeError):
-        return None
-
-
-def _owned(entry: Any, present: Any, parameter: torch.Tensor | None, mapped: bool) -> Any:
-    if not isinstance(entry, dict):
-        return copied_to_memory(entry, mapped)
-    owned_state = {}
-    for name, value in entry.items():
-        current = present.get(name) if isinstance(present, dict) else None
-        if not isinstance(value, torch.Tensor):
-            owned_state[name] = copied_to_memory(value, mapped)
-            continue
-        if mapped:
-            prefetch(value)
-        if _is_compatible(current, value):
-            owned_state[name] = current.copy_(value)  # type: ignore[union-attr]
-        else:
-            # Scalars (step counts) stay on their device; other state goes to its parameter's device.
-            target = parameter.device if parameter is not None and value.ndim else value.device
-            owned_state[name] = value.to(target, copy=mapped)
-        if mapped:
-            evict(value)
-    return owned_state
-
-
-def _is_compatible(current: Any, value: torch.Tensor) -> bool:
-    return (
-        isinstance(current, torch.Tensor)
-        and current.shape == value.shape
-        and current.dtype == value.dtype
-        and not current.requires_grad
-    )

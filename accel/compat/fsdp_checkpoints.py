@@ -20,16 +20,19 @@ from accel.checkpoint.chunks import (
     fill_module,
     fill_optimizer,
     fill_optimizer_from_full_state,
+    outline_full_state,
     split_optimizer,
-    split_optimizer_state,
 )
-from accel.checkpoint.dcp import DcpFolder, write_dcp
+from accel.checkpoint.dcp import DcpFolder, item_names, write_dcp
 from accel.checkpoint.file_names import OPTIMIZER_NAME, numbered_name
 from accel.checkpoint.torch_files import read_object
 from accel.compat.constants import FSDP_MODEL_NAME
 from accel.compat.helpers import is_peft_model
 from accel.errors import ArgumentError, CheckpointError
-from accel.parallel.shares import full_state
+from accel.parallel.shares import full_state, refuse_versions
+from accel.pytree import join_tensors
+
+_OUTLINE = "accel_outline"
 
 
 def save_fsdp_model(
@@ -108,17 +111,15 @@ def save_fsdp_optimizer(
     full = _is_full(fsdp_plugin, use_dcp)
     path = _path_of(output_dir, OPTIMIZER_NAME, optimizer_index, full)
     outline, tensors = split_optimizer(optimizer, _name_of(accelerator, model))
-    entries = {
-        name: {**entry, **{key: tensors[f"{name}:{key}"] for key in outline["chunked"][name]}}
-        for name, entry in outline["state"].items()
-    }
-    groups = outline["param_groups"]
+    refuse_versions(outline["versions"])
     if full:
-        keep = accelerator.is_main_process
-        entries = {name: full_state(entry, keep) for name, entry in entries.items()}
-        _write_file(path, {"state": entries, "param_groups": groups})
+        tensors = full_state(tensors, accelerator.is_main_process)
+        _write_file(path, join_tensors(outline["tree"], tensors) if accelerator.is_main_process else {})
     else:
-        write_dcp(path, {"optimizer": {"state": entries, "param_groups": groups}})
+        state = {"optimizer": _without_tuples(join_tensors(outline["tree"], tensors))}
+        items = {id(tensor): item for item, tensor in item_names(state).items()}
+        outline["items"] = {key_path: items[id(tensor)] for key_path, tensor in tensors.items()}
+        write_dcp(path, {**state, _OUTLINE: (outline,)})  # DCP writes a tuple as it is
 
 
 def load_fsdp_optimizer(
@@ -218,7 +219,14 @@ def _read_weights(path: Path, full: bool) -> tuple[Chunks, dict[str, Any]]:
     folder = _open_folder(path, "model")
     key_paths = {item: folder.paths[item] for item in folder.tensors.shapes}
     items = {key_path[1]: item for item, key_path in key_paths.items() if key_path[0] == "model" and len(key_path) == 2}
-    return folder.tensors.renamed(items), folder.nested("model", set(items.values()))
+    return folder.tensors.renamed(items), folder.nested("model", skip=set(items.values()))
+
+
+def _without_tuples(data: Any) -> Any:
+    """Return ``data`` with lists in place of tuples: DCP finds tensors only in lists and dicts."""
+    if isinstance(data, dict):
+        return {key: _without_tuples(item) for key, item in data.items()}
+    return [_without_tuples(item) for item in data] if isinstance(data, (list, tuple)) else data
 
 
 def _fill_from_file(optimizer: Any, name_of: NameOf, path: Path) -> None:
@@ -226,23 +234,23 @@ def _fill_from_file(optimizer: Any, name_of: NameOf, path: Path) -> None:
     if all(isinstance(number, int) for group in state["param_groups"] for number in group["params"]):
         fill_optimizer_from_full_state(optimizer, state, path)  # by `save_state`, which numbers parameters
         return
-    outline, tensors = split_optimizer_state(
-        state, {name: name for group in state["param_groups"] for name in group["params"]}
-    )
+    outline, tensors = outline_full_state(state)
     fill_optimizer(optimizer, name_of, outline, Chunks.single_chunk(tensors, str(path)))
 
 
 def _fill_from_folder(optimizer: Any, name_of: NameOf, path: Path) -> None:
     folder = _open_folder(path, "optimizer")
-    chunked: dict[str, list[str]] = {}
-    items: dict[str, str] = {}
-    for item, shape in folder.tensors.shapes.items():
-        key_path = folder.paths[item]
-        if key_path[:2] == ("optimizer", "state") and len(key_path) == 4 and shape:
-            chunked.setdefault(key_path[2], []).append(key_path[3])
-            items[f"{key_path[2]}:{key_path[3]}"] = item
-    outline = {"state": {}, "param_groups": [], **folder.nested("optimizer", set(items.values())), "chunked": chunked}
-    fill_optimizer(optimizer, name_of, outline, folder.tensors.renamed(items))
+    outline = folder.read_object(_OUTLINE)
+    if outline is not None:
+        fill_optimizer(optimizer, name_of, outline[0], folder.tensors.renamed(outline[0]["items"]))
+        return
+    items = {  # by Accelerate, or an older accel
+        "".join(f"[{key!r}]" for key in folder.paths[item][1:]): item
+        for item in folder.tensors.shapes
+        if folder.paths[item][0] == "optimizer"
+    }
+    tree = {"state": {}, "param_groups": [], **folder.nested("optimizer", as_outline=True)}
+    fill_optimizer(optimizer, name_of, outline_full_state(tree)[0], folder.tensors.renamed(items))
 
 
 def _open_folder(path: Path, key: str) -> DcpFolder:

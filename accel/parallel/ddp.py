@@ -37,6 +37,11 @@ class DataParallel(Strategy):
         self.kwargs.register_comm_hook(wrapped)
         return wrapped
 
+    @property
+    def own_buffers(self) -> bool:
+        """See `Strategy.own_buffers`."""
+        return not self.kwargs.broadcast_buffers
+
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
         """Return a context manager whose backward passes do not synchronize gradients."""
         wrapped = data_parallel(model)

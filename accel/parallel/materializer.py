@@ -91,7 +91,9 @@ class WeightMaterializer:
         reusable = tensor.device == self.device and tensor.is_contiguous()
         if tensor.is_meta or (receives and not reusable):
             return torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
-        return tensor.detach().to(self.device)
+        value = tensor.detach().to(self.device)
+        # As the receivers' memory is.
+        return value.resolve_conj().resolve_neg().contiguous() if self.broadcast else value
 
     def _new_parameter(self, current: nn.Parameter, original: nn.Parameter) -> nn.Parameter:
         value = self._value(current)
