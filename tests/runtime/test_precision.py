@@ -106,6 +106,17 @@ def test_a_scaler_that_is_off_trains_as_without_one() -> None:
     assert (weight.item(), optimizer.step_was_skipped) == (0.0, False)
 
 
+def test_an_optimizer_with_a_scaler_of_the_script_tells_skipped_steps() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = AcceleratedOptimizer(torch.optim.SGD([weight], lr=0.5), scaler=scaler)
+    for factor in (1.0, float("inf")):
+        scaler.scale(weight.sum() * factor).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        assert optimizer.step_was_skipped is (factor != 1.0)
+    assert (weight.item(), optimizer.scaler) == (0.5, scaler)
+
+
 class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the numbers that are read of tensors: on a GPU each one waits for the device."""
 
