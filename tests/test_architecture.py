@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 # Imported only where a connection is opened.
-LATE = {"schedulers.hosts.login", "schedulers.hosts.opening"}
+LATE = {"schedulers.hosts.opening"}
 OPTIONAL = set("torch numpy safetensors submitit fabric paramiko kubernetes boto3 sagemaker deepspeed".split())
 
 

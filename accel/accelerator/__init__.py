@@ -225,7 +225,9 @@ class Accelerator(
                 self._run.evaluated.add(prepared[key])
         for (key, (_, placement)), optimizer in zip(new_optimizers.items(), wrapped_optimizers, strict=True):
             placement = self.device_placement if placement is None else placement
-            prepared[key] = AcceleratedOptimizer(optimizer, placement, precision=self.precision)
+            prepared[key] = AcceleratedOptimizer(
+                optimizer, placement, precision=self.precision, split_groups=self.strategy.split_groups
+            )
             self._run.optimizers.append(prepared[key])
         return prepared
 
@@ -264,7 +266,7 @@ class Accelerator(
         is_placed = _is_quantised_in_place(model, self.device) or dispatched
         if not is_placed and (self.device_placement if placement is None else placement):
             model = self.strategy.place(model, evaluation)
-        self.precision.wrap_forward(model)
+        self.precision.wrap_forward(model, autocast=evaluation or self.strategy.needs_autocast(model))
         if compiles(self.dynamo_plugin, model, regions=True):
             by_regions = compile_regions_in_place if self.strategy.compiles_in_place else compile_regions
             model = by_regions(model, **self.dynamo_plugin.to_kwargs())

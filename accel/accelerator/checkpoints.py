@@ -12,9 +12,10 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from accel.accelerator.run import Part
-from accel.checkpoint.all_ranks import run_on_all_ranks
+from accel.checkpoint.all_ranks import call_roll, run_on_all_ranks
 from accel.checkpoint.contents import CheckpointContents, Piece
 from accel.checkpoint.durable import reporting_full_disk
+from accel.checkpoint.file_names import CHECKPOINT_PREFIX
 from accel.checkpoint.weights import is_writer, refuse_unsavable, save, save_sharded_weights, save_weights
 from accel.checkpoint.writer import Checkpoints, logger
 from accel.errors import ArgumentError, CheckpointError, one_of
@@ -44,6 +45,10 @@ class CheckpointControl(Part):
     def save_iteration(self) -> int:
         """The number of the next automatically named checkpoint."""
         return self.project_configuration.iteration
+
+    @save_iteration.setter
+    def save_iteration(self, number: int) -> None:
+        self.project_configuration.iteration = number
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Include the ``state_dict()`` of ``objects`` in checkpoints. Raises `ArgumentError` for one without it."""
@@ -110,9 +115,9 @@ class CheckpointControl(Part):
         checkpoint is large, and writes in the background. The next save or load, `wait_for_checkpoint`,
         `end_training` and the interpreter's exit wait for the write.
 
-        All processes must call it. In debug mode (``ACCELERATE_DEBUG_MODE=1``) the main process raises
-        `CollectiveError`, naming the processes that do not within five minutes. Raises `ArgumentError` in an open
-        accumulation window of a sharded model without ``sync_each_batch``.
+        All processes must call it: if some have not 20 s after the main process, all that do raise `CollectiveError`
+        with their ranks. Raises `ArgumentError` in an open accumulation window of a sharded model without
+        ``sync_each_batch``.
 
         Raises `CheckpointError`, on every process, if any process cannot write; the call that waits raises a
         background failure. ``save_model_func_kwargs`` have no effect and are named in a warning.
@@ -132,21 +137,30 @@ class CheckpointControl(Part):
             logger.warning(f"save_state: {', '.join(sorted(save_model_func_kwargs))} ignored: no effect in this run")
         self._checkpoints.wait()
         path = self._checkpoints.next_path() if output_dir is None else Path(output_dir)
+        weights: dict[int, dict[str, Any]] = {}
         self._checkpoints.save(
-            path, lambda folder: self._collect(folder, safe_serialization), background=async_save, prune=automatic
+            path,
+            lambda folder: self._run_save_hooks(weights, folder),
+            lambda: self._collect(weights, safe_serialization),
+            background=async_save,
+            prune=automatic,
         )
         self.project_configuration.iteration += automatic
         return str(path)
 
-    def _collect(self, folder: Path, safe: bool) -> list[Piece]:
-        contents = self._contents(models=self._run.models, safe=safe)
-        in_shards, writes, window = self.strategy.keeps_shards, self._checkpoints.is_writer, self._run.window
-        states = [self.strategy.model_state(model, full=not in_shards) for model in self._run.models]
+    def _run_save_hooks(self, weights: dict[int, dict[str, Any]], folder: Path) -> None:
+        """Fill ``weights`` with the models' state dicts by number, without those that a hook removes."""
+        models, in_shards = self._run.models, self.strategy.keeps_shards
+        states = [self.strategy.model_state(model, full=not in_shards) for model in models]
         remaining = list(states)
         for hook in self._save_model_state_pre_hook.values():
-            hook(list(self._run.models), remaining, str(folder))
+            hook(list(models), remaining, str(folder))
         numbers = {id(state): number for number, state in enumerate(states)}
-        weights = {numbers.get(id(state), position): state for position, state in enumerate(remaining)}
+        weights.update({numbers.get(id(state), position): state for position, state in enumerate(remaining)})
+
+    def _collect(self, weights: dict[int, dict[str, Any]], safe: bool) -> list[Piece]:
+        contents = self._contents(models=self._run.models, safe=safe)
+        in_shards, writes, window = self.strategy.keeps_shards, self._checkpoints.is_writer, self._run.window
         optimizers = () if in_shards else [self.strategy.optimizer_state(item) for item in self._run.optimizers]
         pieces = list(
             contents.sharded_state(weights, window.is_open, is_writer=writes, every_copy=self._checkpoints.on_each_node)
@@ -184,14 +198,19 @@ class CheckpointControl(Part):
         options = _load_options(load_kwargs or {})
         _check_location(load_model_func_kwargs.pop("map_location", None))
         folder = self._checkpoints.find(None if newest or input_dir is None else Path(input_dir))
-        if newest:
-            self.project_configuration.iteration = int(folder.name.rpartition("_")[2]) + 1
         models = list(self._run.models)
-        for hook in self._load_model_state_pre_hook.values():
-            hook(models, str(folder))
+
+        def run_hooks() -> None:
+            for hook in self._load_model_state_pre_hook.values():
+                hook(models, str(folder))
+
+        run_on_all_ranks(f"loading {folder}", run_hooks)
         hooked = [number for number, model in enumerate(self._run.models) if all(model is not m for m in models)]
         contents = self._contents(models=self._run.models, hooked=hooked, options=options)
         self._run.window.resume(self._checkpoints.load(folder, contents, **load_model_func_kwargs))
+        prefix, _, number = folder.name.rpartition("_")
+        if f"{prefix}_" == CHECKPOINT_PREFIX and number.isdecimal():
+            self.save_iteration = int(number) + 1
         logger.info(f"loaded {folder}")
 
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
@@ -216,16 +235,20 @@ class CheckpointControl(Part):
 
         The file is ``model.safetensors``, or if larger ``model-00001-of-0000N.safetensors`` and an index; without
         ``safe_serialization``, ``pytorch_model.bin`` likewise. Tied weights are written once. Weights that hooks
-        offloaded to the CPU or the disk are loaded; sharded ones are gathered one at a time (safetensors). Raises
-        `ArgumentError` for a directory that is a file, for weights on the meta device and for types that safetensors
-        lacks; `CheckpointError`, on every process, if one cannot write.
+        offloaded to the CPU or the disk are loaded; sharded ones are gathered one at a time (safetensors).
+
+        The main process alone may call it, unless the model is sharded: then all must, as `save_state`, and all raise
+        if one fails. Raises `ArgumentError` for a directory that is a file, for weights on the meta device and for
+        types that safetensors lacks; `CheckpointError` if the writer cannot write.
         """
-        folder = Path(save_directory)
-        streams = safe_serialization and self.strategy.shards_models
+        folder, sharded = Path(save_directory), self.strategy.shards_models
+        if sharded:
+            call_roll("save_model")
+        streams = safe_serialization and sharded
         state = self.strategy.model_state(model, full=False) if streams else self._full_state_dict(model)
         writes = is_writer(self.state, self.project_configuration.save_on_each_node)
 
-        @reporting_full_disk(folder)
+        @reporting_full_disk()
         def write() -> None:
             if streams:
                 save_sharded_weights(state, folder, max_shard_size, writes)
@@ -235,7 +258,7 @@ class CheckpointControl(Part):
                 save_weights(state, folder, max_shard_size, safe_serialization)
 
         try:
-            run_on_all_ranks(f"saving {folder}", write)
+            run_on_all_ranks(f"saving {folder}", write, alone=not sharded)
         except CheckpointError as error:
             if isinstance(error.__cause__, ArgumentError):  # raised by this process
                 raise error.__cause__ from None

@@ -219,7 +219,9 @@ class TrainingControl(Part):
         if optimizer is None:
             optimizer = self._run.optimizers
         for item in optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]:
-            self.precision.unscale(item.optimizer if isinstance(item, AcceleratedOptimizer) else item)
+            inner = item.optimizer if isinstance(item, AcceleratedOptimizer) else item
+            with self.strategy.split_groups(inner):
+                self.precision.unscale(inner)
 
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2

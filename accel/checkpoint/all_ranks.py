@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import itertools
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -13,14 +13,17 @@ from accel.errors import AccelError, CheckpointError, CollectiveError
 from accel.state import PartialState
 
 Result = TypeVar("Result")
-_TIMEOUT = timedelta(minutes=5)
+_PATIENCE = timedelta(seconds=20)
+_calls = itertools.count()
 
 
-def run_on_all_ranks(operation: str, action: Callable[[], Result], group: Any = None) -> list[Result]:
+def run_on_all_ranks(
+    operation: str, action: Callable[[], Result], group: Any = None, *, alone: bool = False
+) -> list[Result]:
     """Run ``action`` on every process and return all results, in rank order; they must be picklable.
 
     If it fails on any process, every process raises `CheckpointError` naming that process, so none is left
-    waiting. ``group`` is the process group to use, by default the world's.
+    waiting. ``group`` is the process group to use, by default the world's; with ``alone`` there is no other process.
     """
     result: tuple[Result | None, str | None]
     cause: Exception | None = None
@@ -29,7 +32,7 @@ def run_on_all_ranks(operation: str, action: Callable[[], Result], group: Any = 
     except Exception as error:
         cause = error
         result = None, str(error) if isinstance(error, AccelError) else f"{type(error).__name__}: {error}"
-    gathered = _all_gather(result, group)
+    gathered: list[Any] = [result] if alone else _all_gather(result, group)
     failed = [(rank, message) for rank, (_, message) in enumerate(gathered) if message is not None]
     if failed:
         rank, message = failed[0]
@@ -47,21 +50,50 @@ def _all_gather(value: Any, group: Any) -> list[Any]:
     return gathered
 
 
-def check_all_ranks_present(operation: str, group: Any) -> None:
-    """Raise `CollectiveError` unless all processes call this within five minutes; rank 0 names the missing ones.
+def call_roll(operation: str) -> None:
+    """Raise `CollectiveError` on all processes that make this call, now or later, unless every process does.
 
-    ``group``: a `new_gloo_group` with no other operation in progress; with None (a world of one) nothing happens.
+    The main process waits 20 seconds for the others. They wait for it up to the process group's timeout, as it may
+    have work of its own.
     """
-    if group is None:
+    state = PartialState()
+    if not state.use_distributed:
         return
-    try:
-        dist.monitored_barrier(group, _TIMEOUT, wait_all_ranks=True)
-    except RuntimeError as error:
-        match = re.search(r"Ranks ([\d, ]+) failed", str(error))
-        subject = f"process {match[1]} did not" if match else "some process did not"
+    store, number = dist.distributed_c10d._get_default_store(), next(_calls)
+    verdict = f"accel/call/{number}"
+    keys = [f"{verdict}/{operation}/{rank}" for rank in range(state.num_processes)]
+    if state.is_main_process:
+        missing = _missing(store, keys[1:])
+        problem = f"process {', '.join(missing)} did not within {_PATIENCE.seconds} s" if missing else ""
+        store.set(verdict, problem)
+        if not missing:
+            store.delete_key(f"accel/call/{number - 1}")  # every process has read it
+    else:
+        problem = _read_verdict(store, keys[state.process_index], verdict)
+    if problem:
         raise CollectiveError(
-            f"{operation} must be called by all processes, but {subject}: is the call in code for one process only?"
-        ) from error
+            f"every process must call {operation}, but {problem}: call it outside of code for one process, and "
+            "wait_for_everyone() before it if processes arrive far apart"
+        )
+
+
+def _missing(store: Any, keys: list[str]) -> list[str]:
+    """Return the ranks, at the ends of ``keys``, whose keys are not in the store in time."""
+    try:
+        store.wait(keys, _PATIENCE)
+        return []
+    except RuntimeError:
+        return [key.rpartition("/")[2] for key in keys if not store.check([key])]
+
+
+def _read_verdict(store: Any, key: str, verdict: str) -> str:
+    store.set(key, "")
+    try:
+        problem: str = store.get(verdict).decode()
+    except RuntimeError:
+        return "the main process did not"
+    store.delete_key(key)
+    return problem
 
 
 def new_gloo_group() -> Any:

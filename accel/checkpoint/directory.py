@@ -1,133 +1,229 @@
-"""Atomically replaced checkpoint directories.
+"""Directories of checkpoints, each complete at every moment, or completed by the next process that looks for it.
 
-A checkpoint is written under a draft name next to its final path and renamed when it is complete. A
-predecessor in that path is renamed first and deleted last, so that one complete checkpoint exists at every
-moment; `recover` moves it to the final path.
+A checkpoint is written as a draft, which is whole once it has its manifest. The draft of a directory that does not
+exist lies next to it and is renamed. A directory that exists stays, with the script's own files: the draft lies in it.
+First the old manifest goes, then the draft's files are moved into place, its manifest last.
 
-    .NAME.draft-ID    being written, or complete (with a manifest) and about to be renamed
-    .NAME.old-ID      the predecessor, moved aside
+    .NAME.draft-ID    the draft of NAME, which does not exist
+    NAME/.draft-ID    the draft of NAME; while its files are moved, ``.replaced`` in it has the old manifest
     .NAME.gone-ID     about to be deleted, never restored
+    .NAME.old-ID      a predecessor that an earlier accel moved aside
+
+A writer locks a file in its draft. A draft whose lock is free was given up, as is every draft on a file system without
+locks.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import re
 import secrets
 import shutil
+from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
-from accel.checkpoint.durable import fsync_directory
-from accel.checkpoint.file_names import MANIFEST
-from accel.checkpoint.manifest import find_damage, read_manifest
+from accel.checkpoint.durable import digest_of, fsync_directory
+from accel.checkpoint.file_names import LOCK, MANIFEST
+from accel.checkpoint.manifest import Manifest, find_damage, read_manifest
 from accel.errors import CheckpointError
 
-_DELETED = re.compile(r"\..+\.gone-[0-9a-f]{8}")
-_ASIDE = re.compile(r"\.(.+)\.(?:draft|old)-[0-9a-f]{8}")
+_REPLACED = ".replaced"
+_ID = "[0-9a-f]{8}"
 
 
-def sibling_path(final: Path, kind: str) -> Path:
-    """Return a new name of ``kind`` (draft, old, gone) for ``final``."""
-    return final.parent / f".{final.name}.{kind}-{secrets.token_hex(4)}"
-
-
-def leftovers(final: Path, kind: str) -> list[Path]:
-    """Return the directories next to ``final`` with names of ``kind``."""
-    pattern = re.compile(re.escape(f".{final.name}.{kind}-") + r"[0-9a-f]{8}")
+def _entries(folder: Path, pattern: str) -> list[Path]:
     try:
-        return sorted(entry for entry in final.parent.iterdir() if pattern.fullmatch(entry.name))
-    except FileNotFoundError:
+        return sorted(entry for entry in folder.iterdir() if re.fullmatch(pattern, entry.name))
+    except (FileNotFoundError, NotADirectoryError):
         return []
 
 
-def start_draft(final: Path) -> Path:
-    """Create the directory in which a checkpoint for ``final`` is written.
+def drafts(final: Path) -> list[Path]:
+    """Return the drafts of ``final``, next to it and in it."""
+    return [
+        *_entries(final.parent, rf"\.{re.escape(final.name)}\.draft-{_ID}"),
+        *_entries(final, rf"\.draft-{_ID}"),
+    ]
 
-    Deletes its abandoned drafts, and directories in the same parent that a killed process was deleting.
+
+def start_draft(final: Path) -> tuple[Path, IO[str] | None]:
+    """Create the directory in which a checkpoint for ``final`` is written; return it and its lock.
+
+    Deletes drafts that were given up, and directories in the same parent that a killed process was deleting. Raises
+    `CheckpointError` if the file system cannot rename.
     """
     final.parent.mkdir(parents=True, exist_ok=True)
     recover(final)
-    deleted = [entry for entry in final.parent.iterdir() if _DELETED.fullmatch(entry.name)]
-    for stale in leftovers(final, "draft") + deleted:
-        shutil.rmtree(stale, ignore_errors=True)
-    draft = sibling_path(final, "draft")
-    draft.mkdir()
-    return draft
-
-
-def publish(draft: Path, final: Path) -> None:
-    """Move the complete checkpoint in ``draft`` to ``final``, replacing an older one; the script's own files stay."""
-    fsync_directory(draft)
-    predecessor = None
-    if os.path.lexists(final):
-        predecessor = sibling_path(final, "old")
-        os.rename(final, predecessor)
-    os.rename(draft, final)
-    fsync_directory(final.parent)
-    if predecessor is not None:
-        _retire(predecessor, final)
-
-
-def _retire(predecessor: Path, final: Path) -> None:
-    """Delete a predecessor, after moving the script's own files in it to ``final``."""
+    for draft in drafts(final):
+        discard(draft, final)
+    for trash in _entries(final.parent, rf"\..+\.gone-{_ID}"):
+        shutil.rmtree(trash, ignore_errors=True)
+    first, draft = _new_draft(final), _new_draft(final)
+    first.mkdir()
+    (first / LOCK).touch()
     try:
-        manifest = read_manifest(predecessor)
-    except CheckpointError:
-        manifest = None
-    own_names = {MANIFEST, *(manifest.files if manifest else ())}
-    top_names = {name.split("/")[0] for name in own_names}
-    for entry in predecessor.iterdir():
-        if entry.name not in top_names and not os.path.lexists(final / entry.name):
-            os.rename(entry, final / entry.name)
-    remove(predecessor)
+        os.rename(first, draft)
+    except OSError as error:
+        shutil.rmtree(first, ignore_errors=True)
+        raise CheckpointError(
+            f"the file system of {final.parent} cannot rename ({error.strerror}): save on another, and copy from there"
+        ) from error
+    return draft, _lock(draft)
 
 
-def remove(folder: Path) -> None:
-    """Delete a directory so that no reader ever sees it half deleted: it is renamed first."""
-    match = _ASIDE.fullmatch(folder.name)
-    trash = sibling_path(folder.parent / (match[1] if match else folder.name), "gone")
-    os.rename(folder, trash)
-    shutil.rmtree(trash, ignore_errors=True)
+def _new_draft(final: Path) -> Path:
+    name = f".draft-{secrets.token_hex(4)}"
+    return final / name if os.path.lexists(final) else final.with_name(f".{final.name}{name}")
+
+
+def _lock(draft: Path) -> IO[str] | None:
+    """Lock ``draft`` until the file that is returned is closed; return None if another process has locked it.
+
+    The lock is the process's (``lockf``): with ``flock`` a forked process, such as a loader's worker, would keep it.
+    """
+    file = open(draft / LOCK, "a")  # noqa: SIM115 (the caller closes it)
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            file.close()
+            return None
+    return file
+
+
+def discard(draft: Path, final: Path) -> None:
+    """Delete ``draft`` unless another process writes it, or ``final`` is incomplete without its files."""
+    if (draft / _REPLACED).exists() and not (final / MANIFEST).exists():
+        return
+    with suppress(OSError):
+        lock = _lock(draft)
+        if lock is not None:
+            lock.close()  # NFS keeps open files
+            shutil.rmtree(draft, ignore_errors=True)
+
+
+def publish(draft: Path, final: Path, lock: IO[str] | None) -> None:
+    """Make the whole ``draft`` the checkpoint in ``final``, and close its lock; the script's own files stay."""
+    fsync_directory(draft)
+    if os.path.lexists(final):
+        _move_into_place(draft, final)
+    else:
+        os.rename(draft, final)
+        fsync_directory(final.parent)
+    if lock is not None:
+        lock.close()
+    (final / LOCK).unlink(missing_ok=True)
+    shutil.rmtree(draft, ignore_errors=True)
+
+
+def _move_into_place(draft: Path, final: Path) -> None:
+    """Replace the checkpoint in ``final``. After any interruption it can be called again."""
+    manifest, replaced = read_manifest(draft), draft / _REPLACED
+    assert manifest is not None
+    folder = next((final / name for name in manifest.files if (final / name).is_dir()), None)
+    if folder is not None:
+        raise CheckpointError(f"{folder} is a directory, but the checkpoint has a file of that name")
+    for name in manifest.files:
+        (final / name).parent.mkdir(parents=True, exist_ok=True)
+    replaced.mkdir(exist_ok=True)
+    if (final / MANIFEST).exists():
+        os.rename(final / MANIFEST, replaced / MANIFEST)
+    for name in manifest.files:
+        if (draft / name).exists():
+            os.rename(draft / name, final / name)
+    for name in _listed(replaced) - manifest.files.keys():
+        (final / name).unlink(missing_ok=True)
+        with suppress(OSError):
+            os.removedirs((final / name).parent)
+    for folder in {parent for name in manifest.files for parent in (final / name).parents if final in parent.parents}:
+        fsync_directory(folder)
+    fsync_directory(final)
+    os.rename(draft / MANIFEST, final / MANIFEST)
+    fsync_directory(final)
+
+
+def _listed(folder: Path) -> set[str]:
+    """Return the names in a manifest, if it can be read, that lie in the checkpoint's directory."""
+    with suppress(CheckpointError):
+        names = (read_manifest(folder) or Manifest(num_processes=0)).files
+        return {name for name in names if not Path(name).is_absolute() and ".." not in Path(name).parts}
+    return set()
 
 
 def recover(final: Path) -> str | None:
-    """Finish a `publish` that was killed; return one line about it if a checkpoint was moved to ``final``."""
-    if os.path.lexists(final):
-        for predecessor in leftovers(final, "old"):
-            _retire(predecessor, final)
-        return None
-    for kind in ("draft", "old"):
-        for candidate in leftovers(final, kind):
-            if find_damage(candidate) is None:
-                os.rename(candidate, final)
-                fsync_directory(final.parent)
-                return f"{final} was being replaced when its writer was killed: restored {candidate.name}"
-    return None
+    """Finish what a killed writer left of publishing ``final``; return one line about it if there was something."""
+    restored = next((draft.name for draft in drafts(final) if _finish(draft, final)), None)
+    for old in _entries(final.parent, rf"\.{re.escape(final.name)}\.old-{_ID}"):
+        if (final / MANIFEST).exists():
+            _return_own_files(old, final)
+            remove(old)
+        elif find_damage(old) is None:
+            os.rename(old, final)
+            restored = old.name
+    return f"{final} was being replaced when its writer was killed: restored {restored}" if restored else None
 
 
-def interrupted(parent: Path) -> set[str]:
-    """Return the names in ``parent`` that exist only as a draft or predecessor."""
-    if not parent.is_dir():
-        return set()
-    matches = (_ASIDE.fullmatch(entry.name) for entry in parent.iterdir())
-    return {match[1] for match in matches if match and not os.path.lexists(parent / match[1])}
+def _finish(draft: Path, final: Path) -> bool:
+    """Publish ``draft`` if it is whole, given up, and not older than the checkpoint in ``final``."""
+    if not (draft / MANIFEST).exists() or (draft.parent != final and (final / MANIFEST).exists()):
+        return False
+    with suppress(OSError, CheckpointError):
+        lock = _lock(draft)
+        if lock is not None:
+            with lock:
+                if _is_whole(draft, final):
+                    publish(draft, final, lock)
+                    return True
+    return False
+
+
+def _is_whole(draft: Path, final: Path) -> bool:
+    """Return True if every file is intact, in the draft or moved into place already."""
+    manifest = read_manifest(draft)
+    return manifest is not None and all(
+        digest_of(draft / name if (draft / name).exists() else final / name) == digest
+        for name, digest in manifest.files.items()
+    )
+
+
+def is_half_replaced(final: Path) -> bool:
+    """Return True if ``final`` has files of two checkpoints, because publishing was interrupted."""
+    return not (final / MANIFEST).exists() and any((draft / _REPLACED).exists() for draft in drafts(final))
+
+
+def _return_own_files(old: Path, final: Path) -> None:
+    """Move the script's own files from a predecessor back to ``final``."""
+    listed = {MANIFEST, *(name.split("/")[0] for name in _listed(old))}
+    for entry in old.iterdir():
+        if entry.name not in listed and not os.path.lexists(final / entry.name):
+            os.rename(entry, final / entry.name)
+
+
+def remove(folder: Path) -> None:
+    """Delete a checkpoint so that no reader ever loads it half deleted."""
+    trash = folder.with_name(f".{folder.name}.gone-{secrets.token_hex(4)}")
+    try:
+        os.rename(folder, trash)
+    except OSError:  # in an image's layer, or a mount point
+        trash = folder
+        (folder / MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(trash, ignore_errors=True)
 
 
 def numbered(parent: Path, prefix: str) -> list[tuple[int, Path]]:
     """Return the directories ``prefix<number>`` in ``parent``, sorted, after recovering interrupted ones."""
-    for name in interrupted(parent):
-        recover(parent / name)
-    pattern = re.compile(re.escape(prefix) + r"(\d+)")
-    if not parent.is_dir():
-        return []
-    matches = ((pattern.fullmatch(entry.name), entry) for entry in parent.iterdir() if entry.is_dir())
-    return sorted((int(match[1]), entry) for match, entry in matches if match)
+    pattern = rf"{re.escape(prefix)}\d+"
+    for name in {entry.name for entry in _entries(parent, rf"({pattern}|\.{pattern}\.(draft|old)-{_ID})")}:
+        recover(parent / name.removeprefix(".").partition(".")[0])
+    folders = [entry for entry in _entries(parent, pattern) if entry.is_dir()]
+    return sorted((int(folder.name.removeprefix(prefix)), folder) for folder in folders)
 
 
 def delete_abandoned(final: Path, prefix: str) -> None:
     """Delete drafts and predecessors of checkpoints with lower numbers, which are never written again."""
-    for entry in final.parent.iterdir():
-        match = _ASIDE.fullmatch(entry.name)
-        number = match[1].removeprefix(prefix) if match else ""
-        if number.isdecimal() and int(number) < int(final.name.removeprefix(prefix)):
-            remove(entry)
+    for entry in _entries(final.parent, rf"\.{re.escape(prefix)}\d+\.(draft|old)-{_ID}"):
+        if int(entry.name.split(".")[1].removeprefix(prefix)) < int(final.name.removeprefix(prefix)):
+            discard(entry, final)

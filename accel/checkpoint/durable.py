@@ -299,52 +299,35 @@ def fsync_directory(path: Path) -> None:
         os.close(handle)
 
 
-# The report of a full disk for every writer: torch drops the system's error number, safetensors the error's type.
+# The report of a full disk.
 
 _FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up"}
-_LITTLE = 1 << 20
 
 
 @contextmanager
-def reporting_full_disk(path: Path, hint: str = "") -> Iterator[None]:
-    """Raise `CheckpointError` with the free space and ``hint`` if the block fails because the disk is full.
+def reporting_full_disk(hint: str = "") -> Iterator[None]:
+    """Raise `CheckpointError` with the file, the free space and ``hint`` if the block fails because the disk is full.
 
-    The disk is that of the file that the error names, otherwise that of ``path``.
+    Only the number of the system's error says so: torch and safetensors drop it in writers of their own.
     """
     try:
         yield
-    except AccelError:
-        raise
     except Exception as error:
-        system_error = _system_error(error)
-        name = system_error.filename if system_error is not None else None
-        folder = _existing(Path(name) if isinstance(name, str) else path)
-        disk = os.statvfs(folder)
-        free = disk.f_bavail * disk.f_frsize
-        number = system_error.errno if system_error is not None else _number_without(error, free)
-        if number not in _FULL:
+        system_error: BaseException | None = error
+        while system_error is not None and not (isinstance(system_error, OSError) and system_error.errno in _FULL):
+            system_error = system_error.__cause__ or system_error.__context__
+        if system_error is None or isinstance(error, AccelError):
             raise
-        no_inodes = number == errno.ENOSPC and disk.f_files and not disk.f_favail
-        problem = "the disk has no inodes left" if no_inodes else _FULL[number]
-        mount = next(parent for parent in (folder.resolve(), *folder.resolve().parents) if parent.is_mount())
-        free_space = f"{free // 10**6} MB left on {mount}"
-        raise CheckpointError(f"{problem} ({free_space}){hint}") from error
+        raise CheckpointError(f"{_full_disk(system_error)}{hint}") from error
 
 
-def _system_error(error: BaseException | None) -> OSError | None:
-    """Return the error of a full disk that caused ``error``, if any."""
-    while error is not None and not (isinstance(error, OSError) and error.errno in _FULL):
-        error = error.__cause__ or error.__context__
-    return error
-
-
-def _number_without(error: BaseException, free: int) -> int | None:
-    """Return the number of a full disk for an error without one, judged by its text or by the ``free`` bytes."""
-    if isinstance(error, OSError):
-        return None
-    numbers = (number for number in _FULL if os.strerror(number) in str(error))
-    return next(numbers, errno.ENOSPC if free < _LITTLE else None)
-
-
-def _existing(path: Path) -> Path:
-    return next(folder for folder in (path, *path.resolve().parents) if folder.is_dir())
+def _full_disk(error: OSError) -> str:
+    problem = _FULL[error.errno or 0]
+    if not isinstance(error.filename, str):
+        return problem
+    folder = next(folder for folder in Path(error.filename).resolve().parents if folder.is_dir())
+    disk = os.statvfs(folder)
+    if error.errno == errno.ENOSPC and disk.f_files and not disk.f_favail:
+        problem = "the disk has no inodes left"
+    mount = next(parent for parent in (folder, *folder.parents) if parent.is_mount())
+    return f"{problem} ({disk.f_bavail * disk.f_frsize // 10**6} MB left on {mount}): {error.filename}"

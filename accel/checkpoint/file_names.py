@@ -25,6 +25,7 @@ OUTLINE = f"{OPTIMIZER_NAME}_outline.bin"
 SCHEDULER = f"{SCHEDULER_NAME}.bin"
 SAMPLER = f"{SAMPLER_NAME}.bin"
 MANIFEST = "accel_manifest.json"
+LOCK = ".accel_lock"
 CHECKPOINT_PREFIX = "checkpoint_"
 CHUNKS = "chunks/node_*/rank_*.safetensors"
 _CHUNKS = re.compile(r"chunks/node_\d+/rank_(\d+)\.safetensors")

@@ -42,7 +42,7 @@ def merge_fsdp_weights(
     except FileExistsError:
         raise CheckpointError(f"{folder} is a file: pass a directory for the merged weights") from None
     path = folder / (SAFE_WEIGHTS_NAME if safe_serialization else WEIGHTS_NAME)
-    with reporting_full_disk(folder), replacing(path) as draft:
+    with reporting_full_disk(), replacing(path) as draft:
         if safe_serialization:
             write_tensors(draft, state)
         else:

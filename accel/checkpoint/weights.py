@@ -6,7 +6,8 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,6 @@ from accel.tensor_files import SafetensorsFile, StoredTensor, alias_metadata, re
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B", re.IGNORECASE)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
-_SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}(\.[a-z]+)")
 
 
 def size_in_bytes(size: int | str) -> int:
@@ -104,8 +104,9 @@ def save_weights(
 ) -> list[str]:
     """Write ``state`` into ``folder``, in files of at most ``max_shard_size``; return the names of the files.
 
-    Each file is replaced atomically, the index after all files in it, and files of an earlier save are deleted
-    last. ``fetch``: see `write_tensors`. Raises `ArgumentError` for values that safetensors cannot hold.
+    A reader finds the earlier weights, these, or none: all files are written as drafts. Before shards are moved into
+    place, an earlier index or single file is deleted; the new index is last. ``fetch``: see `write_tensors`. Raises
+    `ArgumentError` for values that safetensors cannot hold.
     """
     max_bytes = size_in_bytes(max_shard_size)
     aliases: dict[str, str] = {}
@@ -116,21 +117,29 @@ def save_weights(
     pattern = SAFE_WEIGHTS_PATTERN_NAME if safe else WEIGHTS_PATTERN_NAME
     index_name = SAFE_WEIGHTS_INDEX_NAME if safe else WEIGHTS_INDEX_NAME
     names = [shard_name(pattern, number, len(parts)) for number in range(1, len(parts) + 1)]
+    files = r"(-\d{5}-of-\d{5})?".join(map(re.escape, pattern.split("{suffix}"))) + r"(\.index\.json)?"
     folder.mkdir(parents=True, exist_ok=True)
-    for name, part in zip(names, parts, strict=True):
-        with replacing(folder / name) as draft:
+    _delete(folder, rf"\.{files}\.draft")  # a killed writer's
+    with ExitStack() as moves:  # the last entered is moved into place first
+        if len(parts) > 1:
+            total = sum(v.numel() * v.element_size() for v in state.values() if isinstance(v, torch.Tensor))
+            weight_map = {key: name for name, part in zip(names, parts, strict=True) for key in part}
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            draft = moves.enter_context(replacing(folder / index_name))
+            write_bytes(draft, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
+            moves.callback(fsync_directory, folder)
+        for name, part in zip(names, parts, strict=True):
+            draft = moves.enter_context(replacing(folder / name))
             if safe:
                 tied = {alias: owner for alias, owner in aliases.items() if owner in part}
                 write_tensors(draft, part, alias_metadata(tied), fetch)
             else:
                 write_object(draft, part)
-    if len(parts) > 1:
-        total = sum(v.numel() * v.element_size() for v in state.values() if isinstance(v, torch.Tensor))
-        weight_map = {key: name for name, part in zip(names, parts, strict=True) for key in part}
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        with replacing(folder / index_name) as draft:
-            write_bytes(draft, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
-    _prune(folder, keep={*names, *([index_name] if len(parts) > 1 else [])}, pattern=pattern, index_name=index_name)
+        if len(parts) > 1:
+            for name in (index_name, pattern.format(suffix="")):
+                (folder / name).unlink(missing_ok=True)
+            fsync_directory(folder)
+    _delete(folder, files, keep={*names, *([index_name] if len(parts) > 1 else [])})
     fsync_directory(folder)
     return names
 
@@ -171,12 +180,9 @@ def _refuse_objects(state: Mapping[str, Any]) -> None:
             )
 
 
-def _prune(folder: Path, *, keep: set[str], pattern: str, index_name: str) -> None:
-    stem, suffix = pattern.split("{suffix}")
+def _delete(folder: Path, pattern: str, keep: Collection[str] = ()) -> None:
     for entry in folder.iterdir():
-        shard = _SHARD.fullmatch(entry.name)
-        stale = entry.name in (index_name, f"{stem}{suffix}") or (shard and (shard[1], shard[2]) == (stem, suffix))
-        if stale and entry.name not in keep:
+        if re.fullmatch(pattern, entry.name) and entry.name not in keep:
             entry.unlink()
 
 
@@ -250,7 +256,7 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
         return
     path = Path(f)
     try:
-        with reporting_full_disk(path.parent), replacing(path) as draft:
+        with reporting_full_disk(), replacing(path) as draft:
             if safe_serialization:
                 write_tensors(draft, clean_state_dict_for_safetensors(_tensors(obj)))
             else:

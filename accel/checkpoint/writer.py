@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import os
-import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import IO, Any, TypeAlias
 
-from accel.checkpoint.all_ranks import Result, check_all_ranks_present, new_gloo_group, run_on_all_ranks
+from accel.checkpoint.all_ranks import Result, call_roll, new_gloo_group, run_on_all_ranks
 from accel.checkpoint.background import Background, Staging
 from accel.checkpoint.contents import CheckpointContents, Piece
 from accel.checkpoint.directory import (
     delete_abandoned,
-    leftovers,
+    discard,
+    drafts,
+    is_half_replaced,
     numbered,
     publish,
     recover,
@@ -23,7 +25,7 @@ from accel.checkpoint.directory import (
     start_draft,
 )
 from accel.checkpoint.durable import Digest, fsync_and_digest, fsync_directory, reporting_full_disk
-from accel.checkpoint.file_names import CHECKPOINT_PREFIX, MANIFEST, random_states_name
+from accel.checkpoint.file_names import CHECKPOINT_PREFIX, LOCK, MANIFEST, random_states_name
 from accel.checkpoint.manifest import Manifest, find_changed_file, find_size_mismatch, read_manifest, write_manifest
 from accel.checkpoint.weights import is_writer
 from accel.errors import CheckpointError
@@ -113,7 +115,7 @@ class Checkpoints:
         self._background = Background()
         self._staging: Staging | None = None
         self._group: Any = None
-        self._roll_call = new_gloo_group() if state.debug else None
+        self._lock: IO[str] | None = None  # a writer's, on its draft
         self._last: Path | None = None  # the last checkpoint that this run has saved or loaded
         self._skipped: set[Path] = set()
 
@@ -145,50 +147,49 @@ class Checkpoints:
             self._staging.free()
 
     def save(
-        self, final: Path, collect: Callable[[Path], Sequence[Piece]], *, background: bool = False, prune: bool = False
+        self,
+        final: Path,
+        run_hooks: Callable[[Path], None],
+        collect: Callable[[], Sequence[Piece]],
+        *,
+        background: bool = False,
+        prune: bool = False,
     ) -> None:
-        """Write a checkpoint to ``final`` from the files that ``collect`` returns for a draft directory.
+        """Write a checkpoint to ``final`` from the files that ``collect`` returns and those by hooks in the draft.
 
         When this returns or raises, ``final`` is complete: the new checkpoint or the old one. With ``background`` it
         returns once the state is copied and writes in the background; `wait` raises its error. ``prune`` then deletes
         the oldest automatically named checkpoints beyond ``total_limit``, and the remains of older interrupted saves.
         """
-        check_all_ranks_present("save_state", self._roll_call)
+        call_roll("save_state")
         self.wait()
         final = environment.own_copy(final.resolve())
-        drafts = self._saving(final, lambda: self._start(final))
-        draft = Path(self._writer_result(drafts))
-        publish = partial(self._publish, draft, final, str(drafts[0])[-8:], prune)
+        drafts_by_rank = self._saving(final, lambda: self._start(final))
+        draft = Path(self._writer_result(drafts_by_rank))
+        publish_draft = partial(self._publish, draft, final, str(drafts_by_rank[0])[-8:], prune)
+        staged: list[Piece] = []
+        with self._discarding(draft, final):
+            self._saving(final, lambda: _run_hooks(draft, run_hooks))
+            if background:
+                self._group = self._group or new_gloo_group()
+                self._staging = self._staging or Staging(self.state.device)
+                self._saving(final, lambda: staged.extend(self._copied(collect())))
+            else:
+                self._finish(draft, final, collect, publish_draft, None)
         if background:
-            self._save_in_background(draft, final, collect, publish)
-        else:
-            self._finish(draft, final, lambda: collect(draft), publish, None)
+            self._background.start(lambda: self._finish(draft, final, lambda: staged, publish_draft, self._group))
 
     def _saving(self, final: Path, action: Callable[[], Result], group: Any = None) -> list[Result]:
         """Run one step of saving a checkpoint in ``final`` with `run_on_all_ranks`."""
         last = f"; the last complete checkpoint is {self._last}" if self._last is not None else ""
-        return run_on_all_ranks(f"saving {final}", reporting_full_disk(final, last)(action), group)
+        return run_on_all_ranks(f"saving {final}", reporting_full_disk(last)(action), group)
 
     def _start(self, final: Path) -> str | None:
         if not self.is_writer:
             return None
         check_fence()  # before start_draft deletes drafts that look abandoned
-        return str(start_draft(final))
-
-    def _save_in_background(
-        self, draft: Path, final: Path, collect: Callable[[Path], Sequence[Piece]], publish: _Publish
-    ) -> None:
-        if self._group is None:
-            self._group = new_gloo_group()
-        if self._staging is None:
-            self._staging = Staging(self.state.device)
-        staged: list[Piece] = []
-        try:
-            self._saving(final, lambda: staged.extend(self._copied(collect(draft))))
-        except BaseException:
-            self._abandon(draft)
-            raise
-        self._background.start(lambda: self._finish(draft, final, lambda: staged, publish, self._group))
+        draft, self._lock = start_draft(final)
+        return str(draft)
 
     def _copied(self, pieces: Sequence[Piece]) -> list[Piece]:
         assert self._staging is not None
@@ -201,20 +202,24 @@ class Checkpoints:
         self, draft: Path, final: Path, pieces: Callable[[], Sequence[Piece]], publish: _Publish, group: Any
     ) -> None:
         """Write the files, agree that all are written, and publish."""
-        try:
+        with self._discarding(draft, final):
             digests: dict[str, Digest] = {}
-            digests_by_rank = self._saving(final, lambda: _write_pieces(draft, pieces), group)
+            digests_by_rank = self._saving(final, lambda: {p.name: p.write(draft) for p in pieces()}, group)
             for rank_digests in (*digests_by_rank, digests_by_rank[self.state.process_index]):
                 digests.update(rank_digests)  # this rank's last: without a shared disk its node has its own files
             self._saving(final, lambda: publish(digests), group)
             self._last = final
-        except BaseException:
-            self._abandon(draft)
-            raise
 
-    def _abandon(self, draft: Path) -> None:
-        if self.is_writer:
-            shutil.rmtree(draft, ignore_errors=True)
+    @contextmanager
+    def _discarding(self, draft: Path, final: Path) -> Iterator[None]:
+        """Delete the draft, on its writer, if the block fails."""
+        try:
+            yield
+        except BaseException:
+            if self._lock is not None:
+                self._lock.close()
+                discard(draft, final)
+            raise
 
     def _writer_result(self, results: list[Result | None]) -> Result:
         """Return the result of this node's writer: the last writer up to this rank."""
@@ -224,14 +229,14 @@ class Checkpoints:
         if not self.is_writer:
             return
         present = sorted(draft.rglob("*"))
-        names = [str(path.relative_to(draft)) for path in present if path.is_file()]
+        names = [str(path.relative_to(draft)) for path in present if path.is_file() and path != draft / LOCK]
         files = {name: digests.get(name) or fsync_and_digest(draft / name) for name in names}
         for folder in present:
             if folder.is_dir():
                 fsync_directory(folder)
         write_manifest(draft, Manifest(num_processes=self.state.num_processes, save=save, files=files))
         check_fence()
-        publish(draft, final)
+        publish(draft, final, self._lock)
         if not prune:
             return
         checkpoints = numbered(final.parent, CHECKPOINT_PREFIX)
@@ -245,6 +250,7 @@ class Checkpoints:
 
         Raises `CheckpointError` naming the file that is missing or damaged.
         """
+        call_roll("load_state")
         self.wait()
         if requested is None:
             return self._newest()
@@ -281,12 +287,12 @@ class Checkpoints:
             logger.warning(recovered)
         copy = copy_in(requested.resolve(), self.state.num_processes)
         folder = Path(copy.folder)
+        unfinished = drafts(path)
+        hint = f" (only {unfinished[0].name}, which is incomplete)" if unfinished else ""
         if not folder.is_dir():
-            unfinished = leftovers(path, "draft") + leftovers(path, "old")
-            hint = f" (only {unfinished[0].name}, which is incomplete)" if unfinished else ""
             raise CheckpointError(f"{requested if folder == requested.resolve() else folder} does not exist{hint}")
-        if copy.problem is not None and (folder / MANIFEST).exists():
-            raise CheckpointError(copy.problem)
+        if copy.problem is not None and ((folder / MANIFEST).exists() or is_half_replaced(path)):
+            raise CheckpointError(f"{copy.problem}{hint if is_half_replaced(path) else ''}")
         if copy.problem is not None:
             logger.warning(f"{folder} has no {MANIFEST}: it was not written by accel and cannot be verified")
         return Copy(folder=copy.folder, save=copy.save)
@@ -341,13 +347,13 @@ def _disagreement(copies: Sequence[Copy | None]) -> str | None:
     return problem
 
 
-def _write_pieces(draft: Path, pieces: Callable[[], Sequence[Piece]]) -> dict[str, Digest]:
+def _run_hooks(draft: Path, run_hooks: Callable[[Path], None]) -> None:
     if not draft.is_dir():
         raise CheckpointError(
             f"{draft.parent} is not shared with process 0's node: use a shared file system, or "
             "ProjectConfiguration(save_on_each_node=True) for a copy on each node"
         )
-    return {piece.name: piece.write(draft) for piece in pieces()}
+    run_hooks(draft)
 
 
 def _count_writers(folder: Path) -> int:

@@ -59,6 +59,14 @@ class Strategy:
         """Return the script's own model, without wrappers and compilations and their name prefixes."""
         return unwrap(model)
 
+    def needs_autocast(self, model: torch.nn.Module) -> bool:
+        """Return True if ``model``, which is to be trained, computes in mixed precision only under autocast."""
+        return True
+
+    def split_groups(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[Any]:
+        """Return a context manager in which ``optimizer`` can step, and its gradients can be unscaled."""
+        return nullcontext()
+
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
         """Return a context manager whose backward passes do not synchronize gradients."""
         return nullcontext()

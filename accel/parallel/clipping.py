@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from accel import collectives
-from accel.errors import ArgumentError
 from accel.parallel.shares import full_tensor, share
 
 
@@ -18,6 +17,8 @@ def clip_norm(
     parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float, device: torch.device
 ) -> torch.Tensor:
     """Clip gradients in place to a joint norm, over all shards, of at most ``max_norm``; return the norm before.
+
+    ``parameters``: those that have a gradient.
 
     Collective: all processes must call it.
     """
@@ -46,16 +47,8 @@ def _largest(groups: Sequence[Sequence[Any]], device: torch.device) -> torch.Ten
 
 
 def by_mesh(parameters: Iterable[torch.Tensor]) -> list[list[Any]]:
-    """Group the parameters that have a gradient into lists for one operation each.
-
-    Raises `ArgumentError` for parameters that were listed while gathered and have been freed since.
-    """
+    """Group ``parameters`` into lists for one operation each: those of one device mesh, or of none."""
     groups: defaultdict[Any, list[torch.Tensor]] = defaultdict(list)
-    for parameter in [parameters] if isinstance(parameters, torch.Tensor) else parameters:
-        if parameter.grad is not None:
-            groups[getattr(parameter.grad, "device_mesh", None)].append(parameter)
-        elif parameter.requires_grad and parameter.numel() and not parameter.untyped_storage().size():
-            raise ArgumentError(
-                "clipping: these parameters were listed while the model had them gathered: pass model.parameters()"
-            )
+    for parameter in parameters:
+        groups[getattr(parameter, "device_mesh", None)].append(parameter)
     return list(groups.values())

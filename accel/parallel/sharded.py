@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from accel import collectives
@@ -19,7 +20,7 @@ from accel.parallel.base import Strategy
 from accel.parallel.clipping import by_mesh, clip_norm
 from accel.parallel.materializer import WeightMaterializer
 from accel.parallel.mesh import Mesh
-from accel.parallel.optimizers import check_known_parameters, rebind_to_shards
+from accel.parallel.optimizers import check_known, rebind_to_shards, split_by_mesh, to_shards
 from accel.parallel.shares import (
     count_versions,
     drop_held_gradients,
@@ -64,6 +65,8 @@ class Sharded(Strategy):
         self.mesh = mesh
         self._models: WeakSet[nn.Module] = WeakSet()
         self._optimizers: WeakSet[torch.optim.Optimizer] = WeakSet()
+        # An optimizer that steps the shards → the number of its parameters, and of their device meshes.
+        self._checked: WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]] = WeakKeyDictionary()
         # The parameter that a model had before it was sharded → the one it has now.
         self._shards: Any = WeakTensorKeyDictionary()
 
@@ -82,12 +85,40 @@ class Sharded(Strategy):
         """See `Strategy.prepare`; optimizers keep their groups and their state."""
         for optimizer in set(optimizers) - set(self._optimizers):
             self._optimizers.add(optimizer)
-            check_known_parameters(optimizer, self._parameters)
+            optimizer.register_step_pre_hook(self._check)
         prepared = super().prepare(models, optimizers)
+        self._checked.clear()
         self.finish_pending()
-        for optimizer in self._optimizers:
-            rebind_to_shards(optimizer, self._shards)
         return prepared
+
+    def _check(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Raise `ArgumentError` for a parameter of no prepared model, at the first step and after groups were added."""
+        if self._is_changed(optimizer):
+            known = list(self._parameters())
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            check_known(type(optimizer).__name__, parameters, known)
+            self._checked[optimizer] = len(parameters), len(by_mesh(parameters))
+
+    def _is_changed(self, optimizer: torch.optim.Optimizer) -> bool:
+        count, _ = self._checked.get(optimizer, (-1, 0))
+        return count != sum(len(group["params"]) for group in optimizer.param_groups)
+
+    def split_groups(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[Any]:
+        """See `Strategy.split_groups`; it makes a difference if the model has modules that are not sharded."""
+        if optimizer not in self._optimizers:
+            return nullcontext()
+        self._check(optimizer)
+        return split_by_mesh(optimizer) if self._checked[optimizer][1] > 1 else nullcontext()
+
+    def needs_autocast(self, model: nn.Module) -> bool:
+        """See `Strategy.needs_autocast`. Units cast their parameters themselves; ignored modules are as they are."""
+        from torch.distributed.fsdp import FSDPModule
+
+        policy: Any = self._precision()
+        if isinstance(model, FSDPModule):  # sharded by the script, or by another `Accelerator`
+            policy = model._get_fsdp_state()._mp_policy
+        ignored = ignored_parameters(model, self.plugin.ignored_modules)
+        return policy.param_dtype is None or any(p.requires_grad or p.dtype != policy.param_dtype for p in ignored)
 
     def _parameters(self) -> Iterator[nn.Parameter]:
         self.finish_pending()
@@ -96,12 +127,18 @@ class Sharded(Strategy):
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Shard ``model`` in place; a model that the script has sharded itself stays as it is."""
-        from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+        from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard, register_fsdp_forward_method
 
+        plugin = self.plugin
+        on_cuda = self.state.device.type == "cuda" and not isinstance(plugin.cpu_offload, CPUOffloadPolicy)
+        if on_cuda and "cuda:gloo" in dist.get_backend_config():
+            raise ArgumentError(
+                f"prepare: models sharded on {self.state.device} need a process group over nccl, and this one is over "
+                "gloo: leave out the backend, or set it to 'nccl'"
+            )
         self._models.add(model)
         if isinstance(model, FSDPModule):
             return model
-        plugin = self.plugin
         policy = self._precision()
         ignored = ignored_parameters(model, plugin.ignored_modules)
         units = find_units(model, plugin, ignored)
@@ -116,7 +153,7 @@ class Sharded(Strategy):
         refuse_unshardable(members, weights.names, weights.dtype)
         if plugin.activation_checkpointing:
             _checkpoint(model, [unit for _, unit in units[:-1]], plugin.activation_checkpointing_offload)
-        weights.materialize(ignored)
+        weights.materialize(parameter for parameter in weights.names if parameter in ignored)  # in the model's order
         weights.materialize_buffers()
         unsharded = {model.get_parameter(weights.names[parameter][0]) for parameter in ignored}
         for name, unit in units:
@@ -149,9 +186,12 @@ class Sharded(Strategy):
         return policy if isinstance(policy, MixedPrecisionPolicy) else MixedPrecisionPolicy()
 
     def finish_pending(self) -> None:
-        """Make every model's ``parameters()`` the shards, even if its last pass left some gathered."""
+        """Make every model's ``parameters()`` the shards, whatever its last pass left gathered; and optimizers'."""
         for model in self._models:
             reshard(model)
+        for optimizer in self._optimizers:
+            if self._is_changed(optimizer):
+                rebind_to_shards(optimizer, self._shards)
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
@@ -189,14 +229,21 @@ class Sharded(Strategy):
 
     def clip_grad_norm(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
         """See `Strategy.clip_grad_norm`; the norm is over all processes, and all must call it."""
-        self.finish_pending()
-        return clip_norm(parameters, max_norm, norm_type, self.state.device)
+        return clip_norm(self._to_clip(parameters), max_norm, norm_type, self.state.device)
 
     def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
         """See `Strategy.clip_grad_value`."""
-        self.finish_pending()
-        for group in by_mesh(parameters):
+        for group in by_mesh(self._to_clip(parameters)):
             torch.nn.utils.clip_grad_value_(group, clip_value)
+
+    def _to_clip(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the shards of ``parameters``. Raises `ArgumentError` for one of no prepared model."""
+        self.finish_pending()
+        shards = to_shards([parameters] if isinstance(parameters, torch.Tensor) else parameters, self._shards)
+        unsharded = [p for p in shards if not is_sharded(p)]
+        if unsharded:
+            check_known("clipping", unsharded, self._parameters())
+        return [p for p in shards if p.grad is not None]
 
     def drop_held_gradients(self) -> None:
         """See `Strategy.drop_held_gradients`."""

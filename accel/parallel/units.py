@@ -50,7 +50,7 @@ def aliases(model: nn.Module) -> dict[torch.nn.Parameter, list[str]]:
 
 
 def ignored_parameters(model: nn.Module, ignored: Any) -> set[nn.Parameter]:
-    """Return the parameters of ``ignored``: modules, or a regular expression for modules' full names.
+    """Return the parameters of ``model`` in ``ignored``: modules, or a regular expression for modules' full names.
 
     Raises `ArgumentError` for an invalid expression, or one that matches no module's full name.
     """
@@ -66,7 +66,7 @@ def ignored_parameters(model: nn.Module, ignored: Any) -> set[nn.Parameter]:
             raise ArgumentError(f"ignored_modules={ignored!r} matches no module of the {type(model).__name__}")
     else:
         modules = list(ignored or ())
-    return {parameter for module in modules for parameter in module.parameters()}
+    return {parameter for module in modules for parameter in module.parameters()} & set(model.parameters())
 
 
 def members_of(

@@ -96,6 +96,8 @@ class FullyShardedDataParallelPlugin:
         env["FSDP_CPU_RAM_EFFICIENT_LOADING"] = str(self.cpu_ram_efficient_loading).lower()
         if self.ignored_modules is None:
             self.ignored_modules = env.get("FSDP_IGNORED_MODULES") or None
+        elif not isinstance(self.ignored_modules, str):
+            self.ignored_modules = list(self.ignored_modules)
         if self.sync_module_states is None and old:
             self.sync_module_states = read_flag(env, "FSDP_SYNC_MODULE_STATES", True)
         self._resolve_offload(env)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from types import MethodType
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,10 +15,10 @@ from accel.precision.outputs import convert_to_fp32
 
 
 class AutocastForward:
-    """A forward that runs under autocast and returns fp32; picklable, unlike a closure."""
+    """A forward that runs under autocast and returns fp32; picklable, unlike a closure. ``dtype`` None: no autocast."""
 
     def __init__(
-        self, forward: Callable[..., Any], device_type: str, dtype: torch.dtype, options: dict[str, Any]
+        self, forward: Callable[..., Any], device_type: str, dtype: torch.dtype | None, options: dict[str, Any]
     ) -> None:
         self.forward = forward
         self.device_type = device_type
@@ -39,6 +39,8 @@ class AutocastForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward pass under autocast; return its outputs in fp32."""
+        if self.dtype is None:
+            return convert_to_fp32(self.forward(*args, **kwargs))
         with torch.autocast(self.device_type, self.dtype, **self.options):
             outputs = self.forward(*args, **kwargs)
         return convert_to_fp32(outputs)
@@ -52,17 +54,47 @@ class LowPrecision(Precision):
         self.dtype = dtype
         self.options = (autocast or AutocastKwargs()).to_kwargs()
 
-    def wrap_forward(self, model: torch.nn.Module) -> None:
+    def wrap_forward(self, model: torch.nn.Module, autocast: bool = True) -> None:
         """Make ``model`` compute under autocast and return fp32 wherever it is called. Idempotent."""
-        if isinstance(vars(model).get("forward"), AutocastForward):
+        dtype = self.dtype if autocast else None
+        current = vars(model).get("forward")
+        if isinstance(current, AutocastForward) and current.dtype == dtype:
             return
+        restore_forward(model)
         vars(model)["_original_forward"] = vars(model).get("forward")
-        vars(model)["forward"] = AutocastForward(model.forward, self.device.type, self.dtype, self.options)
+        vars(model)["forward"] = AutocastForward(model.forward, self.device.type, dtype, self.options)
 
     def autocast(self, handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         """Return a context manager that runs operations in this precision; ``handler`` replaces the options."""
         options = self.options if handler is None else handler.to_kwargs()
         return torch.autocast(self.device.type, self.dtype, **options)
+
+
+class ReportingGradScaler(torch.amp.GradScaler):
+    """torch's gradient scaler, which records skipped steps and takes gradients in several device meshes."""
+
+    def _maybe_opt_step(self, optimizer: Any, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        # As torch's, which reads the same numbers and does not keep them. Reading them again would cost a
+        # synchronization.
+        skipped = any(found_inf.item() for found_inf in optimizer_state["found_inf_per_device"].values())
+        optimizer_state["skipped"] = skipped
+        return None if skipped else optimizer.step(*args, **kwargs)
+
+    def _unscale_grads_(self, optimizer: Any, *args: Any, **kwargs: Any) -> dict[torch.device, torch.Tensor]:
+        # torch pools the gradients of all groups, but one operation takes those of one mesh only.
+        meshes: dict[Any, list[Any]] = {}
+        for group in optimizer.param_groups:
+            if group["params"]:
+                meshes.setdefault(getattr(group["params"][0], "device_mesh", None), []).append(group)
+        if len(meshes) <= 1:
+            return super()._unscale_grads_(optimizer, *args, **kwargs)
+        total: dict[torch.device, torch.Tensor] = {}
+        for groups in meshes.values():
+            part: Any = SimpleNamespace(param_groups=groups)
+            for device, found_inf in super()._unscale_grads_(part, *args, **kwargs).items():
+                # Fused optimizers skip their step if it is 1.
+                total[device] = torch.maximum(total.get(device, found_inf), found_inf)
+        return total
 
 
 class HalfPrecision(LowPrecision):
@@ -74,7 +106,7 @@ class HalfPrecision(LowPrecision):
         self, device: torch.device, autocast: AutocastKwargs | None = None, scaler: GradScalerKwargs | None = None
     ) -> None:
         super().__init__(device, torch.float16, autocast)
-        self.scaler = torch.amp.GradScaler(device.type, **(scaler or GradScalerKwargs()).to_kwargs())
+        self.scaler = ReportingGradScaler(device.type, **(scaler or GradScalerKwargs()).to_kwargs())
         self._unscaled: set[int] = set()
         self._stepped: set[int] = set()
 
@@ -96,14 +128,19 @@ class HalfPrecision(LowPrecision):
             self.scaler.unscale_(optimizer)
             self._unscaled.add(id(optimizer))
 
-    def step(self, optimizer: torch.optim.Optimizer, closure: Any = None) -> bool:
-        """Step if all gradients are finite; return True if the step was skipped."""
+    def step(self, optimizer: torch.optim.Optimizer, closure: Any = None) -> bool | list[torch.Tensor]:
+        """Step if all gradients are finite; see `Precision.step`. Fused optimizers decide on the device."""
         if id(optimizer) in self._stepped:
             self.finish_pending()
         self.scaler.step(optimizer, *([] if closure is None else [closure]))
+        if not self.scaler.is_enabled():
+            return False
         self._stepped.add(id(optimizer))
-        overflowed: dict[Any, torch.Tensor] = self.scaler._found_inf_per_device(optimizer)
-        return any(bool(found_inf.item()) for found_inf in overflowed.values())
+        state: dict[str, Any] = self.scaler._per_optimizer_states[id(optimizer)]
+        if "skipped" in state:
+            return bool(state["skipped"])
+        # Copies: `update` adds the numbers of all optimizers to those of the first.
+        return [found_inf.clone() for found_inf in state["found_inf_per_device"].values()]
 
     def finish_pending(self) -> None:
         """Update the scale after all optimizers have stepped, as each was unscaled by the old one."""

@@ -18,8 +18,8 @@ class Precision:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def wrap_forward(self, model: torch.nn.Module) -> None:
-        """Make ``model`` compute in this precision wherever it is called."""
+    def wrap_forward(self, model: torch.nn.Module, autocast: bool = True) -> None:
+        """Make ``model`` compute in this precision wherever it is called; without ``autocast`` it does already."""
 
     def autocast(self, handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         """Return a context manager that runs operations in this precision."""
@@ -32,8 +32,11 @@ class Precision:
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients of ``optimizer`` by the loss scale, once per step."""
 
-    def step(self, optimizer: torch.optim.Optimizer, closure: Any = None) -> bool:
-        """Step ``optimizer``; return True if that was skipped because gradients were not finite."""
+    def step(self, optimizer: torch.optim.Optimizer, closure: Any = None) -> bool | list[torch.Tensor]:
+        """Step ``optimizer``; return True if that was skipped because gradients were not finite.
+
+        If only the device knows, return tensors of which one is not zero if so.
+        """
         if closure is None:
             optimizer.step()
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -17,8 +18,10 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     """An optimizer that steps, and clears gradients, only on the batch that ends an accumulation window.
 
     It has the state, groups and defaults of ``optimizer``, which does the work: in the given ``precision`` or,
-    with a ``scaler``, skipping steps whose gradients overflowed.
+    with a ``scaler``, skipping steps whose gradients overflowed. ``split_groups``: see `Strategy.split_groups`.
     """
+
+    _split_groups: Callable[..., AbstractContextManager[Any]] = nullcontext
 
     def __init__(
         self,
@@ -27,6 +30,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         scaler: torch.amp.GradScaler | None = None,
         *,
         precision: Precision | None = None,
+        split_groups: Callable[..., AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self.optimizer = optimizer
         self.gradient_state = GradientState()
@@ -34,7 +38,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             precision = Precision(torch.device("cpu")) if scaler is None else HalfPrecision.scaled_by(scaler)
         self.precision = precision
         self.device_placement = device_placement
-        self._skipped = False
+        self._split_groups = split_groups
+        self._skipped: bool | list[torch.Tensor] = False
         if device_placement:
             _place_state(optimizer)
 
@@ -106,16 +111,19 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Step, unless in the middle of a window; `step_was_skipped` is true if fp16 gradients overflowed."""
         if self.gradient_state.sync_gradients:
-            self._skipped = self.precision.step(self.optimizer, closure)
+            with self._split_groups(self.optimizer):
+                self._skipped = self.precision.step(self.optimizer, closure)
 
     @property
     def step_was_skipped(self) -> bool:
         """True if the last step was skipped because gradients were not finite."""
+        if not isinstance(self._skipped, bool):  # waits for the device
+            self._skipped = any(map(bool, self._skipped))
         return self._skipped
 
     def __getstate__(self) -> dict[str, Any]:
-        # A scheduler sets a counting `step` on the instance, which cannot be pickled.
-        return {name: value for name, value in self.__dict__.items() if name != "step"}
+        # A scheduler sets a counting `step` on the instance, which cannot be pickled; nor can a strategy.
+        return {name: value for name, value in self.__dict__.items() if name not in ("step", "_split_groups")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from ..errors import nearest
 from .checks import Finding
 from .facts import Address
+
+Matrix = Mapping[str, Mapping[str, str | None]]  # host -> address -> None or why it was not reached
 
 # Bridges and tunnels of containers and virtual machines: the same addresses may be on every host.
 _HOST_ONLY = re.compile(r"(docker|br-|virbr|veth|cni|flannel|cali|lxc|lxd|podman|kube|tunl|vmnet|tailscale|wg|tun)")
@@ -19,14 +20,6 @@ _REMEDY = (
     f"open the target's ports in the firewall (ports: in accel.yaml), or name the network to use {_INTERFACE}; "
     "gloo and NCCL take ports of net.ipv4.ip_local_port_range as well"
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReachabilityResult:
-    """The chosen address, None if no host reached any; `matrix`: host -> address -> None or why it was not reached."""
-
-    address: str | None
-    matrix: Mapping[str, Mapping[str, str | None]]
 
 
 def candidates(
@@ -61,44 +54,42 @@ def candidates(
     return list(dict.fromkeys(ranked)), None
 
 
-def choose(
-    first: str, addresses: Sequence[str], matrix: Mapping[str, Mapping[str, str | None]], port: int
-) -> tuple[ReachabilityResult, list[Finding]]:
+def choose(first: str, addresses: Sequence[str], matrix: Matrix, port: int) -> tuple[str | None, list[Finding]]:
     """Return the first address that all others reached, else the one that most did.
 
     Each host that did not reach it has a finding. If none reached any, there is no address, and the finding is
     about node 0.
     """
-    missed = {
-        address: [name for name, attempts in matrix.items() if attempts[address] is not None] for address in addresses
-    }
-    address = min(addresses, key=lambda address: len(missed[address]))
-    if matrix and len(missed[address]) == len(matrix):
+    address, missed = _most_reached(addresses, matrix)
+    if matrix and len(missed) == len(matrix):
         name, attempts = next(iter(matrix.items()))
         subject = "no other host reaches it" if len(matrix) > 1 else f"{name} does not reach it"
         problem = f"{subject} on port {port} (from {name}: {_reasons(attempts)})"
-        return ReachabilityResult(address=None, matrix=matrix), [Finding.fails(first, "reach", problem, _REMEDY)]
+        return None, [Finding.fails(first, "reach", problem, _REMEDY)]
     findings = [
         Finding.fails(name, "reach", f"cannot reach {first} on port {port} ({_reasons(matrix[name])})", _REMEDY)
-        for name in missed[address]
+        for name in missed
     ]
-    return ReachabilityResult(address=address, matrix=matrix), findings
+    return address, findings
 
 
-def choose_successor(
-    name: str, addresses: Sequence[str], matrix: Mapping[str, Mapping[str, str | None]], port: int
-) -> tuple[str, list[Finding]]:
+def choose_successor(name: str, addresses: Sequence[str], matrix: Matrix, port: int) -> tuple[str, list[Finding]]:
     """Choose the address of a host that may lead later; warn about hosts that do not reach it."""
-    missed = {
-        address: [name for name, attempts in matrix.items() if attempts[address] is not None] for address in addresses
-    }
-    address = min(addresses, key=lambda address: len(missed[address]))
-    if not missed[address]:
+    address, missed = _most_reached(addresses, matrix)
+    if not missed:
         return address, []
-    first, *others = missed[address]
+    first, *others = missed
     subject = f"{first} and {len(others)} more do" if others else f"{first} does"
     reason = f"(from {first}: {_reasons(matrix[first])}), so it cannot lead when the first host is lost"
     return address, [Finding.warns(name, "reach", f"{subject} not reach it on port {port} {reason}", _REMEDY)]
+
+
+def _most_reached(addresses: Sequence[str], matrix: Matrix) -> tuple[str, list[str]]:
+    """Return the first of the addresses that most hosts reached, and the hosts that did not."""
+    missed = {
+        address: [name for name, attempts in matrix.items() if attempts[address] is not None] for address in addresses
+    }
+    return min(missed.items(), key=lambda item: len(item[1]))
 
 
 def _reasons(attempts: Mapping[str, str | None]) -> str:

@@ -1,4 +1,4 @@
-"""The supervisor of a job on a host: its packed program, and its start."""
+"""The supervisor of a job on a host as one packed program."""
 
 from __future__ import annotations
 
@@ -7,17 +7,13 @@ import importlib.resources
 import io
 import os
 import zipfile
-from collections.abc import Mapping
 
-from .errors import RemoteError, one_line
-from .remote_files import JOBS, host_program, host_programs, program_call
-from .transport import Remote
+from .remote_files import host_program
 
 PROGRAM = "supervisor.pyz"
 _PACKAGE = "schedulers.hosts.supervisor"
 _CALL = "main(*sys.argv[1:])"
 _IMPORTED = ("listen", "logs", "process_table", "redaction")  # of `schedulers.node`
-_START_S = 60.0
 _DATE = (1980, 1, 1, 0, 0, 0)
 
 
@@ -43,22 +39,3 @@ def pack(module: str, call: str) -> bytes:
         for name, content in sorted({**sources, "__main__.py": main.encode()}.items()):
             archive.writestr(zipfile.ZipInfo(name, _DATE), content, zipfile.ZIP_DEFLATED)
     return buffer.getvalue()
-
-
-def start(
-    remote: Remote, *, root: str, python: str, nodes: Mapping[str, int], secrets: Mapping[str, str]
-) -> dict[str, RemoteError]:
-    """Start a supervisor on a host for each of these jobs, unless it has one or the job has ended there.
-
-    `nodes`: job id -> the host's node number. The job's directory there has `PROGRAM` and `settings.json`.
-    `secrets`: the values of the secrets that the settings name; sent over standard input.
-
-    Returns an error for each job that cannot have one. Raises HostUnreachable, RemoteError.
-    """
-    from . import replies
-
-    steps = [{"op": "start", "nodes": dict(nodes), "secrets": dict(secrets)}]
-    argv, stdin = program_call(python, host_programs(*JOBS), {"root": root, "do": steps})
-    completed = remote.run(argv, stdin=stdin, timeout_s=_START_S + len(nodes))
-    (problems,) = replies.decode_done(completed.stdout, steps, replies.JOBS, remote.name, completed.stderr)
-    return {job: RemoteError(remote.name, one_line(problem)) for job, problem in problems.items()}

@@ -68,16 +68,11 @@ def python(hosts: FactsByHost, requirements: HostRequirements) -> Iterator[Findi
         version = tuple(int(part) for part in facts.python.split(".")[:2])
         if version < minimum:
             need = ".".join(map(str, minimum))
-            yield Finding.fails(
-                name, "python", f"{facts.executable} is Python {facts.python}; {need} is required", OTHER_PYTHON_HINT
-            )
+            problem = f"{facts.executable} is Python {facts.python}; {need} is required"
+            yield Finding.fails(name, "python", problem, OTHER_PYTHON_HINT)
         elif ".".join(map(str, version)) != usual:
-            yield Finding.warns(
-                name,
-                "python",
-                f"has Python {facts.python}, most hosts {usual}",
-                f"use the same one, or {OTHER_PYTHON_HINT}",
-            )
+            problem = f"has Python {facts.python}, most hosts {usual}"
+            yield Finding.warns(name, "python", problem, f"use the same one, or {OTHER_PYTHON_HINT}")
 
 
 def packages(hosts: FactsByHost, requirements: HostRequirements) -> Iterator[Finding]:
@@ -102,12 +97,8 @@ def disk(hosts: FactsByHost, requirements: HostRequirements) -> Iterator[Finding
     for name, timed_facts in hosts.items():
         facts = timed_facts.facts
         if not facts.disk_writable:
-            yield Finding.fails(
-                name,
-                "disk",
-                f"{facts.user} may not write to {facts.disk}",
-                "name another directory (root: in accel.yaml)",
-            )
+            problem = f"{facts.user} may not write to {facts.disk}"
+            yield Finding.fails(name, "disk", problem, "name another directory (root: in accel.yaml)")
         elif facts.disk_free < requirements.disk_bytes:
             free, need = _gigabytes(facts.disk_free), _gigabytes(requirements.disk_bytes)
             remedy = "free space there, or lower disk_gb in accel.yaml"
@@ -136,16 +127,11 @@ def gpus(hosts: FactsByHost, requirements: HostRequirements) -> Iterator[Finding
             yield Finding.fails(name, "gpus", f"its GPUs do not work: {gpu_facts.problem}", "run there: nvidia-smi")
         elif gpu_facts.count < requirements.gpus:
             source = f" ({gpu_facts.how})" if gpu_facts.how else ""
-            yield Finding.fails(
-                name,
-                "gpus",
-                f"has {gpu_facts.count} of {requirements.gpus} GPUs{source}",
-                "request fewer (--gpus), or leave it out",
-            )
+            problem = f"has {gpu_facts.count} of {requirements.gpus} GPUs{source}"
+            yield Finding.fails(name, "gpus", problem, "request fewer (--gpus), or leave it out")
         elif gpu_facts.count != usual and requirements.gpus == 0:
-            yield Finding.warns(
-                name, "gpus", f"has {gpu_facts.count} GPUs, most hosts {usual}", "set how many to use: --gpus"
-            )
+            problem = f"has {gpu_facts.count} GPUs, most hosts {usual}"
+            yield Finding.warns(name, "gpus", problem, "set how many to use: --gpus")
 
 
 def limits(hosts: FactsByHost, requirements: HostRequirements) -> Iterator[Finding]:
@@ -154,9 +140,8 @@ def limits(hosts: FactsByHost, requirements: HostRequirements) -> Iterator[Findi
         if 0 <= facts.files < _FEW_FILES and facts.gpus.count:
             yield Finding.warns(name, "limits", f"{facts.user} may open {facts.files} files", _LIMITS.format("nofile"))
         if 0 <= facts.processes < _FEW_PROCESSES:
-            yield Finding.warns(
-                name, "limits", f"{facts.user} may have {facts.processes} processes", _LIMITS.format("nproc")
-            )
+            problem = f"{facts.user} may have {facts.processes} processes"
+            yield Finding.warns(name, "limits", problem, _LIMITS.format("nproc"))
 
 
 CHECKS: tuple[Check, ...] = (same_machine, python, packages, disk, clock, gpus, limits)

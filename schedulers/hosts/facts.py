@@ -77,6 +77,9 @@ class Facts:
     devices: Devices = Devices()
     queue: Queue = Queue()
 
+    def interface_of(self, address: str | None) -> str | None:
+        return next((entry.interface for entry in self.addresses if entry.address == address), None)
+
 
 @dataclass(frozen=True, kw_only=True)
 class TimedFacts:

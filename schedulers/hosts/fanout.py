@@ -13,14 +13,17 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from ..errors import SchedulerError
 from . import replies
 from .errors import RemoteError, one_line
 from .host_list import Host
-from .remote_files import TRANSFER_S, Blob, host_programs, program_call, send_blob
+from .remote_files import TRANSFER_S, Blob, host_programs, program_call, read_reply, send_blob
 from .session import Session
 from .transport import Pool, Remote
+
+T = TypeVar("T")
 
 FROM_HOSTS = 16
 # To all hosts together: 1.3 s at 100 Mbit/s, about the cost of a fan-out: one more session with each of many hosts.
@@ -130,14 +133,14 @@ class _RelaySession:
     """A session with the relay on one host, which receives the blob and forwards it until this is closed."""
 
     def __init__(self, remote: Remote, blob: Blob, *, root: str, python: str, ports: Sequence[int], token: str) -> None:
-        self._name = remote.name
+        self._name, self._python = remote.name, python
         self._blob = blob
         request = {"root": root, "digest": blob.digest, "size": blob.size, "ports": list(ports), "token": token}
-        argv, stdin = program_call(python, host_programs("listen", "relay"), request)
+        argv, stdin = program_call(python, host_programs("listen", "program", "relay"), request)
         self._session: Session = remote.open(argv)
         try:
             self._session.write(stdin)
-            reply = replies.decode(self._line(_REPLY_TIMEOUT_S), replies.RelayState, self._name)
+            reply = self._reply(_REPLY_TIMEOUT_S, replies.RelayState)
         except BaseException:
             self.close()
             raise
@@ -149,7 +152,7 @@ class _RelaySession:
         self._session.write(json.dumps({"from": source}).encode() + b"\n")
         if source is None:
             send_blob(self._session, self._blob, "the code")
-        problem = replies.decode(self._line(TRANSFER_S), replies.RelayResult, self._name)["error"]
+        problem = self._reply(TRANSFER_S, replies.RelayResult)["error"]
         if problem is not None:
             raise RemoteError(self._name, one_line(problem))
 
@@ -157,8 +160,5 @@ class _RelaySession:
         with contextlib.suppress(SchedulerError):
             self._session.close()
 
-    def _line(self, timeout_s: float) -> bytes:
-        line = self._session.read_line(timeout_s)
-        if not line.endswith(b"\n"):
-            raise RemoteError(self._name, one_line(self._session.finish(timeout_s).stderr))
-        return line
+    def _reply(self, timeout_s: float, kind: type[T]) -> T:
+        return replies.decode(read_reply(self._session, timeout_s, self._name, self._python), kind, self._name)

@@ -1,19 +1,29 @@
-"""Verification of host keys against known_hosts and revocations. Each file is read once until it changes."""
+"""Verification of host keys against known_hosts files, read as OpenSSH does, and against revocations.
+
+Each file is read once until it changes.
+"""
 
 from __future__ import annotations
 
+import base64
+import binascii
 import contextlib
+import enum
+import fnmatch
 import functools
+import hashlib
+import hmac
 import os
 import shlex
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
-from . import known_hosts
 from .errors import HostKeyRefused, one_line
-from .known_hosts import KnownKey, Verdict
 from .ssh_config import Settings
 
+_HASHED = "|1|"
+_SSH_PORT = 22
 _KRL = b"SSHKRL\n\0"
 _COMMAND_TIMEOUT_S = 20
 _REVOKED = 1
@@ -32,18 +42,13 @@ def known_keys(files: Sequence[str]) -> list[KnownKey]:
 @functools.lru_cache(maxsize=16)
 def _read(file: str, state: tuple[int, ...]) -> list[KnownKey]:
     with open(file, encoding="utf-8", errors="surrogateescape") as stream:
-        return known_hosts.read(stream.read(), file)
-
-
-def names(settings: Settings) -> list[str]:
-    """Return the names under which the host's key may be listed."""
-    return known_hosts.lookup_names(settings.hostname, settings.port, settings.key_alias)
+        return read(stream.read(), file)
 
 
 def check(settings: Settings, known: list[KnownKey], key_type: str, key: str, fingerprint: str) -> None:
     """Raise HostKeyRefused, with the remedy, unless the key (its base64 text) is known and not revoked."""
-    lookup_names = names(settings)
-    verdict, lines = known_hosts.verify_key(known, lookup_names, key_type, key)
+    listed_names = lookup_names(settings.hostname, settings.port, settings.key_alias)
+    verdict, lines = verify_key(known, listed_names, key_type, key)
     label = f"{key_type} {fingerprint}"
     problem = _revocation(settings.revoked, key_type, key) if settings.revoked else None
     if problem is not None:
@@ -56,9 +61,9 @@ def check(settings: Settings, known: list[KnownKey], key_type: str, key: str, fi
     file = settings.known_hosts[0] if settings.known_hosts else os.path.expanduser("~/.ssh/known_hosts")
     directory = os.path.dirname(file)
     mkdir = "" if os.path.isdir(directory) else f"mkdir -p -m 700 {shlex.quote(directory)} && "
-    accept = f"{mkdir}echo {shlex.quote(f'{lookup_names[0]} {key_type} {key}')} >> {shlex.quote(file)}"
+    accept = f"{mkdir}echo {shlex.quote(f'{listed_names[0]} {key_type} {key}')} >> {shlex.quote(file)}"
     if verdict is Verdict.CHANGED:
-        name, key_file = shlex.quote(lookup_names[0]), lines[0].location.rpartition(":")[0]
+        name, key_file = shlex.quote(listed_names[0]), lines[0].location.rpartition(":")[0]
         raise HostKeyRefused(
             settings.alias,
             f"ITS HOST KEY HAS CHANGED: it is {label}, and {locations} says otherwise; somebody may be listening in. "
@@ -114,3 +119,93 @@ def _in_krl(file: str, key_type: str, key: str) -> str | None:
 
 def _unreadable(file: str, reason: str) -> str:
     return f"may be revoked: RevokedHostKeys names {file}, which cannot be used ({reason})"
+
+
+# The lines of known_hosts files: patterns, hashed names, `@revoked`, ports in brackets. All functions below are pure.
+
+
+@dataclass(frozen=True)
+class KnownKey:
+    """One line of a file. `key` is the base64 text; `marker` is '', '@revoked' or '@cert-authority'."""
+
+    names: str
+    type: str
+    key: str
+    marker: str
+    location: str
+
+    def matches(self, name: str) -> bool:
+        """Return True if any pattern matches, and none that begins with `!` (sshd(8))."""
+        if self.names.startswith(_HASHED):
+            return _hash_matches(self.names, name)
+        matched = False
+        for pattern in self.names.lower().split(","):
+            negated = pattern.startswith("!")
+            # Brackets stand for themselves here: they hold an address that has a port.
+            plain = pattern.removeprefix("!").replace("[", "[[]")
+            if fnmatch.fnmatchcase(name.lower(), plain):
+                if negated:
+                    return False
+                matched = True
+        return matched
+
+
+class Verdict(enum.Enum):
+    KNOWN = "known"
+    UNKNOWN = "unknown"
+    CHANGED = "changed"
+    REVOKED = "revoked"
+
+
+def read(text: str, file: str) -> list[KnownKey]:
+    """Return every key in a file. As with OpenSSH, an invalid line is skipped."""
+    entries = []
+    for number, line in enumerate(text.splitlines(), 1):
+        fields = line.split()
+        marker = fields.pop(0) if fields and fields[0].startswith("@") else ""
+        if len(fields) >= 3 and not fields[0].startswith("#"):
+            entries.append(KnownKey(fields[0], fields[1], fields[2], marker, f"{file}:{number}"))
+    return entries
+
+
+def lookup_names(name: str, port: int, alias: str | None) -> list[str]:
+    """Return the names under which a host's key may be listed; the first is the one for a new line."""
+    if alias is not None:
+        return [alias]
+    return [name] if port == _SSH_PORT else [f"[{name}]:{port}", name]
+
+
+def verify_key(
+    known: Iterable[KnownKey], names: Sequence[str], key_type: str, key: str
+) -> tuple[Verdict, list[KnownKey]]:
+    """Return the verdict on this key for a host with one of these names, and the lines that decide it.
+
+    For an unknown host, they are the lines of authorities that may certify it. A key under the host's plain name
+    is as good as under its name with the port, as with OpenSSH; another key there is not a change.
+    """
+    matching = [entry for entry in known if any(entry.matches(name) for name in names)]
+    revoked = [entry for entry in matching if entry.marker == "@revoked" and entry.key == key]
+    if revoked:
+        return Verdict.REVOKED, revoked
+    plain = [entry for entry in matching if not entry.marker]
+    trusted = [entry for entry in plain if (entry.type, entry.key) == (key_type, key)]
+    if trusted:
+        return Verdict.KNOWN, trusted
+    conflicting = [entry for entry in plain if entry.matches(names[0])]
+    authorities = [entry for entry in matching if entry.marker == "@cert-authority"]
+    return (Verdict.CHANGED, conflicting) if conflicting else (Verdict.UNKNOWN, authorities)
+
+
+def known_types(known: Iterable[KnownKey], names: Sequence[str]) -> list[str]:
+    """Return the key types under which the host is known, to be requested first."""
+    types = [entry.type for entry in known if not entry.marker and any(entry.matches(name) for name in names)]
+    return list(dict.fromkeys(types))
+
+
+def _hash_matches(hashed: str, name: str) -> bool:
+    try:
+        _, _, salt, digest = hashed.split("|")
+        computed = hmac.new(base64.b64decode(salt), name.lower().encode(), hashlib.sha1).digest()
+        return hmac.compare_digest(computed, base64.b64decode(digest))
+    except (ValueError, binascii.Error):
+        return False

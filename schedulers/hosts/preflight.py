@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 from . import replies
-from .addresses import candidates, choose, choose_successor
+from .addresses import Matrix, candidates, choose, choose_successor
 from .checks import OTHER_PYTHON_HINT, Finding, run_checks
 from .errors import HostKeyRefused, HostUnreachable, LoginRefused, RemoteError, one_line
 from .facts import GB, Facts, HostRequirements, TimedFacts
@@ -27,7 +27,6 @@ _REPLY_TIMEOUT_S = 60.0
 _TRY_S = 3.0
 
 T = TypeVar("T")
-Matrix = Mapping[str, Mapping[str, str | None]]
 
 __all__ = ["Finding", "HostRequirements", "Report", "examine"]
 
@@ -51,13 +50,13 @@ class Report:
     leads:  for each host that may lead, node 0 first, the address that the others reached.
     """
 
-    rows: tuple[Row, ...]
-    findings: tuple[Finding, ...]
-    usable: tuple[Host, ...]
-    master: str | None
-    port: int | None
-    attempts: Mapping[str, Mapping[str, str | None]]
-    leads: Mapping[Host, str]
+    rows: tuple[Row, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    usable: tuple[Host, ...] = ()
+    master: str | None = None
+    port: int | None = None
+    attempts: Matrix = field(default_factory=dict)
+    leads: Mapping[Host, str] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -106,7 +105,7 @@ class _Probe:
     def __init__(self, remote: Remote, python: str, root: str, requirements: HostRequirements) -> None:
         self._remote = remote
         self._python = python
-        program = host_programs("listen", "probe")
+        program = host_programs("listen", "program", "probe")
         remote.connection()  # log in first: only the request counts for the clock skew
         sent_at = time.time()
         self._session: Session = remote.open([python, "-c", program_loader(program)])
@@ -148,38 +147,19 @@ def _build_report(
         {str(host): timed_facts for host, timed_facts in facts_by_host.items() if timed_facts is not None}, requirements
     )
     fit = [(outcome.host, outcome.get()) for outcome in probes if outcome.value and not _fails(outcome.host, findings)]
-    reach_result = _check_reachability(pool, fit, requirements)
-    findings += reach_result.findings
-    while reach_result.address is None and len(fit) > 1 and _fails(fit[0][0], reach_result.findings):
+    report = _check_reachability(pool, fit, requirements)
+    findings += report.findings
+    while report.master is None and len(fit) > 1 and _fails(fit[0][0], report.findings):
         # The first host is cut off: try the next one as node 0.
         fit = fit[1:]
-        reach_result = _check_reachability(pool, fit, requirements)
-        findings += reach_result.findings
+        report = _check_reachability(pool, fit, requirements)
+        findings += report.findings
     usable = tuple(host for host, _ in fit if not _fails(host, findings))
     rows = tuple(
         Row(host=host, facts=timed_facts, verdict=_verdict(host, findings))
         for host, timed_facts in facts_by_host.items()
     )
-    return Report(
-        rows=rows,
-        findings=tuple(findings),
-        usable=usable,
-        master=reach_result.address,
-        port=reach_result.port,
-        attempts=reach_result.matrix,
-        leads=reach_result.leads,
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _ReachResult:
-    """The addresses that the others reached, of node 0 and of those that may lead after it."""
-
-    address: str | None = None
-    port: int | None = None
-    matrix: Matrix = field(default_factory=dict)
-    leads: Mapping[Host, str] = field(default_factory=dict)
-    findings: Sequence[Finding] = ()
+    return replace(report, rows=rows, findings=tuple(findings), usable=usable)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,14 +171,14 @@ class _Listener:
     port: int
     token: str
 
-    def to_json(self) -> dict[str, Any]:
-        return {"addresses": self.addresses, "port": self.port, "token": self.token}
 
+def _check_reachability(pool: Pool, fit: Sequence[tuple[Host, _Probe]], requirements: HostRequirements) -> Report:
+    """Have the hosts that may lead listen, and every other host connect to each of their addresses.
 
-def _check_reachability(pool: Pool, fit: Sequence[tuple[Host, _Probe]], requirements: HostRequirements) -> _ReachResult:
-    """Have the hosts that may lead listen, and every other host connect to each of their addresses."""
+    The report has no rows and names no usable hosts.
+    """
     if not fit or not requirements.leads:
-        return _ReachResult()
+        return Report()
     first = fit[0][0]
     probes = dict(fit)
     outcomes = pool.map(
@@ -209,9 +189,9 @@ def _check_reachability(pool: Pool, fit: Sequence[tuple[Host, _Probe]], requirem
     listening = [candidate for candidate in responses if isinstance(candidate, _Listener)]
     problems = [candidate for candidate in responses if isinstance(candidate, Finding)]
     if not isinstance(responses[0], _Listener):
-        return _ReachResult(findings=[responses[0]])
+        return Report(findings=(responses[0],))
     matrices = _call_listeners(pool, probes, listening)
-    reach, findings = choose(str(first), responses[0].addresses, matrices[0], responses[0].port)
+    address, findings = choose(str(first), responses[0].addresses, matrices[0], responses[0].port)
     cut_off = {finding.host for finding in findings}
     leads = {}
     for candidate, matrix in zip(listening[1:], matrices[1:], strict=True):
@@ -221,14 +201,14 @@ def _check_reachability(pool: Pool, fit: Sequence[tuple[Host, _Probe]], requirem
                 str(candidate.host), candidate.addresses, usable, candidate.port
             )
             problems += warnings
-    if reach.address is None:
-        return _ReachResult(matrix=reach.matrix, findings=findings)
-    return _ReachResult(
-        address=reach.address,
+    if address is None:
+        return Report(attempts=matrices[0], findings=tuple(findings))
+    return Report(
+        master=address,
         port=responses[0].port,
-        matrix=reach.matrix,
-        leads={first: reach.address, **leads},
-        findings=[*findings, *(replace(problem, severity="warns") for problem in problems)],
+        attempts=matrices[0],
+        leads={first: address, **leads},
+        findings=(*findings, *(replace(problem, severity="warns") for problem in problems)),
     )
 
 
@@ -241,7 +221,9 @@ def _start_listener(pool: Pool, host: Host, probe: _Probe, requirements: HostReq
         request = {"do": "listen", "ports": list(requirements.ports), "token": token}
         port = probe.request(request, _REPLY_TIMEOUT_S, replies.Port)["port"]
     except (RemoteError, HostUnreachable) as error:
-        return _no_port(host, error, requirements)
+        ports = ", ".join(map(str, requirements.ports))
+        remedy = "name other ports (ports: in accel.yaml)" if requirements.ports != (0,) else "look at its network"
+        return Finding.fails(str(host), "port", f"cannot listen on port {ports}: {error.problem}", remedy)
     return _Listener(host=host, addresses=addresses, port=port, token=token)
 
 
@@ -249,11 +231,13 @@ def _call_listeners(pool: Pool, probes: Mapping[Host, _Probe], listening: Sequen
     """Return, for each listening host, the results of every other host's connections to its addresses."""
 
     def call(remote: Remote) -> list[Mapping[str, str | None]]:
-        request = {
-            "do": "connect",
-            "to": [listener.to_json() for listener in listening if listener.host != remote.host],
-        }
-        reply = probes[remote.host].request({**request, "seconds": _TRY_S}, _REPLY_TIMEOUT_S, replies.ReachResult)
+        others = [
+            {"addresses": listener.addresses, "port": listener.port, "token": listener.token}
+            for listener in listening
+            if listener.host != remote.host
+        ]
+        request = {"do": "connect", "to": others, "seconds": _TRY_S}
+        reply = probes[remote.host].request(request, _REPLY_TIMEOUT_S, replies.ReachResult)
         return list(reply["reached"])
 
     callers = list(probes) if len(listening) > 1 else list(probes)[1:]
@@ -267,12 +251,6 @@ def _call_listeners(pool: Pool, probes: Mapping[Host, _Probe], listening: Sequen
     return list(matrices)
 
 
-def _no_port(host: Host, error: RemoteError | HostUnreachable, requirements: HostRequirements) -> Finding:
-    ports = ", ".join(map(str, requirements.ports))
-    remedy = "name other ports (ports: in accel.yaml)" if requirements.ports != (0,) else "look at its network"
-    return Finding.fails(str(host), "port", f"cannot listen on port {ports}: {error.problem}", remedy)
-
-
 def _probe_error(outcome: Outcome[_Probe]) -> Finding:
     error = outcome.error
     problem = error.problem if isinstance(error, (HostUnreachable, RemoteError)) else str(error)
@@ -280,9 +258,8 @@ def _probe_error(outcome: Outcome[_Probe]) -> Finding:
         return Finding.fails(str(outcome.host), "python", problem)
     # For refused keys, the problem includes the remedy.
     explained = isinstance(error, (HostKeyRefused, LoginRefused)) or not isinstance(error, HostUnreachable)
-    return Finding.fails(
-        str(outcome.host), "ssh", problem, "" if explained else f"from here, see: {_ssh(outcome.host)}"
-    )
+    remedy = "" if explained else f"from here, see: {_ssh(outcome.host)}"
+    return Finding.fails(str(outcome.host), "ssh", problem, remedy)
 
 
 def _ssh(host: Host) -> str:

@@ -27,7 +27,7 @@ FILE_MODE = 0o600
 TRANSFER_S = 3600.0
 _REPLY_TIMEOUT_S = 60.0
 _CHUNK = 1 << 20
-JOBS = ("logs", "listen", "jobs")  # `node/jobs.py` and its imports, for `host_programs`
+JOBS = ("program", "logs", "listen", "jobs")  # `node/jobs.py` and its imports, for `host_programs`
 # Makes the sources importable under their own names, in packages without files.
 _IMPORTER = """\
 import sys, types
@@ -66,6 +66,7 @@ class Blob:
         return cls(digest=hashed.hexdigest(), size=size, source=source)
 
 
+@dataclass(frozen=True)
 class Files:
     """The files below `root` on a host; paths are relative to it and do not leave it.
 
@@ -74,13 +75,10 @@ class Files:
     those that nobody has sent or unpacked for `unused_s` seconds.
     """
 
-    def __init__(
-        self, remote: Remote, *, root: str = ROOT, python: str = "python3", unused_s: float | None = None
-    ) -> None:
-        self._remote = remote
-        self._root = root
-        self._python = python
-        self._unused_s = unused_s
+    remote: Remote
+    root: str = ROOT
+    python: str = "python3"
+    unused_s: float | None = None
 
     def put(self, files: Mapping[str, bytes]) -> None:
         """Write files, each replaced atomically and on disk when this returns."""
@@ -97,7 +95,7 @@ class Files:
     def install(self, blob: Blob, paths: Sequence[str], files: Mapping[str, bytes]) -> bool:
         """Run `unpack` to each of `paths`, then `put`, in one command."""
         steps: list[Mapping[str, Any]] = [
-            {"op": "blob", "digest": blob.digest, "size": blob.size, "unused_s": self._unused_s},
+            {"op": "blob", "digest": blob.digest, "size": blob.size, "unused_s": self.unused_s},
             *({"op": "unpack", "digest": blob.digest, "path": path} for path in paths),
             *_puts(files),
         ]
@@ -112,24 +110,21 @@ class Files:
     ) -> list[bool]:
         from . import replies
 
-        with self._open_session(steps) as session:
-            if blob is not None and replies.decode(self._line(session), replies.Need, self._remote.name)["need"]:
-                send_blob(session, blob, _source_name(blob.source))
+        request = {"root": self.root, "do": list(steps)}
+        argv, stdin = program_call(self.python, host_programs("program", "files"), request)
+        with self.remote.open(argv) as session:
+            session.write(stdin)
+            if blob is not None and replies.decode(self._line(session), replies.Need, self.remote.name)["need"]:
+                send_blob(session, blob, "the content" if isinstance(blob.source, bytes) else str(blob.source))
             for content in contents:
                 session.write(content)
             session.close_stdin()
-            done = replies.decode_done(self._line(session), steps, _DONE, self._remote.name)
+            done = replies.decode_done(self._line(session), steps, _DONE, self.remote.name)
             session.finish(_REPLY_TIMEOUT_S)
             return done
 
-    def _open_session(self, steps: Sequence[Mapping[str, Any]]) -> Session:
-        argv, stdin = program_call(self._python, host_program("files"), {"root": self._root, "do": list(steps)})
-        session = self._remote.open(argv)
-        session.write(stdin)
-        return session
-
     def _line(self, session: Session) -> bytes:
-        return read_reply(session, TRANSFER_S, self._remote.name, self._python)
+        return read_reply(session, TRANSFER_S, self.remote.name, self.python)
 
 
 def _puts(files: Mapping[str, bytes]) -> list[dict[str, Any]]:
@@ -188,10 +183,6 @@ def host_programs(*names: str) -> bytes:
     full_names = [f"schedulers.{name if '.' in name else f'node.{name}'}" for name in names]
     sources = {full: host_program(name).decode() for name, full in zip(names, full_names, strict=True)}
     return f"{_IMPORTER}sources = {sources!r}\nfor name in sources:\n    module = load(name)\nmodule.main()\n".encode()
-
-
-def _source_name(source: Path | bytes) -> str:
-    return "the content" if isinstance(source, bytes) else str(source)
 
 
 def chunks(source: Path | bytes) -> Iterable[bytes]:

@@ -1,4 +1,8 @@
-"""One command on one host: its input, its output and its end."""
+"""One command on one host: its input, its output and its end.
+
+The user's shell (which may be any) gets only the line of `loader`. The command itself follows as the first bytes of
+standard input, quoted for `/bin/sh`. Nothing is quoted anywhere else.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from . import shell_quote
+from ..errors import SpecError
 from .connection import Connection
 from .errors import RemoteError, RemoteTimeout, one_line
 
@@ -49,16 +53,16 @@ class Session:
         self._program = argv[0] if argv else ""
         self._connection = connection
         self._mark = f"accel {os.urandom(16).hex()}"
-        script = shell_quote.script(argv, self._mark)
+        command = script(argv, self._mark)
         self._channel = connection.open_session(opening_s)
         self._closed = False
         self._out = _MarkedOutput(self._mark)
         self._err = _MarkedOutput(self._mark)
         try:
             self._channel.settimeout(opening_s)
-            self._channel.exec_command(shell_quote.loader(len(script)))
+            self._channel.exec_command(loader(len(command)))
             self._readable = self._channel.fileno()
-            self.write(script)
+            self.write(command)
         except BaseException as error:
             self.close()
             raise self._problem(error, "starting it") from error
@@ -209,35 +213,53 @@ def run(session: Session, stdin: bytes | Iterable[bytes], timeout_s: float | Non
         session.write(stdin)
         session.close_stdin()
         return session.finish(timeout_s)
-    sender = _Sender(session, (stdin,) if isinstance(stdin, bytes) else stdin)
+    source_errors: list[Exception] = []
+
+    def send() -> None:
+        try:
+            for chunk in (stdin,) if isinstance(stdin, bytes) else stdin:
+                try:
+                    session.write(chunk)
+                except Exception:  # `finish` raises the reason
+                    break
+        except Exception as error:
+            source_errors.append(error)
+        session.close_stdin()
+
+    # Sent while this thread reads, so that a command that prints before it reads all does not block.
+    sender = threading.Thread(target=send, name=f"to {session.host}", daemon=True)
     sender.start()
     try:
         return session.finish(timeout_s)
     finally:
         session.close()
         sender.join()
-        if isinstance(sender.error, Exception) and sender.from_source:
-            raise sender.error
+        if source_errors:
+            raise source_errors[0]
 
 
-class _Sender(threading.Thread):
-    """A thread that sends while another one reads, so that a command that prints before it reads all does not block."""
+def loader(length: int) -> str:
+    """Return the command line for a script of `length` bytes, which csh, fish and zsh read like sh."""
+    return f"exec /bin/sh -c 'eval \"$(head -c {length})\"'"
 
-    def __init__(self, session: Session, chunks: Iterable[bytes]) -> None:
-        super().__init__(name=f"to {session.host}", daemon=True)
-        self._session = session
-        self._chunks = chunks
-        self.error: BaseException | None = None
-        self.from_source = False
 
-    def run(self) -> None:
-        try:
-            self.from_source = True
-            for chunk in self._chunks:
-                self.from_source = False
-                self._session.write(chunk)
-                self.from_source = True
-            self.from_source = False
-        except BaseException as error:
-            self.error = error
-        self._session.close_stdin()
+def script(argv: Sequence[str], mark: str) -> bytes:
+    """Return the script for `/bin/sh`, which runs the program `argv[0]`, never a shell's built-in.
+
+    It first writes `mark` (on a line of its own) to both outputs, to separate the output of start-up files from
+    that of the command. Raises SpecError for what no process accepts: an empty argv, a null character.
+    """
+    if not argv or not argv[0] or argv[0].startswith("-"):
+        raise SpecError(f"{argv[0] if argv else '(nothing)'!r} is not a program that a host can run")
+    lines = [f"printf '\\n{mark}\\n'; printf '\\n{mark}\\n' >&2".encode()]
+    lines.append(b"(exec " + b" ".join(quote(argument) for argument in argv) + b")")
+    lines.append(b"exit $?")
+    return b"\n".join(lines)
+
+
+def quote(word: str) -> bytes:
+    """Quote the word for `/bin/sh`; bytes that are not UTF-8 (surrogate escapes) are preserved."""
+    raw = os.fsencode(word)
+    if b"\0" in raw:
+        raise SpecError(f"no process can be given a null character: {word!r}")
+    return b"'" + raw.replace(b"'", b"'\\''") + b"'"

@@ -142,11 +142,7 @@ def aliases(config: str | None = None) -> list[str]:
     """Return every Host entry that is a name and not a pattern, in the order of the files, following Includes."""
     home = os.path.expanduser("~/.ssh")
     files = [(config, home)] if config else [(os.path.expanduser(_USER_CONFIG), home), (_SYSTEM_CONFIG, "/etc/ssh")]
-    names: dict[str, None] = {}
-    for file, base in files:
-        for name in _names_in(file, base, 0):
-            names[name] = None
-    return list(names)
+    return list(dict.fromkeys(name for file, base in files for name in _names_in(file, base, 0)))
 
 
 def _names_in(file: str, base: str, depth: int) -> Iterator[str]:

@@ -117,10 +117,8 @@ class Pool:
     def remote(self, host: Host | str) -> Remote:
         return Remote(self, Host(name=host) if isinstance(host, str) else host)
 
-    def map(
-        self, function: Callable[[Remote], T], hosts: Iterable[Host], *, at_once: int = MAX_CONCURRENT
-    ) -> list[Outcome[T]]:
-        """Call the function for every host, `at_once` of them at a time; return the outcomes in the hosts' order.
+    def map(self, function: Callable[[Remote], T], hosts: Iterable[Host]) -> list[Outcome[T]]:
+        """Call the function for every host, MAX_CONCURRENT at a time; return the outcomes in the hosts' order.
 
         A SchedulerError is that host's outcome. Any other exception, and Ctrl-C, is raised at once: calls that have
         not begun do not begin, and the others end with the pool.
@@ -147,7 +145,7 @@ class Pool:
                     return
                 done.put(None)
 
-        for number in range(min(at_once, len(host_list))):
+        for number in range(min(MAX_CONCURRENT, len(host_list))):
             # Daemons, and nothing joins them: a host that hangs must not keep the program from ending.
             threading.Thread(target=worker, name=f"hosts {number}", daemon=True).start()
         try:

@@ -20,10 +20,11 @@ import re
 import shutil
 import stat
 import subprocess
-import sys
 import time
 
 from . import jobs
+from .files import sweep
+from .program import answer, write_reply
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -31,24 +32,22 @@ if TYPE_CHECKING:
 
 DIGEST = re.compile(r"[0-9a-f]{64}\Z")
 GRAVE = ".old-"
-ABANDONED_S = 86400
 ENDING_S = 10.0
 
 
 def main() -> None:
     os.umask(0o077)
-    try:
-        request = json.loads(sys.stdin.buffer.readline())
-        root = os.path.expanduser(request["root"])
-        kept_jobs = {job: reason for job in request["jobs"] for reason in [clear_job(root, job)] if reason}
-        sweep_graves(os.path.join(root, "jobs"))
-        cutoff = time.time() - request["unused_s"]
-        clear_blobs(os.path.join(root, "blobs"), cutoff)
-        clear_environments(root, cutoff)
-        line: dict[str, Any] = {"kept": kept_jobs}
-    except OSError as error:
-        line = {"error": jobs.describe_error(error)}
-    jobs.write_reply(line, [])
+    write_reply(answer(clean_up))
+
+
+def clean_up(root: str, request: dict[str, Any]) -> dict[str, Any]:
+    kept_jobs = {job: reason for job in request["jobs"] for reason in [clear_job(root, job)] if reason}
+    for entry in entries(os.path.join(root, "jobs")):
+        if entry.name.startswith(GRAVE):
+            remove(entry.path)
+    sweep(os.path.join(root, "blobs"), request["unused_s"])
+    clear_environments(root, time.time() - request["unused_s"])
+    return {"kept": kept_jobs}
 
 
 def clear_job(root: str, job: str) -> str | None:
@@ -93,22 +92,6 @@ def entries(directory: str) -> list[os.DirEntry[str]]:
         return list(os.scandir(directory))
     except FileNotFoundError:
         return []
-
-
-def sweep_graves(jobs: str) -> None:
-    for entry in entries(jobs):
-        if entry.name.startswith(GRAVE):
-            remove(entry.path)
-
-
-def clear_blobs(directory: str, cutoff: float) -> None:
-    """Delete old blobs. Jobs have copies of their own, so only the time of the last use counts."""
-    for entry in entries(directory):
-        with contextlib.suppress(FileNotFoundError):
-            last_used = entry.stat(follow_symlinks=False).st_mtime
-            is_partial = entry.name.endswith(".part") and last_used < time.time() - ABANDONED_S
-            if is_partial or (DIGEST.match(entry.name) and last_used < cutoff):
-                os.unlink(entry.path)
 
 
 def clear_environments(root: str, cutoff: float) -> None:

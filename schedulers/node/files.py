@@ -10,12 +10,12 @@ Contents follow the line as raw bytes, in the order of the operations; a blob's 
 
 from __future__ import annotations
 
-import errno
-import json
 import os
 import signal
 import sys
 import time
+
+from .program import InvalidRequest, answer, check_free_space, partial_path, sync_directory, write_all, write_reply
 
 # hashlib, shutil and tarfile, which take long to load, are imported where they are needed.
 
@@ -31,43 +31,19 @@ STALL_S = 120  # then the process of a client that was cut off ends
 STALE_S = 86400
 
 
-class InvalidRequest(Exception):
-    """An error with one line for people."""
-
-
 def main() -> None:
     signal.signal(signal.SIGALRM, on_stall)
     os.umask(0o077)
-    try:
-        request = json.loads(sys.stdin.buffer.readline())
-        root = os.path.expanduser(request["root"])
-        os.makedirs(root, mode=0o700, exist_ok=True)
-        done = [OPERATIONS[step["op"]](root, step) for step in request["do"]]
-    except InvalidRequest as error:
-        return write_reply({"error": str(error)})
-    except OSError as error:
-        return write_reply({"error": explain(error)})
-    return write_reply({"done": done})
+    write_reply(answer(respond))
 
 
-def write_reply(line: object) -> None:
-    sys.stdout.buffer.write(json.dumps(line).encode() + b"\n")
-    sys.stdout.buffer.flush()
+def respond(root: str, request: dict[str, Any]) -> dict[str, Any]:
+    os.makedirs(root, mode=0o700, exist_ok=True)
+    return {"done": [OPERATIONS[step["op"]](root, step) for step in request["do"]]}
 
 
 def on_stall(*_: object) -> None:
     raise InvalidRequest(f"no data for {STALL_S} s")
-
-
-def explain(error: OSError) -> str:
-    import shutil
-
-    path = error.filename or "a file"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        existing_path = path if isinstance(path, str) and os.path.exists(path) else os.path.dirname(str(path)) or "."
-        free = shutil.disk_usage(existing_path).free // 1_000_000 if os.path.exists(existing_path) else 0
-        return f"disk full: cannot write {path} ({free} MB free; quota?)"
-    return f"{path}: {(error.strerror or str(error)).lower()}"
 
 
 def path_below(root: str, path: str) -> str:
@@ -92,9 +68,8 @@ def receive(size: int) -> Iterator[bytes]:
 
 def write_atomically(path: str, size: int, mode: int, digest: str | None = None) -> None:
     """Write a file: with all of its content and on disk, or not at all."""
-    parent, name = os.path.split(path)
+    parent, temporary = os.path.dirname(path), partial_path(path)
     os.makedirs(parent, mode=0o700, exist_ok=True)
-    temporary = os.path.join(parent, f".{name}.{os.getpid()}.{os.urandom(4).hex()}.part")
     hashed = None
     if digest is not None:
         import hashlib
@@ -106,7 +81,7 @@ def write_atomically(path: str, size: int, mode: int, digest: str | None = None)
             for data in receive(size):
                 if hashed is not None:
                     hashed.update(data)
-                put_all(file.fileno(), data, path)
+                write_all(file.fileno(), data, path)
             os.fchmod(file.fileno(), mode)
             os.fsync(file.fileno())
         if hashed is not None and hashed.hexdigest() != digest:
@@ -117,28 +92,6 @@ def write_atomically(path: str, size: int, mode: int, digest: str | None = None)
         if os.path.lexists(temporary):
             os.unlink(temporary)
         raise
-
-
-def put_all(fd: int, data: bytes, path: str) -> None:
-    rest = memoryview(data)
-    while rest:
-        try:
-            rest = rest[os.write(fd, rest) :]
-        except OSError as error:
-            error.filename = path
-            raise
-
-
-def sync_directory(path: str) -> None:
-    """Make a rename in `path` durable. File systems that cannot sync a directory do not need it."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-            raise
-    finally:
-        os.close(fd)
 
 
 def put(root: str, step: Step) -> bool:
@@ -167,28 +120,21 @@ def blob(root: str, step: Step) -> bool:
 
 
 def sweep(directory: str, unused_s: float | None) -> None:
-    """Delete what killed transfers left behind, and blobs not used for `unused_s` seconds."""
+    """Delete what killed transfers left behind, and blobs not used for `unused_s` seconds.
+
+    Jobs have copies of their own, so only the time of the last use counts.
+    """
     if not os.path.isdir(directory):
         return
     for entry in os.scandir(directory):
         max_age_s = STALE_S if entry.name.endswith(".part") else unused_s
+        if max_age_s is None or entry.is_dir(follow_symlinks=False):
+            continue
         try:
-            if max_age_s is not None and time.time() - entry.stat().st_mtime > max_age_s:
+            if time.time() - entry.stat(follow_symlinks=False).st_mtime > max_age_s:
                 os.unlink(entry.path)
         except FileNotFoundError:  # another process was quicker
             continue
-
-
-def check_free_space(root: str, size: int, path: str) -> None:
-    """Raise InvalidRequest for a file that does not fit, before it is sent."""
-    fs_stats = os.statvfs(root)
-    free = fs_stats.f_bavail * fs_stats.f_frsize
-    if free < size:
-        raise InvalidRequest(f"disk full: {path} needs {megabytes(size)}, but {megabytes(free)} are free")
-
-
-def megabytes(size: int) -> str:
-    return f"{size / 1_000_000:.1f} MB"
 
 
 def unpack(root: str, step: Step) -> bool:
@@ -205,7 +151,7 @@ def unpack(root: str, step: Step) -> bool:
     source = blob_path(root, digest)
     check_digest(source, digest)
     check_free_space(root, os.path.getsize(source), destination)
-    temporary = os.path.join(parent, f".{name}.{os.getpid()}.{os.urandom(4).hex()}.part")
+    temporary = partial_path(destination)
     try:
         os.makedirs(temporary, mode=0o700)
         extract(source, temporary)
@@ -275,7 +221,7 @@ def extract(source: str, top: str) -> None:
                         data = content.read(CHUNK)
                         if not data:
                             break
-                        put_all(file.fileno(), data, full_path)
+                        write_all(file.fileno(), data, full_path)
                     os.fchmod(file.fileno(), member.mode & 0o777)
             else:
                 raise InvalidRequest(f"{member.name!r} in {source} is neither a file, a link nor a directory")
@@ -303,6 +249,3 @@ def remove(root: str, step: Step) -> bool:
 
 
 OPERATIONS = {"put": put, "blob": blob, "unpack": unpack, "remove": remove}
-
-if __name__ == "__main__":
-    main()

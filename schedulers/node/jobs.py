@@ -15,7 +15,6 @@ and then ids of jobs, one per line. It prints each id, on a line, as soon as tha
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import os
@@ -24,7 +23,8 @@ import sys
 import time
 
 from . import logs as files
-from .listen import listen
+from .listen import listen_on_first
+from .program import InvalidRequest, answer, write_reply
 
 TYPE_CHECKING = False  # typing itself would take as long to import as all the rest
 if TYPE_CHECKING:
@@ -39,39 +39,20 @@ STARTED_AT_ONCE = 8
 login_umask = 0o022  # until `main` reads it
 
 
-class InvalidRequest(Exception):
-    """An error with one line for people."""
-
-
 def main() -> None:
     global login_umask
     login_umask = os.umask(0o077)
     contents: list[bytes] = []
-    try:
-        request = json.loads(sys.stdin.buffer.readline())
-        root = os.path.expanduser(request["root"])
+
+    def respond(root: str, request: dict[str, Any]) -> dict[str, Any] | None:
         if "watch_s" in request:
             watch(root, request["watch_s"])
-            return
-        line: dict[str, Any] = {"done": [OPERATIONS[step["op"]](root, step, contents) for step in request["do"]]}
-    except InvalidRequest as error:
-        line = {"error": str(error)}
-    except OSError as error:
-        line = {"error": describe_error(error)}
-    write_reply(line, contents)
+            return None
+        return {"done": [OPERATIONS[step["op"]](root, step, contents) for step in request["do"]]}
 
-
-def describe_error(error: OSError) -> str:
-    return "{}: {}".format(error.filename or "a file", (error.strerror or str(error)).lower())
-
-
-def write_reply(line: dict[str, Any], contents: list[bytes]) -> None:
-    """Write the reply and, if there are results, the bytes that belong to it."""
-    sys.stdout.buffer.write(json.dumps(line).encode() + b"\n")
-    if "done" in line:
-        for data in contents:
-            sys.stdout.buffer.write(data)
-    sys.stdout.buffer.flush()
+    line = answer(respond)
+    if line is not None:
+        write_reply(line, contents if "done" in line else ())
 
 
 def directory_of(root: str, step: Step) -> str:
@@ -224,11 +205,8 @@ def _logs_of(root: str, step: Step) -> tuple[str, bool, bool]:
     directory = directory_of(root, step)
     # Tested before reading: later text is read the next time.
     over = os.path.exists(os.path.join(directory, "exit.json"))
-    return (
-        os.path.join(directory, "logs"),
-        over,
-        over or (bool(step["over"]) if "over" in step else not has_supervisor(directory)),
-    )
+    complete = over or (bool(step["over"]) if "over" in step else not has_supervisor(directory))
+    return os.path.join(directory, "logs"), over, complete
 
 
 def positions_at(root: str, step: Step, contents: list[bytes]) -> dict[str, int]:
@@ -276,14 +254,11 @@ def start(root: str, step: Step, contents: list[bytes]) -> dict[str, str]:
 
 def port(root: str, step: Step, contents: list[bytes]) -> int | None:
     """Return the first of the ports that is free here; None if none is."""
-    for number in step["ports"]:
-        try:
-            with listen(number) as server:
-                return int(server.getsockname()[1])
-        except OSError as error:
-            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
-                raise
-    return None
+    server = listen_on_first(step["ports"])
+    if server is None:
+        return None
+    with server:
+        return int(server.getsockname()[1])
 
 
 def claim(root: str, step: Step, contents: list[bytes]) -> bool:

@@ -203,9 +203,7 @@ def _sizes_at(path: str, when: float) -> dict[str, int]:
 
 def line_start(path: str, offset: int) -> int:
     """Return the start of the line that holds the byte before `offset`, or `offset` if that byte ends a line."""
-    for end in _line_endings(path, 0, offset):
-        return end
-    return 0
+    return next(_line_endings(path, 0, offset), 0)
 
 
 def tail(path: str, start: int, count: int, complete: bool) -> tuple[int, int]:

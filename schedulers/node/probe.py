@@ -20,6 +20,7 @@ import threading
 import time
 
 from .listen import listen
+from .program import free_bytes, write_reply
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -42,8 +43,7 @@ def main() -> None:
             reply = ACTIONS[request["do"]](request)
         except OSError as error:
             reply = {"error": error.strerror or str(error)}
-        sys.stdout.write(json.dumps(reply) + "\n")
-        sys.stdout.flush()
+        write_reply(reply)
 
 
 def facts(request: Request) -> dict[str, Any]:
@@ -78,20 +78,15 @@ def facts(request: Request) -> dict[str, Any]:
 
 def machine() -> str:
     """Return the same text for two names of one machine, and for nothing else (containers of one differ)."""
-    parts = [socket.gethostname()]
-    for path in (BOOT_ID, "/etc/machine-id"):
-        try:
-            with open(path) as file:
-                parts.append(file.read().strip())
-        except OSError:
-            continue
+    parts = [socket.gethostname(), *filter(None, map(text_of, (BOOT_ID, "/etc/machine-id")))]
     if os.path.lexists("/proc/self/ns/net"):
         parts.append(os.readlink("/proc/self/ns/net"))
     return " ".join(parts)
 
 
-def boot_id() -> str:
-    with contextlib.suppress(OSError), open(BOOT_ID) as file:
+def text_of(path: str) -> str:
+    """Return the file's text; "" if it cannot be read."""
+    with contextlib.suppress(OSError), open(path, errors="replace") as file:
         return file.read().strip()
     return ""
 
@@ -120,11 +115,7 @@ def version(name: str, module: str) -> str | None:
         return None
     if spec is None or not spec.origin:
         return None
-    try:
-        with open(spec.origin, errors="replace") as file:
-            match = re.search(r"""^__version__ *= *["']([^"']+)""", file.read(), re.MULTILINE)
-    except OSError:
-        match = None
+    match = re.search(r"""^__version__ *= *["']([^"']+)""", text_of(spec.origin), re.MULTILINE)
     return match.group(1) if match else "?"
 
 
@@ -133,8 +124,7 @@ def disk_of(path: str) -> tuple[str, int, bool]:
     path = os.path.abspath(path)
     while not os.path.isdir(path):
         path = os.path.dirname(path)
-    fs_stats = os.statvfs(path)
-    return path, fs_stats.f_bavail * fs_stats.f_frsize, os.access(path, os.W_OK | os.X_OK)
+    return path, free_bytes(path), os.access(path, os.W_OK | os.X_OK)
 
 
 def gpus() -> dict[str, Any]:
@@ -176,11 +166,8 @@ def smi_gpus() -> int | str:
     except (OSError, subprocess.SubprocessError) as error:
         return f"nvidia-smi does not answer ({error})"
     if completed.returncode != 0:
-        return (
-            (completed.stdout + completed.stderr).strip().splitlines()[0][:200]
-            if completed.stdout + completed.stderr
-            else "nvidia-smi fails"
-        )
+        lines = (completed.stdout + completed.stderr).strip().splitlines()
+        return lines[0][:200] if lines else "nvidia-smi fails"
     return sum(line.startswith("GPU ") for line in completed.stdout.splitlines())
 
 
@@ -224,18 +211,15 @@ def devices(counted: dict[str, Any]) -> dict[str, Any]:
 def queue(root: str) -> dict[str, Any]:
     """Return the held slots and the number of waiting jobs. Testing a lock holds it for a moment."""
     node = platform.node() or "this-machine"
-    tops = [
-        os.path.join(root, "local", name) for name in (boot_id() or node, node)
-    ]  # earlier versions: the host's name
+    # Earlier versions: the host's name.
+    tops = [os.path.join(root, "local", name) for name in (text_of(BOOT_ID) or node, node)]
     top = next(filter(os.path.isdir, tops), tops[0])
-    held = [name for name in names(os.path.join(top, "slots")) if locked(os.path.join(top, "slots", name))]
-    waiting = [name for name in names(os.path.join(top, "queue")) if locked(os.path.join(top, "queue", name))]
-    return {"held": held, "waiting": len(waiting)}
+    return {"held": locked_names(os.path.join(top, "slots")), "waiting": len(locked_names(os.path.join(top, "queue")))}
 
 
-def names(directory: str) -> list[str]:
+def locked_names(directory: str) -> list[str]:
     try:
-        return os.listdir(directory)
+        return [name for name in os.listdir(directory) if locked(os.path.join(directory, name))]
     except OSError:
         return []
 
@@ -290,20 +274,15 @@ def ipv4() -> list[tuple[str, str]]:
 
 
 def ipv6() -> list[tuple[str, str]]:
-    try:
-        with open("/proc/net/if_inet6") as file:
-            rows = [line.split() for line in file]
-    except OSError:
-        return []
+    rows = [line.split() for line in text_of("/proc/net/if_inet6").splitlines()]
     # The fourth column is the scope: 0 is global, which unique local addresses are too.
     return [(row[5], socket.inet_ntop(socket.AF_INET6, bytes.fromhex(row[0]))) for row in rows if row[3] == "00"]
 
 
 def number(path: str) -> int:
     try:
-        with open(path) as file:
-            return int(file.read())
-    except (OSError, ValueError):
+        return int(text_of(path))
+    except ValueError:
         return 0
 
 

@@ -17,7 +17,6 @@ to know the token, until the input ends or nothing happens for a while. The rece
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import hmac
 import json
@@ -28,7 +27,8 @@ import sys
 import threading
 import time
 
-from .listen import listen
+from .listen import listen_on_first
+from .program import InvalidRequest, check_free_space, partial_path, write_all, write_reply
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -41,10 +41,6 @@ HANDSHAKE_S = 10.0
 STALL_S = 20.0
 LIFE_S = 300.0
 MAX_CONCURRENT = 8
-
-
-class InvalidRequest(Exception):
-    """An error with one line for people."""
 
 
 class Content:
@@ -109,18 +105,14 @@ class Relay:
     def write(self, content: Content, data: Iterator[bytes]) -> None:
         parent = os.path.dirname(self.path)
         os.makedirs(parent, mode=0o700, exist_ok=True)
-        fs_stats = os.statvfs(parent)
-        if fs_stats.f_bavail * fs_stats.f_frsize < self.size:
-            raise InvalidRequest("disk full")
-        self.temporary = temporary = os.path.join(parent, f".{self.digest}.{os.getpid()}.{os.urandom(4).hex()}.part")
+        check_free_space(parent, self.size, self.path)
+        self.temporary = temporary = partial_path(self.path)
         hashed = hashlib.sha256()
         content.file = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             for chunk in data:
                 hashed.update(chunk)
-                rest = memoryview(chunk)
-                while rest:
-                    rest = rest[os.write(content.file, rest) :]
+                write_all(content.file, chunk, temporary)
                 self.progress_at = time.monotonic()
                 content.grow(len(chunk))
             os.fsync(content.file)
@@ -163,16 +155,13 @@ class Relay:
     # Forwarding.
 
     def listen(self, ports: list[int]) -> int | None:
-        for port in ports:
-            try:
-                server = listen(port)
-            except OSError as error:
-                if error.errno in (errno.EADDRINUSE, errno.EACCES):
-                    continue
-                return None
-            threading.Thread(target=self.serve, args=(server,), daemon=True).start()
-            return int(server.getsockname()[1])
-        return None
+        server = None
+        with contextlib.suppress(OSError):
+            server = listen_on_first(ports)
+        if server is None:
+            return None
+        threading.Thread(target=self.serve, args=(server,), daemon=True).start()
+        return int(server.getsockname()[1])
 
     def serve(self, server: socket.socket) -> None:
         free = threading.Semaphore(MAX_CONCURRENT)
@@ -246,8 +235,3 @@ def exit_when_idle(relay: Relay) -> None:
     with contextlib.suppress(FileNotFoundError):
         os.unlink(relay.temporary)
     os._exit(1)
-
-
-def write_reply(line: object) -> None:
-    sys.stdout.buffer.write(json.dumps(line).encode() + b"\n")
-    sys.stdout.buffer.flush()

@@ -29,6 +29,8 @@ import sys
 import sysconfig
 import threading
 
+from .program import InvalidRequest, answer, write_reply
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
@@ -44,24 +46,11 @@ building = threading.Event()
 client_gone = threading.Event()
 
 
-class InvalidRequest(Exception):
-    """An error with one line for people."""
-
-
 def main() -> None:
     os.umask(0o077)
-    request = json.loads(sys.stdin.buffer.readline())
-    threading.Thread(target=exit_with_client, daemon=True).start()
-    try:
-        root = os.path.expanduser(request["root"])
-        line: dict[str, Any] = provide_environment(root, request["files"], request["version"], request["make"])
-    except InvalidRequest as error:
-        line = {"error": str(error)}
-    except OSError as error:
-        line = {"error": "{}: {}".format(error.filename or "a file", (error.strerror or str(error)).lower())}
+    line = answer(provide_environment)
     with contextlib.suppress(BrokenPipeError):
-        sys.stdout.write(json.dumps(line) + "\n")
-        sys.stdout.flush()
+        write_reply(line)
     os._exit(0)  # the thread that reads must not be waited for
 
 
@@ -80,13 +69,15 @@ def kill_children() -> None:
             os.killpg(group, signal.SIGKILL)
 
 
-def provide_environment(root: str, files: dict[str, str], version: str | None, make: bool) -> dict[str, Any]:
+def provide_environment(root: str, request: dict[str, Any]) -> dict[str, Any]:
+    threading.Thread(target=exit_with_client, daemon=True).start()
+    files, version = request["files"], request["version"]
     key = [SCHEMA, version, sys.version, sys.executable, sys.prefix, sorted(files.items())]
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()
     top = os.path.join(root, "envs")
     directory = os.path.join(top, digest)
     python = os.path.join(directory, "bin", "python")
-    if not make:
+    if not request["make"]:
         return {"python": python if is_complete(directory) else None, "made": False}
     os.makedirs(top, mode=0o700, exist_ok=True)
     lock = locked(directory + ".lock")
@@ -145,8 +136,11 @@ def create_from_this_python(directory: str, log: str, lock: int) -> None:
     in_venv = sys.prefix != sys.base_prefix
     flags = [] if in_venv else ["--system-site-packages"]
     run([sys.executable, "-m", "venv", "--without-pip", *flags, directory], log, lock, "venv")
-    if in_venv:
-        expose_own_packages(directory)
+    if in_venv:  # whose packages are not the system's: made visible in the new one
+        purelib = sysconfig.get_path("purelib", "posix_prefix", {"base": directory, "platbase": directory})
+        lines = [f"import site; site.addsitedir({path!r})\n" for path in site.getsitepackages()]
+        with open(os.path.join(purelib, "_packages_below.pth"), "w") as file:
+            file.writelines(lines)
 
 
 def create_from_other_python(directory: str, version: str, log: str, lock: int) -> None:
@@ -160,14 +154,6 @@ def create_from_other_python(directory: str, version: str, log: str, lock: int) 
     os.environ.setdefault("UV_PYTHON_INSTALL_DIR", os.path.join(os.path.dirname(os.path.dirname(directory)), "pythons"))
     flags = ["--no-project", "--allow-existing", "--no-progress", "--color", "never"]
     run([uv, "venv", *flags, "--python", version, directory], log, lock, f"uv venv --python {version}")
-
-
-def expose_own_packages(directory: str) -> None:
-    """Make this virtual environment's packages visible in the new one, to which they are not the system's."""
-    purelib = sysconfig.get_path("purelib", "posix_prefix", {"base": directory, "platbase": directory})
-    lines = [f"import site; site.addsitedir({path!r})\n" for path in site.getsitepackages()]
-    with open(os.path.join(purelib, "_packages_below.pth"), "w") as file:
-        file.writelines(lines)
 
 
 def quietly(directory: str) -> dict[str, Any]:
@@ -201,7 +187,3 @@ def last_errors(log: str) -> str:
         lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
     errors = [line for line in lines if line.lower().startswith(("error", "cause:"))]  # pip, uv
     return " / ".join((errors or lines or ["it said nothing"])[-ERROR_LINES:])
-
-
-if __name__ == "__main__":
-    main()

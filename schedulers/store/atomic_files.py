@@ -17,7 +17,7 @@ from typing import Any
 
 from ..convert import parse_json
 from ..errors import SpecError, StoreError, StoreNotWritable
-from ..node.files import sync_directory as sync_directory
+from ..node.program import sync_directory as sync_directory
 from ..processes import boot_id, has_ended, pid_namespace, pid_space, space_of
 
 SCHEMA = 1

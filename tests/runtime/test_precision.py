@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 import pickle
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel import Accelerator
@@ -93,6 +95,69 @@ def test_the_scaler_leaves_out_steps_that_overflowed_and_tells_the_scheduler() -
     assert precision.scaler.get_scale() == 8.0
 
 
+def test_a_scaler_that_is_off_trains_as_without_one() -> None:
+    precision = half(enabled=False)
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = AcceleratedOptimizer(torch.optim.SGD([weight], lr=0.5), precision=precision)
+    for _ in range(2):
+        precision.backward(weight.sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert (weight.item(), optimizer.step_was_skipped) == (0.0, False)
+
+
+def test_an_optimizer_with_a_scaler_of_the_script_tells_skipped_steps() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = AcceleratedOptimizer(torch.optim.SGD([weight], lr=0.5), scaler=scaler)
+    for factor in (1.0, float("inf")):
+        scaler.scale(weight.sum() * factor).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        assert optimizer.step_was_skipped is (factor != 1.0)
+    assert (weight.item(), optimizer.scaler) == (0.5, scaler)
+
+
+class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the numbers that are read of tensors: on a GPU each one waits for the device."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += function is torch.ops.aten._local_scalar_dense.default
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("fused", "scheduled", "reads"), [(False, False, 1), (False, True, 1), (True, False, 0),
+                                                           (True, True, 1)])  # fmt: skip
+def test_a_step_reads_no_more_numbers_than_by_hand(fused: bool, scheduled: bool, reads: int) -> None:
+    precision = half()
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = AcceleratedOptimizer(torch.optim.SGD([weight], lr=0.5, fused=fused), precision=precision)
+    scheduler = AcceleratedScheduler(torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 1), optimizer)
+    for factor in (1.0, float("inf")):
+        with _Reads() as seen:  # type: ignore[no-untyped-call]
+            precision.backward(weight.sum() * factor)
+            precision.unscale(optimizer.optimizer)
+            optimizer.step()
+            if scheduled:
+                scheduler.step()
+        assert seen.count == reads
+        precision.finish_pending()
+        assert optimizer.step_was_skipped is (factor != 1.0)
+    assert weight.item() == 0.5
+
+
+def test_a_skipped_fused_step_is_seen_after_the_scale_was_updated_for_all() -> None:
+    precision = half()
+    weights = [nn.Parameter(torch.ones(1)) for _ in range(2)]
+    optimizers = [AcceleratedOptimizer(torch.optim.SGD([w], lr=1.0, fused=True), precision=precision) for w in weights]
+    precision.backward(weights[0].sum() + weights[1].sum() * float("inf"))
+    for optimizer in optimizers:
+        optimizer.step()
+    precision.finish_pending()
+    assert [optimizer.step_was_skipped for optimizer in optimizers] == [False, True]
+
+
 def test_two_optimizers_share_one_scale_and_are_unscaled_once() -> None:
     precision = half()
     weights = [nn.Parameter(torch.ones(1)) for _ in range(2)]
@@ -160,6 +225,37 @@ def test_fp16_trains_on_cuda() -> None:
     rates = run_one(_cuda, "fp16")
     assert rates[0] == "cuda:0"
     assert rates[1] < 0.05
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_fp16_synchronizes_as_often_as_by_hand() -> None:
+    assert run_one(_syncs) == [1, 0, 1]
+
+
+def _syncs() -> list[float]:
+    """Synchronizations of a step: not fused, fused, fused with a scheduler."""
+    found: list[float] = []
+    for fused, scheduled in ((False, False), (True, False), (True, True)):
+        accelerator = Accelerator(mixed_precision="fp16")
+        model = nn.Linear(8, 8).cuda()
+        optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+        rows = torch.ones(2, 8, device="cuda")
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for step in range(8):
+                if step == 4:
+                    torch.cuda.set_sync_debug_mode("warn")
+                accelerator.backward(model(rows).sum())
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                if scheduled:
+                    scheduler.step()
+                optimizer.zero_grad()
+        torch.cuda.set_sync_debug_mode("default")
+        found.append(sum("called a synchronizing" in str(warning.message) for warning in told) / 4)
+    return found
 
 
 def _cuda(precision: str) -> list[Any]:

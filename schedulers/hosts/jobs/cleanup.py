@@ -7,20 +7,14 @@ from typing import TYPE_CHECKING
 
 from .. import replies
 from ..host_list import Host
-from ..remote_files import JOBS, Files, host_programs, program_call
+from ..remote_files import JOBS, host_programs, program_call
 from ..transport import Remote
-from .native_id import Native
+from .native_id import Native, jobs_by_host
 
 if TYPE_CHECKING:
-    from .options import HostOptions
     from .status import Hosts
 
 _CLEANUP_S = 600.0
-_DAY_S = 86400.0
-
-
-def unused_s(options: HostOptions) -> float:
-    return options.unused_days * _DAY_S
 
 
 def clear(remote: Remote, *, root: str, python: str, unused_s: float, jobs: Sequence[str] = ()) -> Mapping[str, str]:
@@ -29,25 +23,22 @@ def clear(remote: Remote, *, root: str, python: str, unused_s: float, jobs: Sequ
     Returns the reason for each job that was not removed. Raises HostUnreachable, RemoteError.
     """
     request = {"root": root, "jobs": list(jobs), "unused_s": unused_s}
-    argv, stdin = program_call(python, host_programs(*JOBS, "cleanup"), request)
+    argv, stdin = program_call(python, host_programs(*JOBS, "files", "cleanup"), request)
     completed = remote.run(argv, stdin=stdin, timeout_s=_CLEANUP_S)
     return replies.decode(completed.stdout, replies.CleanupResult, remote.name, completed.stderr)["kept"]
 
 
-def clear_jobs(hosts: Hosts, options: HostOptions, jobs: Sequence[Native]) -> list[str]:
+def clear_jobs(hosts: Hosts, jobs: Sequence[Native]) -> list[str]:
     """Remove the jobs from their hosts, in one session per host; return a line for each host that keeps something."""
-    jobs_by_host: dict[Host, list[str]] = {}
-    for native in jobs:
-        for host in native.hosts:
-            jobs_by_host.setdefault(host, []).append(native.job_id)
+    by_host = jobs_by_host((native.job_id, native.hosts) for native in jobs)
 
     def clear_host(remote: Remote) -> Mapping[str, str]:
-        jobs = jobs_by_host[remote.host]
-        return clear(remote, root=options.root, python=hosts.python, unused_s=unused_s(options), jobs=jobs)
+        options, jobs = hosts.options, by_host[remote.host]
+        return clear(remote, root=options.root, python=hosts.python, unused_s=options.unused_s, jobs=jobs)
 
     lines = []
-    for outcome in hosts.pool.map(clear_host, list(jobs_by_host)):
-        count = len(jobs_by_host[outcome.host])
+    for outcome in hosts.pool.map(clear_host, list(by_host)):
+        count = len(by_host[outcome.host])
         if outcome.error is not None:
             lines.append(f"{outcome.error}; what it has of {count} job{'s' if count > 1 else ''} stays there")
         elif outcome.value:
@@ -56,6 +47,6 @@ def clear_jobs(hosts: Hosts, options: HostOptions, jobs: Sequence[Native]) -> li
     return lines
 
 
-def remove(hosts: Hosts, options: HostOptions, paths: Sequence[str], host_list: Sequence[Host]) -> None:
+def remove(hosts: Hosts, paths: Sequence[str], host_list: Sequence[Host]) -> None:
     """Remove these paths below `root` from the hosts that can be reached."""
-    hosts.pool.map(lambda remote: Files(remote, root=options.root, python=hosts.python).remove(*paths), host_list)
+    hosts.pool.map(lambda remote: hosts.files(remote).remove(*paths), host_list)

@@ -36,7 +36,9 @@ def read(hosts: Hosts, native: Native, since: Cursor | None) -> Iterator[LogLine
     errors: dict[Host, SchedulerError] = {}
     finished, skip_down = False, True
     while pending:
-        steps = {host: [_step(native, positions, numbers[host]) | limits | _only(unread.get(host))] for host in pending}
+        steps = {host: [_step(native, positions, numbers[host]) | limits] for host in pending}
+        for host, logs in unread.items():
+            steps[host][0]["only"] = logs
         chunks: list[log_lines.Chunk] = []
         unread = {}
         for host, outcome in hosts.query(steps, skip_down=skip_down).items():
@@ -112,10 +114,6 @@ def _offsets(positions: Mapping[str, str], number: int) -> dict[str, int]:
 def _positions_of_host(by_source: Mapping[str, T], number: int) -> dict[str, T]:
     """Return the values of one host, by the names that the host uses."""
     return {name.partition("/")[2]: value for name, value in by_source.items() if name.startswith(f"{number}/")}
-
-
-def _only(logs: list[str] | None) -> dict[str, Any]:
-    return {} if logs is None else {"only": logs}
 
 
 def _unreachable_line(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ...errors import SpecError
@@ -31,3 +31,12 @@ class Native:
     def of(cls, job_id: str, hosts: Sequence[Host]) -> Native:
         # Without these, hosts named by different jobs or files are equal, and each is queried once.
         return cls(job_id=job_id, hosts=tuple(replace(host, source="", slots=None) for host in hosts))
+
+
+def jobs_by_host(jobs: Iterable[tuple[str, Sequence[Host]]]) -> dict[Host, list[str]]:
+    """Return the jobs of each host, from the hosts of each job."""
+    by_host: dict[Host, list[str]] = {}
+    for job_id, hosts in jobs:
+        for host in hosts:
+            by_host.setdefault(host, []).append(job_id)
+    return by_host

@@ -12,6 +12,7 @@ _MIN_HEARTBEAT_S = 5.0
 _LAST_PORT = 65535
 _MIN_PORTS = 2  # node 0 has one for the ranks' rendezvous and one for its supervisor
 _MIN_UNUSED_DAYS = 1.0
+_DAY_S = 86400.0
 _VERSION = re.compile(r"3\.[1-9]\d(\.\d{1,3})?", re.ASCII)
 
 
@@ -61,23 +62,40 @@ class HostOptions:
     root: str = ROOT
     ssh_config: str | None = None
 
+    @property
+    def unused_s(self) -> float:
+        return self.unused_days * _DAY_S
+
+    @property
+    def port_range(self) -> range:
+        """The ports that may be used, by default those below the range that systems assign; empty if invalid."""
+        if self.ports is None:
+            return range(20000, 32768)
+        first, dash, last = self.ports.partition("-")
+        if not first.isdecimal() or not (last.isdecimal() or not dash):
+            return range(0)
+        ports = range(int(first), int(last or first) + 1)
+        return ports if len(ports) >= _MIN_PORTS and ports[0] > 0 and ports[-1] <= _LAST_PORT else range(0)
+
 
 def check(options: HostOptions, name: str) -> None:
     """Raise SpecError, naming the key, for invalid options."""
     subject = f"target {name}"
-    if options.heartbeat_s < _MIN_HEARTBEAT_S or options.heartbeat_s == float("inf"):
-        raise SpecError(f"{subject}: heartbeat_s must be {_MIN_HEARTBEAT_S:g} or more, not {options.heartbeat_s:g}")
-    for key in ("start_timeout_s", "disk_gb"):
-        if not 0 < getattr(options, key) < float("inf"):
-            raise SpecError(f"{subject}: {key} must be more than 0, not {getattr(options, key):g}")
-    if not options.unused_days >= _MIN_UNUSED_DAYS:
-        raise SpecError(f"{subject}: unused_days must be {_MIN_UNUSED_DAYS:g} or more, not {options.unused_days:g}")
-    if options.concurrency is not None and options.concurrency < 1:
-        raise SpecError(f"{subject}: concurrency must be 1 or more, not {options.concurrency}")
-    if options.spares < 0:
-        raise SpecError(f"{subject}: spares must be 0 or more, not {options.spares}")
-    if options.port is not None and not 0 < options.port <= _LAST_PORT:
-        raise SpecError(f"{subject}: port must be 1 to {_LAST_PORT}, not {options.port}")
+    # Key -> whether its value is valid, and the valid ones.
+    limits = {
+        "heartbeat_s": (_MIN_HEARTBEAT_S <= options.heartbeat_s < float("inf"), f"{_MIN_HEARTBEAT_S:g} or more"),
+        "start_timeout_s": (0 < options.start_timeout_s < float("inf"), "more than 0"),
+        "disk_gb": (0 < options.disk_gb < float("inf"), "more than 0"),
+        "unused_days": (options.unused_days >= _MIN_UNUSED_DAYS, f"{_MIN_UNUSED_DAYS:g} or more"),
+        "concurrency": (options.concurrency is None or options.concurrency >= 1, "1 or more"),
+        "spares": (options.spares >= 0, "0 or more"),
+        "port": (options.port is None or 0 < options.port <= _LAST_PORT, f"1 to {_LAST_PORT}"),
+    }
+    for key, (is_valid, valid) in limits.items():
+        if not is_valid:
+            value = getattr(options, key)
+            shown = f"{value:g}" if isinstance(value, float) else value
+            raise SpecError(f"{subject}: {key} must be {valid}, not {shown}")
     if options.python is not None and options.venv is not None:
         raise SpecError(f"{subject}: python and venv are both given: keep one")
     if options.requirements is not None and not options.requirements.strip():
@@ -94,21 +112,10 @@ def check(options: HostOptions, name: str) -> None:
         raise SpecError(f"{subject}: setup: a command has no program")
     if not (options.root == "~" or options.root.startswith(("~/", "/"))):
         raise SpecError(f"{subject}: root must begin with / or ~/, not {options.root!r}")
-    port_range(options, name)
-
-
-def port_range(options: HostOptions, name: str) -> range:
-    """Return the ports that may be used; by default, those below the range that systems assign themselves."""
-    if options.ports is None:
-        return range(20000, 32768)
-    first, dash, last = options.ports.partition("-")
-    if first.isdecimal() and (last.isdecimal() or not dash):
-        ports = range(int(first), int(last or first) + 1)
-        if len(ports) >= _MIN_PORTS and ports[0] > 0 and ports[-1] <= _LAST_PORT:
-            return ports
-    raise SpecError(
-        f"target {name}: ports must be a range of {_MIN_PORTS} or more, such as 29500-29599, not {options.ports!r}"
-    )
+    if not options.port_range:
+        raise SpecError(
+            f"{subject}: ports must be a range of {_MIN_PORTS} or more, such as 29500-29599, not {options.ports!r}"
+        )
 
 
 def python_of(options: HostOptions) -> str:

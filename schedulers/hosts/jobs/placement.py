@@ -22,7 +22,8 @@ from ..preflight import Report, examine
 from ..supervisor.slots import required_slots
 from ..transport import Remote
 from .cleanup import remove
-from .options import HostOptions, port_range
+from .native_id import jobs_by_host
+from .options import HostOptions
 from .status import Hosts, Step
 
 _PORTS_TRIED = 16
@@ -49,7 +50,7 @@ class Node:
     port: int
 
     def to_json(self) -> dict[str, Any]:
-        interface = next((entry.interface for entry in self.facts.addresses if entry.address == self.address), None)
+        interface = self.facts.interface_of(self.address)
         return {"name": str(self.host), "address": self.address, "control_port": self.port, "interface": interface}
 
 
@@ -73,27 +74,20 @@ class Placement:
 
 def examine_hosts(
     hosts: Hosts,
-    options: HostOptions,
-    name: str,
     chosen: Sequence[Host],
     requirements: HostRequirements,
     *,
-    python: Callable[[Remote], str] | None = None,
+    python: str | Callable[[Remote], str] | None = None,
 ) -> Report:
     """Run the preflight checks on the hosts, with the target's options added to `requirements`.
 
     `python` returns the ranks' interpreter on a host, if it is not the target's.
     """
-    requirements = replace(
-        requirements,
-        disk_bytes=int(options.disk_gb * 1_000_000_000),
-        interface=options.interface,
-        ports=_random_ports(options, name, 1),
-    )
-    on_probed = _Progress(len(chosen)).advance
-    return examine(
-        hosts.pool, chosen, requirements, python=python or hosts.python, root=options.root, on_probed=on_probed
-    )
+    options, on_probed = hosts.options, _Progress(len(chosen)).advance
+    disk_bytes, ports = int(options.disk_gb * 1_000_000_000), _random_ports(options, 1)
+    requirements = replace(requirements, disk_bytes=disk_bytes, interface=options.interface, ports=ports)
+    python = python or hosts.python
+    return examine(hosts.pool, chosen, requirements, python=python, root=options.root, on_probed=on_probed)
 
 
 class _Progress:
@@ -133,8 +127,6 @@ def common_slots(chosen: Sequence[Host]) -> int | None:
 
 def place(
     hosts: Hosts,
-    options: HostOptions,
-    name: str,
     job_ids: Sequence[str],
     candidate_hosts: Sequence[Host],
     nodes: int,
@@ -152,17 +144,13 @@ def place(
     of `candidate_hosts`. Hosts that are left out, and warnings, are logged. Raises PlacementError, with a line for each
     failure, if too few hosts are usable; with `same_slots`, also what `common_slots` raises.
     """
-    multi_host = nodes + options.spares > 1
-    requirements = replace(
-        requirements, gpus=queue["gpus"], leads=min(len(candidate_hosts), _MAX_LEADS) if multi_host else 0
-    )
+    multi_host = nodes + hosts.options.spares > 1
+    leads = min(len(candidate_hosts), _MAX_LEADS) if multi_host else 0
+    requirements = replace(requirements, gpus=queue["gpus"], leads=leads)
     if len(job_ids) > 1:
-        progress.info(
-            "examining %s for %d jobs",
-            f"{len(candidate_hosts)} host{'s' if len(candidate_hosts) > 1 else ''}",
-            len(job_ids),
-        )
-    report = examine_hosts(hosts, options, name, candidate_hosts, requirements, python=python)
+        count = len(candidate_hosts)
+        progress.info("examining %s for %d jobs", f"{count} host{'s' if count > 1 else ''}", len(job_ids))
+    report = examine_hosts(hosts, candidate_hosts, requirements, python=python)
     failures = [str(finding) for finding in report.findings if finding.severity == "fails"]
     facts = {row.host: row.facts.facts for row in report.rows if row.facts is not None}
     capacities: list[Capacity] = []
@@ -176,17 +164,22 @@ def place(
         raise PlacementError(
             f"{len(capacities)} of {len(candidate_hosts)} hosts can take part, {nodes} are needed: {lines}"
         )
-    chosen = choose(capacities, len(job_ids), nodes, options.spares)
+    chosen = choose(capacities, len(job_ids), nodes, hosts.options.spares)
     if not in_order:  # others should reach a host that may have to lead
         suspect_hosts = {finding.host for finding in report.findings if finding.check == "reach"}
         chosen = [(sorted(members, key=lambda host: str(host) in suspect_hosts), spares) for members, spares in chosen]
-    addresses = _addresses(hosts, options, report, facts)
+    addresses = _addresses(hosts, report, facts)
     claim = os.urandom(8).hex()
     jobs = {job_id: [*members, *spares] for job_id, (members, spares) in zip(job_ids, chosen, strict=True)}
     for job_hosts in jobs.values() if same_slots else ():
         common_slots(job_hosts)
-    ports, unplaced = _claim_directories(hosts, options, name, jobs, report.port, claim)
-    _log(report, failures, {str(host) for members in jobs.values() for host in members})
+    ports, unplaced = _claim_directories(hosts, jobs, report.port, claim)
+    used = {str(host) for members in jobs.values() for host in members}
+    for failure in failures:
+        logger.warning("left out: %s", one_line(failure))
+    for finding in report.findings:
+        if finding.severity == "warns" and finding.host in used:
+            logger.warning("%s", one_line(str(finding)))
 
     def node(job_id: str, host: Host) -> Node:
         return Node(host=host, facts=facts[host], address=addresses[host], port=ports[job_id, host])
@@ -204,54 +197,35 @@ def place(
     ], unplaced
 
 
-def _log(report: Report, failures: Sequence[str], used: set[str]) -> None:
-    for line in failures:
-        logger.warning("left out: %s", one_line(line))
-    for finding in report.findings:
-        if finding.severity == "warns" and finding.host in used:
-            logger.warning("%s", one_line(str(finding)))
-
-
-def _random_ports(options: HostOptions, name: str, jobs: int) -> tuple[int, ...]:
+def _random_ports(options: HostOptions, jobs: int) -> tuple[int, ...]:
     """Return random ports, so that two submits at once do not both take the first free one."""
-    ports = port_range(options, name)
+    ports = options.port_range
     return tuple(random.sample(ports, min(_PORTS_TRIED * jobs, len(ports))))
 
 
-def _addresses(hosts: Hosts, options: HostOptions, report: Report, facts: Mapping[Host, Facts]) -> dict[Host, str]:
+def _addresses(hosts: Hosts, report: Report, facts: Mapping[Host, Facts]) -> dict[Host, str]:
     """Return each host's address: the one that the others reached or, if untested, one on node 0's interface.
 
     Untested addresses matter only if such a host has to lead.
     """
-    interface = None
-    if report.master is not None:
-        first = report.usable[0]
-        interface = next((entry.interface for entry in facts[first].addresses if entry.address == report.master), None)
+    interface = None if report.master is None else facts[report.usable[0]].interface_of(report.master)
     by_host = {host: report.leads[host] for host in report.usable if host in report.leads}
     for host in [host for host in report.usable if host not in by_host]:
         same_interface = [entry.address for entry in facts[host].addresses if entry.interface == interface]
         same_family = [address for address in same_interface if (":" in address) == (":" in (report.master or ""))]
-        ranked, _ = candidates(facts[host].addresses, hosts.pool.settings(host).hostname, options.interface)
+        ranked, _ = candidates(facts[host].addresses, hosts.pool.settings(host).hostname, hosts.options.interface)
         by_host[host] = (same_family or ranked or [hosts.pool.settings(host).hostname])[0]
     return by_host
 
 
 def _claim_directories(
-    hosts: Hosts,
-    options: HostOptions,
-    name: str,
-    jobs: Mapping[str, Sequence[Host]],
-    master_port: int | None,
-    claim: str,
+    hosts: Hosts, jobs: Mapping[str, Sequence[Host]], master_port: int | None, claim: str
 ) -> tuple[dict[tuple[str, Host], int], dict[str, PlacementError]]:
     """Claim each job's directory on its hosts. Returns its ports there (0 if alone), and errors by job."""
-    jobs_by_host: dict[Host, list[str]] = {}
-    for job_id, job_hosts in jobs.items():
-        for host in job_hosts:
-            jobs_by_host.setdefault(host, []).append(job_id)
+    by_host = jobs_by_host(jobs.items())
     steps: dict[Host, list[Step]] = {}
-    for host, ids in jobs_by_host.items():
-        ports = [port for port in _random_ports(options, name, len(ids)) if port != master_port]
+    for host, ids in by_host.items():
+        ports = [port for port in _random_ports(hosts.options, len(ids)) if port != master_port]
         steps[host] = []
         for number, job_id in enumerate(ids):
             own_ports = ports[number :: len(ids)]  # no two jobs get the same
@@ -261,8 +235,8 @@ def _claim_directories(
     assigned: dict[tuple[str, Host], int] = {}
     problems: dict[str, list[str]] = {}
     for host, outcome in hosts.query(steps).items():
-        done = outcome.value.done[::2] if outcome.value is not None else [None] * len(jobs_by_host[host])
-        for job_id, step, port in zip(jobs_by_host[host], steps[host][::2], done, strict=True):
+        done = outcome.value.done[::2] if outcome.value is not None else [None] * len(by_host[host])
+        for job_id, step, port in zip(by_host[host], steps[host][::2], done, strict=True):
             if port is None:
                 tried_ports = ", ".join(map(str, step["ports"]))
                 problem = f"{host}: none of its ports {tried_ports} is free; name others (ports: in accel.yaml)"
@@ -271,7 +245,7 @@ def _claim_directories(
                 assigned[job_id, host] = int(port) if len(jobs[job_id]) > 1 else 0
     if problems:
         affected_hosts = dict.fromkeys(host for job_id in problems for host in jobs[job_id])
-        remove(hosts, options, [f"jobs/{job_id}.claims" for job_id in problems], list(affected_hosts))
+        remove(hosts, [f"jobs/{job_id}.claims" for job_id in problems], list(affected_hosts))
     return assigned, {
         key: PlacementError(f"{'; '.join(lines)}; nothing was started") for key, lines in problems.items()
     }

@@ -14,9 +14,9 @@ from ...job import Reason, State, Status
 from .. import replies
 from ..errors import HostUnreachable, RemoteError
 from ..host_list import Host
-from ..remote_files import JOBS, host_programs, program_call
+from ..remote_files import JOBS, Files, host_programs, program_call
 from ..transport import Outcome, Pool, Remote
-from .native_id import Native
+from .native_id import Native, jobs_by_host
 from .options import HostOptions, python_of
 
 _REPLY_TIMEOUT_S = 60.0
@@ -48,26 +48,26 @@ class Hosts:
     """The hosts of a target. Connections are kept and shared; safe to use from several threads."""
 
     def __init__(self, options: HostOptions) -> None:
-        self._options = options
+        self.options = options
         self._lock = threading.Lock()
         self._pool: Pool | None = None
         self._down: dict[Host, tuple[float, SchedulerError]] = {}
         self.new_ids: dict[str, str] = {}  # of the hosts of a submit, until its jobs' backends are recorded
 
     @property
-    def root(self) -> str:
-        return self._options.root
-
-    @property
     def pool(self) -> Pool:
         with self._lock:
             if self._pool is None:
-                self._pool = Pool(config=self._options.ssh_config)
+                self._pool = Pool(config=self.options.ssh_config)
             return self._pool
 
     @property
     def python(self) -> str:
-        return on_host(python_of(self._options))
+        return on_host(python_of(self.options))
+
+    def files(self, remote: Remote) -> Files:
+        options = self.options
+        return Files(remote, root=options.root, python=self.python, unused_s=options.unused_s)
 
     def query(
         self, steps_by_host: Mapping[Host, Sequence[Step]], *, skip_down: bool = False
@@ -79,7 +79,7 @@ class Hosts:
         """
         down = {host: error for host in steps_by_host if skip_down and (error := self._down_error(host)) is not None}
         tried = [host for host in steps_by_host if host not in down]
-        outcomes = self.pool.map(lambda remote: self._query_host(remote, steps_by_host[remote.host]), tried)
+        outcomes = self.pool.map(lambda remote: self.query_host(remote, steps_by_host[remote.host]), tried)
         for outcome in outcomes:
             self.note(outcome.host, outcome.error)
         by_host = {outcome.host: outcome for outcome in outcomes}
@@ -93,13 +93,9 @@ class Hosts:
             else:
                 self._down.pop(host, None)
 
-    def is_down(self, host: Host) -> bool:
-        """Return True if the host could not be reached a moment ago."""
-        return self._down_error(host) is not None
-
     def likely_first(self, hosts: Sequence[Host]) -> list[Host]:
         """Return the hosts in their order, but last those that could not be reached a moment ago."""
-        return sorted(hosts, key=self.is_down)
+        return sorted(hosts, key=lambda host: self._down_error(host) is not None)
 
     def _down_error(self, host: Host) -> SchedulerError | None:
         with self._lock:
@@ -112,10 +108,11 @@ class Hosts:
         if pool is not None:
             pool.close()
 
-    def _query_host(self, remote: Remote, steps: Sequence[Step]) -> Reply:
-        request = {"root": self._options.root, "do": list(steps)}
+    def query_host(self, remote: Remote, steps: Sequence[Step], timeout_s: float = _REPLY_TIMEOUT_S) -> Reply:
+        """Raises HostUnreachable, RemoteError."""
+        request = {"root": self.options.root, "do": list(steps)}
         argv, stdin = program_call(self.python, host_programs(*JOBS), request)
-        completed = remote.run(argv, stdin=stdin, timeout_s=_REPLY_TIMEOUT_S)
+        completed = remote.run(argv, stdin=stdin, timeout_s=timeout_s)
         line, _, data = completed.stdout.partition(b"\n")
         return Reply(replies.decode_done(line, steps, replies.JOBS, remote.name, completed.stderr), data)
 
@@ -248,10 +245,7 @@ def _progress(document: Any) -> Status:
 
 def running(hosts: Hosts, jobs: Sequence[Native]) -> dict[str, str | SchedulerError]:
     """Return where a supervisor of each job runs, or why that is unknown, by job id. One request per host."""
-    by_host: dict[Host, list[str]] = {}
-    for native in jobs:
-        for host in native.hosts:
-            by_host.setdefault(host, []).append(native.job_id)
+    by_host = jobs_by_host((native.job_id, native.hosts) for native in jobs)
     steps = {host: [{"op": "status", "job": job_id} for job_id in job_ids] for host, job_ids in by_host.items()}
     result: dict[str, str | SchedulerError] = {}
     for host, outcome in hosts.query(steps).items():

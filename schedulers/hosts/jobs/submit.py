@@ -11,17 +11,17 @@ from typing import Any, TypeAlias
 from ...errors import SchedulerError, SubmitError, Unreachable
 from ...job import Reason
 from .. import bundle, fanout
-from ..errors import HostUnreachable, RemoteError
+from ..errors import HostUnreachable, RemoteError, one_line
 from ..host_list import Host
-from ..remote_files import Blob, Files
+from ..remote_files import Blob
 from ..transport import Remote
-from .cleanup import remove, unused_s
+from .cleanup import remove
 from .native_id import Native
-from .options import HostOptions, port_range
 from .placement import Placement, progress, queue_settings
 from .status import Hosts, query_all
 
 _PORTS_TRIED = 16
+_START_S = 60.0
 
 
 class StartError(SubmitError):
@@ -51,7 +51,6 @@ def settings_of(template: Mapping[str, Any], placement: Placement, number: int, 
 
 def ship(
     hosts: Hosts,
-    options: HostOptions,
     templates: Mapping[str, Mapping[str, Any]],
     placements: Sequence[Placement],
     *,
@@ -63,28 +62,28 @@ def ship(
     be reached.
     """
     tokens = {placement.job_id: os.urandom(32).hex() for placement in placements}
-    problems = _clear_leftovers(hosts, options, _by_host(placements))
+    problems = _clear_leftovers(hosts, _by_host(placements))
     by_host = _by_host([placement for placement in placements if placement.job_id not in problems])
 
     def send_to_host(remote: Remote) -> None:
-        files = Files(remote, root=options.root, python=hosts.python, unused_s=unused_s(options))
         contents: dict[str, bytes] = {}
         for placement, number in by_host[remote.host]:
             job_id = placement.job_id
             settings = settings_of(templates[job_id], placement, number, tokens[job_id])
             contents[f"jobs/{job_id}/{bundle.PROGRAM}"] = bundle.program()
             contents[f"jobs/{job_id}/settings.json"] = json.dumps(settings).encode()
-        files.install(code, [f"jobs/{placement.job_id}/code" for placement, _ in by_host[remote.host]], contents)
+        paths = [f"jobs/{placement.job_id}/code" for placement, _ in by_host[remote.host]]
+        hosts.files(remote).install(code, paths, contents)
 
     if len(placements) > 1 and by_host:
         progress.info("sending %d jobs to %s", len(placements), f"{len(by_host)} host{'s' if len(by_host) > 1 else ''}")
-    if options.fan_out and fanout.worthwhile(len(by_host), code):
-        _fan_out(hosts, options, by_host, code)
+    if hosts.options.fan_out and fanout.worthwhile(len(by_host), code):
+        _fan_out(hosts, by_host, code)
     problems |= _run_on_hosts(hosts, by_host, send_to_host)
     failed = [placement for placement in placements if placement.job_id in problems]
     if failed:
         paths = [f"jobs/{placement.job_id}{end}" for placement in failed for end in ("", ".claims")]
-        remove(hosts, options, paths, list(_by_host(failed)))
+        remove(hosts, paths, list(_by_host(failed)))
     texts = {job_id: "; ".join(map(str, errors)) for job_id, errors in problems.items()}
     return {job_id: StartError(f"{text}; nothing was started") for job_id, text in texts.items()}
 
@@ -102,9 +101,9 @@ def _by_host(placements: Sequence[Placement]) -> OnHost:
     return by_host
 
 
-def _fan_out(hosts: Hosts, options: HostOptions, by_host: OnHost, code: Blob) -> None:
+def _fan_out(hosts: Hosts, by_host: OnHost, code: Blob) -> None:
     """Have the hosts forward the code to each other as far as possible, on ports that no supervisor uses."""
-    port_sample = random.sample(ports := port_range(options, ""), min(_PORTS_TRIED, len(ports)))
+    port_sample = random.sample(ports := hosts.options.port_range, min(_PORTS_TRIED, len(ports)))
     used_ports = {
         host: {port for placement, number in jobs for port in (placement.nodes[number].port, placement.master_port)}
         for host, jobs in by_host.items()
@@ -113,13 +112,13 @@ def _fan_out(hosts: Hosts, options: HostOptions, by_host: OnHost, code: Blob) ->
         hosts.pool,
         {host: jobs[0][0].nodes[jobs[0][1]].address for host, jobs in by_host.items()},
         code,
-        root=options.root,
+        root=hosts.options.root,
         python=hosts.python,
         ports={host: [port for port in port_sample if port not in used_ports[host]] for host in by_host},
     )
 
 
-def _clear_leftovers(hosts: Hosts, options: HostOptions, by_host: OnHost) -> Problems:
+def _clear_leftovers(hosts: Hosts, by_host: OnHost) -> Problems:
     """Remove what earlier submits left, and note the hosts' ids.
 
     Returns problems by job, for instance if two hosts share a directory.
@@ -142,7 +141,7 @@ def _clear_leftovers(hosts: Hosts, options: HostOptions, by_host: OnHost) -> Pro
                     placement.nodes[other_nodes[0]].host if other_nodes[0] < len(placement.nodes) else "another host"
                 )
                 remedy = "name one that each host has for itself (root: in accel.yaml)"
-                error = StartError(f"{host} and {other_host} share the directory {options.root}: {remedy}")
+                error = StartError(f"{host} and {other_host} share the directory {hosts.options.root}: {remedy}")
             if error is not None:
                 problems.setdefault(placement.job_id, [error])
     return problems
@@ -159,10 +158,10 @@ def _run_on_hosts(hosts: Hosts, by_host: OnHost, act: Callable[[Remote], Mapping
     return problems
 
 
-def start(
-    hosts: Hosts, options: HostOptions, placements: Sequence[Placement], *, secrets: Mapping[str, str]
-) -> dict[str, SchedulerError]:
+def start(hosts: Hosts, placements: Sequence[Placement], *, secrets: Mapping[str, str]) -> dict[str, SchedulerError]:
     """Start the supervisors on all hosts at once; send each the secrets, which are written to no disk.
+
+    A host where the job has a supervisor, or has ended, starts none.
 
     Returns an error for each job that did not start on all of its hosts: StartError, or Unreachable if a lost host may
     now run the job alone. The supervisors of several hosts wait for each other before any rank runs.
@@ -171,7 +170,9 @@ def start(
 
     def start_on_host(remote: Remote) -> dict[str, RemoteError]:
         nodes = {placement.job_id: number for placement, number in by_host[remote.host]}
-        return bundle.start(remote, root=options.root, python=hosts.python, nodes=nodes, secrets=secrets)
+        step = {"op": "start", "nodes": nodes, "secrets": dict(secrets)}
+        (problems,) = hosts.query_host(remote, [step], timeout_s=_START_S + len(nodes)).done
+        return {job_id: RemoteError(remote.name, one_line(problem)) for job_id, problem in problems.items()}
 
     problems = _run_on_hosts(hosts, by_host, start_on_host)
     failed: dict[str, SchedulerError] = {}

@@ -95,7 +95,7 @@ class HostsTarget(abc.ABC):
         options = self._options
         self._check(spec)
         command = self._command(spec)
-        ports = host_options.port_range(options, self.name)
+        ports = options.port_range
         settings = {
             "schema": SCHEMA,
             "job_id": job_id,
@@ -187,7 +187,7 @@ class HostsTarget(abc.ABC):
         nodes = self._host_count(common["nodes"], hosts)
         code = Blob.of(self._snapshot_path(plans[0]))
         placements, unplaced = place(
-            self._hosts, self._options, self.name, list(templates), hosts, nodes,
+            self._hosts, list(templates), hosts, nodes,
             templates[plans[0].job_id]["queue"], requirements=self._requirements_of_host(),
             python=environments.ensure if environments is not None else None,
             same_slots=any(template["procs_per_node"] is None for template in templates.values()),
@@ -197,14 +197,14 @@ class HostsTarget(abc.ABC):
             template = templates[placement.job_id]
             if template["procs_per_node"] is None:
                 template["procs_per_node"] = common_slots([node.host for node in placement.nodes])
-        failed = unplaced | submit.ship(self._hosts, self._options, templates, placements, code=code)
+        failed = unplaced | submit.ship(self._hosts, templates, placements, code=code)
         placements = [placement for placement in placements if placement.job_id not in failed]
         native_ids = {placement.job_id: submit.native_id(placement) for placement in placements}
         for job_id, native_id in native_ids.items():
             backend = self._identity(Native.parse(native_id), self._hosts.new_ids)
             placement_record = {"native_id": native_id, "nodes": nodes, "backend": backend}
             atomic_files.write_document(self._placement_path(job_id), placement_record)
-        return native_ids | failed | submit.start(self._hosts, self._options, placements, secrets=values)
+        return native_ids | failed | submit.start(self._hosts, placements, secrets=values)
 
     def backends(self, jobs: Mapping[str, str | None]) -> Mapping[str, str]:
         """Return a digest of the ids that the hosts of each job have in their roots.
@@ -300,7 +300,7 @@ class HostsTarget(abc.ABC):
         """Remove the jobs' directories from their hosts, and blobs and environments unused for `unused_days`."""
         from . import cleanup
 
-        return cleanup.clear_jobs(self._hosts, self._options, self._sent(jobs))
+        return cleanup.clear_jobs(self._hosts, self._sent(jobs))
 
     def _sent(self, jobs: Mapping[str, str | None]) -> list[Native]:
         """Return the native ids of those jobs that were sent to hosts, even if that was never confirmed."""
@@ -324,7 +324,7 @@ class HostsTarget(abc.ABC):
             minimum = _NODE_PYTHON if self._options.requirements_python else requirements.python
             requirements = replace(requirements, packages={}, python=minimum)
         report: Report = examine_hosts(
-            self._hosts, self._options, self.name, hosts, requirements,
+            self._hosts, hosts, requirements,
             python=environments.ensure if environments is not None and not missing else None,
         )  # fmt: skip
         lines = {kind: [str(f) for f in report.findings if f.severity == kind] for kind in ("fails", "warns")}
@@ -342,13 +342,12 @@ class HostsTarget(abc.ABC):
         options = self._options
         if options.requirements is None:
             return None
-        from .cleanup import unused_s
         from .venvs import Environments, read
 
         requirements_file = read(options.requirements, code)
         return Environments(
             requirements_file, root=options.root, python=self._hosts.python, version=options.requirements_python,
-            unused_s=unused_s(options),
+            unused_s=options.unused_s,
         )  # fmt: skip
 
     def _placement_path(self, job_id: str) -> str:

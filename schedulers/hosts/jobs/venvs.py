@@ -15,7 +15,7 @@ from ...errors import ConfigError
 from .. import replies
 from ..errors import RemoteError
 from ..host_list import Host
-from ..remote_files import host_program, program_call, read_reply
+from ..remote_files import host_programs, program_call, read_reply
 from ..transport import Pool, Remote
 from .cleanup import clear
 
@@ -115,23 +115,15 @@ def _check(option: str, text: str, location: str) -> None:
         )
 
 
+@dataclass(frozen=True)
 class Environments:
     """The virtual environments of a target's hosts. Threads may share it for different hosts."""
 
-    def __init__(
-        self,
-        requirements: Requirements,
-        *,
-        root: str,
-        python: str,
-        version: str | None = None,
-        unused_s: float = float("inf"),
-    ) -> None:
-        self._requirements = requirements
-        self._version = version
-        self._root = root
-        self._python = python
-        self._unused_s = unused_s
+    requirements: Requirements
+    root: str
+    python: str
+    version: str | None = None
+    unused_s: float = float("inf")
 
     def ensure(self, remote: Remote) -> str:
         """Return the environment's interpreter on a host; create it if it is missing, which takes as long as pip does.
@@ -152,16 +144,16 @@ class Environments:
         return [outcome.host for outcome in outcomes if outcome.error is None and outcome.value is None]
 
     def _query(self, remote: Remote, *, make: bool) -> str | None:
-        files = dict(self._requirements.files)
-        request = {"root": self._root, "files": files, "version": self._version, "make": make}
-        argv, stdin = program_call(self._python, host_program("venv"), request, site=True)
+        files = dict(self.requirements.files)
+        request = {"root": self.root, "files": files, "version": self.version, "make": make}
+        argv, stdin = program_call(self.python, host_programs("program", "venv"), request, site=True)
         with remote.open(argv) as session:
             session.write(stdin)
-            line = read_reply(session, _CREATE_S, remote.name, self._python)
+            line = read_reply(session, _CREATE_S, remote.name, self.python)
         try:
             reply = replies.decode(line, replies.VenvResult, remote.name)
         except RemoteError as error:
-            raise RemoteError(remote.name, f"{self._requirements.source}: {error.problem}") from None
-        if reply["made"] and self._unused_s != float("inf"):
-            clear(remote, root=self._root, python=self._python, unused_s=self._unused_s)
+            raise RemoteError(remote.name, f"{self.requirements.source}: {error.problem}") from None
+        if reply["made"] and self.unused_s != float("inf"):
+            clear(remote, root=self.root, python=self.python, unused_s=self.unused_s)
         return reply["python"]

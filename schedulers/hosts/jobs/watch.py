@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import threading
 import time
 from dataclasses import dataclass, field
@@ -11,7 +10,7 @@ from dataclasses import dataclass, field
 from ...errors import SchedulerError
 from ..errors import RemoteError
 from ..host_list import Host
-from ..remote_files import JOBS, host_programs, program_loader
+from ..remote_files import JOBS, host_programs, program_call
 from ..session import Session
 from .native_id import Native
 from .status import Hosts
@@ -113,11 +112,10 @@ class _HostWatch(threading.Thread):
             self._watch.session_closed(self._host, failed=failed)
 
     def _read_events(self) -> None:
-        program = host_programs(*JOBS)
-        argv = [self._hosts.python, "-I", "-S", "-c", program_loader(program)]
-        request = json.dumps({"root": self._hosts.root, "watch_s": _LIFETIME_S}).encode()
+        request = {"root": self._hosts.options.root, "watch_s": _LIFETIME_S}
+        argv, stdin = program_call(self._hosts.python, host_programs(*JOBS), request)
         with self._hosts.pool.remote(self._host).open(argv) as session:
-            session.write(program + request + b"\n")
+            session.write(stdin)
             with self._lock:
                 self._session = session
                 self._send()

@@ -51,7 +51,9 @@ class AtomicJsonFile:
         self._size = max(self._size, len(data))
         fd = os.open(self._next, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            _write_all(fd, data.ljust(self._size) if padded else data)
+            remaining = data.ljust(self._size) if padded else data
+            while remaining:
+                remaining = remaining[os.write(fd, remaining) :]
             if not padded:
                 os.ftruncate(fd, len(data))
                 os.fsync(fd)
@@ -74,15 +76,26 @@ def preallocate(path: str, size: int = RESERVED_BYTES) -> None:
             os.close(fd)
 
 
+def job_status(
+    state: str, reason: str, message: str, *, exit_code: int | None = None, attempt: int = 0, fenced: bool = False
+) -> dict[str, Any]:
+    """Return a job's final status, as in exit.json."""
+    return {
+        "state": state,
+        "reason": reason,
+        "exit_code": exit_code,
+        "attempt": attempt,
+        "message": message,
+        "native_state": "",
+        "failure": None,
+        "fenced": fenced,
+    }
+
+
 def log(text: str) -> None:
     """Write to the supervisor's log; a full disk loses the text."""
     with contextlib.suppress(OSError):
         os.write(2, text.rstrip("\n").encode(errors="replace") + b"\n")
-
-
-def _write_all(fd: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(fd, data) :]
 
 
 def _exchange(path: str, other: str) -> bool:

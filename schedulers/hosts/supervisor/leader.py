@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import signal
 
+from .documents import job_status
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
@@ -125,8 +127,9 @@ class Leader:
             self._enter("queue", now)
         elif timed_out:
             missing = ", ".join(self._name(index) for index in node_indices if index not in self._states)
-            self._conclude("failed", "node_failure", f"{missing} did not connect within "
-                           f"{self._settings['start_timeout_s']:g} s: the job did not start", now)  # fmt: skip
+            limit = self._settings["start_timeout_s"]
+            message = f"{missing} did not connect within {limit:g} s: the job did not start"
+            self._finish(job_status("failed", "node_failure", message), now)
 
     def _queue(self, now: float) -> None:
         """Have one host after another acquire its slots, in the order of their queues' ids."""
@@ -162,12 +165,14 @@ class Leader:
             failure = self._failure(failed)
             # Launchers notice that a host is gone before its silence reaches the heartbeat limit.
             wait_s = self._heartbeat_s + 1 if failure["reason"] == "node_failure" else FAILURE_WAIT_S
-            if len(ended) == len(self.members) or now - self._failed_since(now) >= wait_s:
+            if self._first_failure is None:
+                self._first_failure = now
+            if len(ended) == len(self.members) or now - self._first_failure >= wait_s:
                 self._stop_for(failure, now)
         elif len(ended) == len(self.members):
-            self._conclude("succeeded", "none", "", now, exit_code=0)
+            self._finish(job_status("succeeded", "none", "", exit_code=0), now)
         elif limit is not None and now - self.since >= limit:
-            self._stop_for(_status("failed", "time_limit", f"its time limit of {limit:g} s was reached"), now)
+            self._stop_for(job_status("failed", "time_limit", f"its time limit of {limit:g} s was reached"), now)
 
     def _stop(self, now: float) -> None:
         live_members = [index for index in self.members if index not in self._lost_hosts]
@@ -203,16 +208,13 @@ class Leader:
     def _check_silence(self, now: float) -> None:
         for index, heard_at in list(self._last_heard.items()):
             if now - heard_at > self._heartbeat_s and index not in self._lost_hosts and index != self._index:
-                self._lose(index, now - heard_at, now)
+                del self._last_heard[index]
+                self._states.pop(index, None)
+                if self.do != "wait":  # nothing has started: it may come back
+                    self._lost_hosts[index] = now - heard_at
+                    self._await_end_of_lost(now)
         if self.do not in ("wait", "stop", "end") and (self._lost_members() or self._outvoted()):
             self._stop_for(self._loss(), now)
-
-    def _lose(self, index: int, silent_s: float, now: float) -> None:
-        self._states.pop(index, None)
-        self._last_heard.pop(index, None)
-        if self.do != "wait":  # nothing has started: it may come back
-            self._lost_hosts[index] = silent_s
-            self._await_end_of_lost(now)
 
     def _await_end_of_lost(self, now: float) -> None:
         """Set the time when nothing runs on lost hosts: they detect the loss by the same limit, and kill their ranks.
@@ -223,7 +225,7 @@ class Leader:
 
     def _check_ends(self, now: float) -> None:
         if any(state.get("cancel") for state in self._states.values()):
-            cancelled = _status("cancelled", "user", "cancelled")
+            cancelled = job_status("cancelled", "user", "cancelled")
             if self.do == "wait":
                 self._finish(cancelled, now)
             elif self.do == "stop":
@@ -234,7 +236,7 @@ class Leader:
             state = self._states.get(index)
             if state is not None and state["phase"] == "failed" and self.do in ("queue", "setup", "arm"):
                 message = f"{self._name(index)}: {state['message']}"
-                self._stop_for(_status("failed", "setup", message, exit_code=state["code"]), now)
+                self._stop_for(job_status("failed", "setup", message, exit_code=state["code"]), now)
 
     # Helpers.
 
@@ -262,11 +264,6 @@ class Leader:
         if stage != "queue":
             self._next_in_queue, self._waiting_for, self._release = None, "", []
 
-    def _failed_since(self, now: float) -> float:
-        if self._first_failure is None:
-            self._first_failure = now
-        return self._first_failure
-
     def _in_phase(self, index: int, phase: str) -> bool:
         state = self._states.get(index)
         return state is not None and state["phase"] == phase and state["attempt"] == self.attempt
@@ -287,7 +284,7 @@ class Leader:
     def _loss(self) -> dict[str, Any]:
         lost = self._lost_members() or sorted(self._lost_hosts)
         message = ", ".join(f"{self._name(index)} was silent for {self._lost_hosts[index]:.1f} s" for index in lost)
-        return _status("failed", "node_failure", message)
+        return job_status("failed", "node_failure", message)
 
     def _failure(self, failed: list[int]) -> dict[str, Any]:
         """Return the status of the first failure of the members, by the launchers' times."""
@@ -295,14 +292,16 @@ class Leader:
         failures = [state["report"]["failure"] for _, state in states if state["report"]["failure"]]
         if failures:
             first = min(failures, key=lambda failure: float(failure["time"]) or float("inf"))
-            status = _status("failed", first["reason"], _failure_text(first), exit_code=first["exit_code"])
+            status = job_status("failed", first["reason"], _failure_text(first), exit_code=first["exit_code"])
             status["failure"] = first
             return status
         index, state = min(states, key=lambda pair: (pair[1]["report"]["ended"], pair[0]))
         message = (
             _killed(state["code"]) or state["report"]["words"] or f"accel launch ended with exit code {state['code']}"
         )
-        return _status("failed", state["report"]["refused"], f"{self._name(index)}: {message}", exit_code=state["code"])
+        return job_status(
+            "failed", state["report"]["refused"], f"{self._name(index)}: {message}", exit_code=state["code"]
+        )
 
     def _has_quorum(self) -> bool:
         """Return True if no other part of the hosts can consider itself in charge."""
@@ -321,9 +320,6 @@ class Leader:
             return False
         return not lost or (len(lost) < len(self.members) and self._has_quorum())
 
-    def _conclude(self, state: str, reason: str, message: str, now: float, *, exit_code: int | None = None) -> None:
-        self._finish(_status(state, reason, message, exit_code=exit_code), now)
-
     def _finish(self, status: dict[str, Any], now: float) -> None:
         status["attempt"] = self.attempt
         self.status = status
@@ -336,19 +332,6 @@ class Leader:
 
     def _name(self, index: int) -> str:
         return str(self._hosts[index]["name"])
-
-
-def _status(state: str, reason: str, message: str, *, exit_code: int | None = None) -> dict[str, Any]:
-    return {
-        "state": state,
-        "reason": reason,
-        "exit_code": exit_code,
-        "attempt": 0,
-        "message": message,
-        "native_state": "",
-        "failure": None,
-        "fenced": False,
-    }
 
 
 def _killed(code: int) -> str:

@@ -22,7 +22,7 @@ import traceback
 
 from ...node.listen import listen
 from ...node.process_table import adopt_orphans
-from .documents import SCHEMA, AtomicJsonFile, log, preallocate
+from .documents import SCHEMA, AtomicJsonFile, job_status, log, preallocate
 from .member import Supervisor
 from .reaper import ProcessReaper
 from .slots import lock_soon
@@ -79,9 +79,8 @@ def clean_up(settings: Settings, result: AtomicJsonFile, message: str, grace_s: 
     reaper = ProcessReaper(settings["job_id"])
     while not reaper.done(grace_s):
         time.sleep(0.05)
-    status = {"state": "failed", "reason": "node_failure", "exit_code": None, "attempt": 0, "message": message,
-              "native_state": "", "failure": None, "fenced": True, "observed_at": time.time(), "schema": SCHEMA,
-              "node": settings["node"]}  # fmt: skip
+    status = job_status("failed", "node_failure", message, fenced=True)
+    status.update({"observed_at": time.time(), "schema": SCHEMA, "node": settings["node"]})
     for _ in range(WRITE_TRIES):
         try:
             return result.write_once(status)
@@ -101,7 +100,10 @@ def main(directory: str, node: str | None = None) -> NoReturn:
     os.umask(0o077)
     directory = os.path.abspath(os.path.expanduser(directory))
     if node is None:
-        tidy(directory)
+        with contextlib.suppress(CannotStart):
+            settings = read_settings(directory)
+            if exists(directory, "state.json") and try_lock(directory) and not exists(directory, "exit.json"):
+                end_remaining(settings, directory)
         os._exit(0)
     secrets_json = sys.stdin.buffer.read()
     ready_fd, notify_fd = os.pipe()
@@ -173,16 +175,6 @@ def run_guard(supervisor: int, settings: Settings, directory: str, result: Atomi
     if status != 0 and exists(directory, "state.json"):
         clean_up(settings, result, KILLED.format(host_of_this_node(settings)["name"]), max_grace_s(settings))
     os._exit(0)
-
-
-def tidy(directory: str) -> None:
-    """End what is left if supervisor and guard were killed, or the host has restarted; else do nothing."""
-    try:
-        settings = read_settings(directory)
-    except CannotStart:
-        return
-    if exists(directory, "state.json") and try_lock(directory) and not exists(directory, "exit.json"):
-        end_remaining(settings, directory)
 
 
 def end_remaining(settings: Settings, directory: str) -> None:

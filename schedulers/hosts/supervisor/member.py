@@ -10,7 +10,7 @@ import signal
 import time
 
 from . import wire
-from .documents import SCHEMA, AtomicJsonFile, log
+from .documents import SCHEMA, AtomicJsonFile, job_status, log
 from .leader import BEATS, Leader
 from .runner import NodeRunner
 from .slots import boot_id
@@ -271,8 +271,7 @@ class Supervisor:
     ) -> None:
         if self._own_result is None:
             attempt = int(self._work.state["attempt"])
-            self._own_result = {"state": state, "reason": reason, "exit_code": None, "attempt": attempt,
-                                "message": message, "native_state": "", "failure": None, "fenced": True}  # fmt: skip
+            self._own_result = job_status(state, reason, message, attempt=attempt, fenced=True)
             self._work.stop(attempt, within_s)
 
     def _finish(self) -> None:

@@ -134,7 +134,10 @@ class NodeRunner:
             self._continue_setup()
         elif phase == "running":
             assert self._process is not None
-            self._warn(self._process)
+            announcement = self._announcements.take() if self._announcements is not None else ""
+            if announcement:  # this host will be taken away: the launcher warns the ranks on SIGUSR1
+                log(f"{announcement}: warning the ranks")
+                self._process.send_signal(signal.SIGUSR1)
             code = self._process.poll()
             if code is not None and self._reaper.done(LEFTOVER_GRACE_S):
                 self._note_sizes(now=True)
@@ -154,13 +157,6 @@ class NodeRunner:
     def _warning(self) -> str:
         full = logs.FULL if logs.FULL in self.state["warning"] else ""
         return "; ".join(filter(None, (full, self._reaper.warning)))
-
-    def _warn(self, launcher: subprocess.Popen[bytes]) -> None:
-        """Pass on a notice that this host will be taken away: the launcher warns the ranks on SIGUSR1."""
-        announcement = self._announcements.take() if self._announcements is not None else ""
-        if announcement:
-            log(f"{announcement}: warning the ranks")
-            launcher.send_signal(signal.SIGUSR1)
 
     def _reap_adopted(self) -> None:
         """Reap orphans of the job that have ended, which would stay as zombies."""
@@ -264,11 +260,8 @@ class NodeRunner:
             flags["num_processes"] = nodes * settings["procs_per_node"]
         command = list(settings["command"])
         index = command.index("launch") + 1
-        return (
-            command[:index]
-            + [argument for name, value in flags.items() for argument in (f"--{name}", str(value))]
-            + command[index:]
-        )
+        arguments = [argument for name, value in flags.items() for argument in (f"--{name}", str(value))]
+        return [*command[:index], *arguments, *command[index:]]
 
     def _run(
         self, argv: list[str], log_name: str, extra: dict[str, str], pass_fds: tuple[int, ...] = ()
@@ -315,11 +308,8 @@ class NodeRunner:
 
     def _report(self) -> dict[str, Any]:
         path = os.path.join(self._logs, "launch.jsonl")
-        events = [
-            event
-            for event in logs.json_lines(path, self._events_from)
-            if event.get("event") in ("failure", "refused", "attempt")
-        ]
+        names = ("failure", "refused", "attempt")
+        events = [event for event in logs.json_lines(path, self._events_from) if event.get("event") in names]
         attempt = self.state["attempt"]
         failures = [event["failure"] for event in events if event["event"] == "failure"]
         failures = [failure for failure in failures if failure["attempt"] == attempt]

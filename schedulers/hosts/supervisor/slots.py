@@ -47,21 +47,18 @@ def required_slots(job: Mapping[str, Any], devices: Mapping[str, Any]) -> list[S
     on_gpus = devices["kind"] in VISIBLE and not job["cpu_only"]
     if on_gpus or job["gpus"]:
         gpu_slots = [f"gpu-{name}" for name in devices["ids"]] if on_gpus else []
-        requests.append(
-            SlotRequest(what="GPUs", count=job["gpus"] or job["procs_per_node"] or len(gpu_slots), slots=gpu_slots)
-        )
+        count = job["gpus"] or job["procs_per_node"] or len(gpu_slots)
+        requests.append(SlotRequest(what="GPUs", count=count, slots=gpu_slots))
     processors = [f"cpu-{number}" for number in range(devices["cpus"])]
     if job["cpus"] is not None:
         requests.append(SlotRequest(what="processors", count=job["cpus"], slots=processors))
     elif not requests and job["concurrency"] is None:
         # More processes than processors is slow but valid: such a job takes the whole machine.
-        requests.append(
-            SlotRequest(what="processors", count=min(job["procs_per_node"] or 1, len(processors)), slots=processors)
-        )
+        count = min(job["procs_per_node"] or 1, len(processors))
+        requests.append(SlotRequest(what="processors", count=count, slots=processors))
     if job["concurrency"] is not None:
-        requests.append(
-            SlotRequest(what="places", count=1, slots=[f"place-{number}" for number in range(job["concurrency"])])
-        )
+        places = [f"place-{number}" for number in range(job["concurrency"])]
+        requests.append(SlotRequest(what="places", count=1, slots=places))
     return requests
 
 
@@ -113,7 +110,10 @@ class Slots:
 
         Never waits for another job; the job keeps its place in the queue. Raises NotEnoughSlots, OSError.
         """
-        _check(requests)
+        for request in requests:
+            if request.count > len(request.slots):
+                limit = f"this machine has {len(request.slots)}"
+                raise NotEnoughSlots(f"{request.count} {request.what} requested, but {limit}")
         self.enqueue()
         while predecessor := self._predecessor():
             if not self._remove_if_stale(predecessor):
@@ -163,24 +163,19 @@ class Slots:
         """Acquire all slots or none."""
         names: list[str] = []
         for request in requests:
-            slot_names = self._acquire_one(request)
-            if len(slot_names) < request.count:
+            count = len(names) + request.count
+            for name in request.slots:
+                if len(names) == count:
+                    break
+                fd = _lock(os.path.join(self._slots, name.replace("/", "_")), wait=False)
+                if fd is not None:
+                    self._lock_fds.append(fd)
+                    names.append(name)
+            if len(names) < count:
                 self.release()
                 machine = f"{self._host}'s" if self._host else "this machine's"
                 return [], f"waits for {request.count} of {machine} {len(request.slots)} {request.what}"
-            names += slot_names
         return names, ""
-
-    def _acquire_one(self, request: SlotRequest) -> list[str]:
-        names: list[str] = []
-        for name in request.slots:
-            if len(names) == request.count:
-                break
-            fd = _lock(os.path.join(self._slots, name.replace("/", "_")), wait=False)
-            if fd is not None:
-                self._lock_fds.append(fd)
-                names.append(name)
-        return names
 
 
 def _directory(parent: str) -> str:
@@ -219,12 +214,6 @@ def boot_id() -> str:
             return file.read().strip()
     except OSError:
         return ""
-
-
-def _check(requests: Sequence[SlotRequest]) -> None:
-    for request in requests:
-        if request.count > len(request.slots):
-            raise NotEnoughSlots(f"{request.count} {request.what} requested, but this machine has {len(request.slots)}")
 
 
 def _is_same_file(fd: int, path: str) -> bool:

@@ -10,7 +10,7 @@ import os
 import shutil
 import time
 
-from ...node import jobs, logs
+from ...node import jobs, logs, program
 from ..batch import shared_files as documents
 from . import slurm_commands as commands
 from . import squeue_cache as slurm_queue
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     Row = dict[str, str]
 
 COMMENT = "accel:"
-REFUSALS = (jobs.InvalidRequest, commands.CommandFailed)
+REFUSALS = (program.InvalidRequest, commands.CommandFailed)
 LOOK_S, NFS_REFRESH_S = 0.1, 1.0
 MAX_MESSAGE = 300
 LATE_S = 30.0  # after a job's grace, before a second cancel asks Slurm alone

@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 
-from ...node import jobs
+from ...node import program
 from . import job_ops as slurm
 from . import slurm_commands as commands
 
@@ -48,8 +48,8 @@ def main() -> None:
     except commands.Unanswered as error:
         line = {"error": str(error), "unreachable": True}
     except OSError as error:
-        line = {"error": jobs.describe_error(error)}
-    jobs.write_reply(line, contents)
+        line = {"error": program.describe_error(error)}
+    program.write_reply(line, contents if "done" in line else ())
 
 
 def watch(root: str, request: Step) -> None:

@@ -172,9 +172,74 @@ def test_an_optimizer_keeps_its_state_and_clipping_sees_every_gradient_after_an_
             _near({"": seen}, {"": expected})
 
 
+def _collected(mesh: str) -> Seen:
+    """Parameters listed before `prepare`: clipped, in groups that are added later, and in an LBFGS."""
+    accelerator = _accelerator(mesh)
+    model: Any = decoder()
+    listed = list(model.parameters())
+    later: Any = [model.position, [*model.norm.parameters(), model.embed.weight]]
+    optimizer: Any = torch.optim.AdamW(model.blocks.parameters(), lr=0.02)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    losses, norms = [], []
+    for step, adds in enumerate((None, optimizer, optimizer.optimizer)):
+        if adds is not None:
+            adds.add_param_group({"params": later[step - 1], "lr": 0.5})
+        loss = loss_of(model, batch(0, accelerator))
+        accelerator.backward(loss)
+        accelerator.clip_grad_value_(iter(listed), 0.1)
+        norms.append(accelerator.clip_grad_norm_(listed, 0.05).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(accelerator.reduce(loss.detach(), "mean").item())
+    seen: Seen = {"collected": (losses, norms)}
+    torch.manual_seed(0)
+    # As many rows as all worlds' processes divide: torch's LBFGS does not take uneven shards.
+    linear: Any = nn.Linear(12, 12).double()
+    linear, lbfgs = accelerator.prepare(linear, torch.optim.LBFGS(linear.parameters(), lr=0.001, max_iter=3))
+    losses = []
+
+    def closure() -> Any:
+        lbfgs.zero_grad()
+        loss = linear(torch.arange(24.0).double().view(2, 12)).square().mean()
+        accelerator.backward(loss)
+        losses.append(loss.item())
+        return loss.detach()
+
+    for _ in range(2):
+        lbfgs.step(closure)
+    return {**seen, "LBFGS": [losses]}
+
+
+def test_parameters_that_were_listed_before_prepare_are_clipped_and_trained() -> None:
+    expected = run_one(_collected, "whole")
+    assert len(set(expected["LBFGS"][0])) > 4
+    for seen in run(_collected, "sharded"):
+        _near(seen, expected)
+
+
+class _Observed(nn.Module):
+    """A layer norm in a unit of its own, and a loss that autocast computes in fp32, beside a buffer in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)
+        self.register_buffer("shift", torch.ones(4))
+        self.shifts = False
+        self.seen: list[Any] = []
+
+    def forward(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = self.norm(self.first(rows))
+        loss = nn.functional.mse_loss(hidden, torch.zeros_like(hidden))
+        self.seen += [torch.is_autocast_enabled("cpu"), hidden.dtype, loss.dtype]
+        output: torch.Tensor = self.last(hidden + self.shift if self.shifts else hidden)
+        return {"output": output, "loss": loss}
+
+
 def _precise() -> Seen:
+    bf16 = torch.bfloat16
     accelerator: Any = Accelerator(mixed_precision="bf16", fsdp_plugin=FullyShardedDataParallelPlugin())
-    model = Decoder().to(torch.bfloat16)
+    plugin: Any = accelerator.state.fsdp_plugin
+    model = Decoder().to(bf16)
     model.blocks[0].requires_grad_(False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -182,24 +247,50 @@ def _precise() -> Seen:
     model.blocks[1].up.register_forward_hook(lambda module, args, output: inside.append(module.weight.dtype))
     output = model(batch(0, accelerator)[:, :-1])
     accelerator.backward(output.float().square().mean())
-    policy: Any = accelerator.state.fsdp_plugin.mixed_precision_policy
-    return {
+    found = {
         "outputs": output.dtype,
         "computed": inside,
         "trained": {p.dtype for p in model.parameters() if p.requires_grad},
         "frozen": {p.dtype for p in model.parameters() if not p.requires_grad},
         "gradients": {p.grad.dtype for p in model.parameters() if p.grad is not None},
-        "reduced": policy.reduce_dtype,
+        "reduced": plugin.mixed_precision_policy.reduce_dtype,
     }
+    rows = torch.ones(2, 4)
+    observed = accelerator.prepare_model(_Observed(), evaluation_mode=True)
+    observed(rows)
+    found["evaluated"] = observed.seen[:1]
+    observed = accelerator.prepare(observed)  # for training, now without autocast
+    observed.seen.clear()
+    found["observed"] = [*(value.dtype for value in observed(rows).values()), *observed.seen]
+    observed.shifts = True
+    try:
+        observed(rows)
+    except RuntimeError:
+        with accelerator.autocast():
+            found["buffer"] = observed(rows)["output"].dtype
+    plugin.ignored_modules = "last"  # in fp32
+    ignoring = accelerator.prepare(_Observed())
+    accelerator.backward(ignoring(rows)["output"].sum())
+    found["ignoring"] = [ignoring.seen[0], ignoring.last.weight.grad.dtype]
+    plugin.ignored_modules = None
+    plugin.set_mixed_precision({"param_dtype": bf16, "output_dtype": bf16})
+    found["said"] = [value.dtype for value in accelerator.prepare(_Observed())(rows).values()]
+    return found
 
 
 def test_weights_gradients_and_outputs_are_fp32_and_the_computation_is_not() -> None:
+    fp32, bf16 = torch.float32, torch.bfloat16
     for seen in run(_precise):
         assert seen == {
-            "outputs": torch.float32,
-            "computed": [torch.bfloat16],
-            "trained": {torch.float32},
-            "frozen": {torch.bfloat16},
-            "gradients": {torch.float32},
-            "reduced": torch.float32,
+            "outputs": fp32,
+            "computed": [bf16],
+            "trained": {fp32},
+            "frozen": {bf16},
+            "gradients": {fp32},
+            "reduced": fp32,
+            "evaluated": [True],
+            "observed": [fp32, fp32, False, bf16, bf16],
+            "buffer": fp32,
+            "ignoring": [True, fp32],
+            "said": [bf16, bf16],
         }

@@ -75,6 +75,27 @@ def _stale() -> Any:
     accelerator.clip_grad_norm_(listed, 1.0)
 
 
+def _strange() -> Any:
+    accelerator = Accelerator(fsdp_plugin=Plugin())
+    model = accelerator.prepare(decoder())
+    accelerator.clip_grad_norm_([*model.parameters(), nn.Parameter(torch.ones(5))], 1.0)
+
+
+def _added() -> Any:
+    accelerator = Accelerator(fsdp_plugin=Plugin())
+    model = decoder()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer.step()
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(5))]})
+    optimizer.step()
+
+
+def _gloo() -> Any:
+    accelerator = Accelerator(fsdp_plugin=Plugin())
+    accelerator.state.device = torch.device("cuda", 0)  # as with InitProcessGroupKwargs(backend="gloo") on a GPU
+    accelerator.prepare(decoder())
+
+
 def _other() -> Any:
     accelerator = Accelerator(fsdp_plugin=Plugin())
     accelerator.prepare(nn.Linear(2, 2 + accelerator.process_index))
@@ -109,8 +130,14 @@ CASES: list[tuple[Callable[[], Any], str]] = [
     (_scalar, "prepare: temperature has no dimension that can be sharded: reshape it to (1,)"),
     (_types, "prepare: 0.weight is torch.float32 and 1.weight is torch.bfloat16, both trained in one unit (the model): "
              "convert one, or put them in different units"),
-    (_stranger, "SGD: a parameter of shape (5,) belongs to no prepared model, so its steps would change nothing: "
+    (_stranger, "SGD: a parameter of shape (5,) belongs to no prepared model, so nothing would change: "
                 "prepare its model too, or list model.parameters() after prepare"),
+    (_added, "SGD: a parameter of shape (5,) belongs to no prepared model, so nothing would change: "
+             "prepare its model too, or list model.parameters() after prepare"),
+    (_strange, "clipping: a parameter of shape (5,) belongs to no prepared model, so nothing would change: "
+               "prepare its model too, or list model.parameters() after prepare"),
+    (_gloo, "prepare: models sharded on cuda:0 need a process group over nccl, and this one is over gloo: "
+            "leave out the backend, or set it to 'nccl'"),
     (_joined, "join_uneven_inputs is for DDP: with sharded models all processes must run the same number of "
               "batches. Remove it, and keep even_batches=True"),
     (_local_sgd, "LocalSGD needs a complete model on each process: it does not support sharded models"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,13 @@ import torch
 
 from accel import Accelerator
 from accel.accelerator import Accelerator as Façade
-from accel.checkpoint import all_ranks
 from accel.checkpoint.manifest import find_damage
 from accel.errors import ArgumentError
 from accel.exit_codes import REQUEUE
 from accel.plugins import GradientAccumulationPlugin
 from accel.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel.plugins.parallelism import ParallelismConfig
-from tests.runtime.worlds import outcomes, run
+from tests.runtime.worlds import run
 
 from .training import batch, decoder, loss_of, train
 
@@ -89,24 +87,4 @@ def test_preemption_waits_for_the_end_of_a_window(each: bool, replicas: int, tmp
     assert set(codes) == {REQUEUE}
     assert len(set(steps)) == 1
     assert each or steps[0] % 4 == 0
-    assert find_damage(tmp_path / "kept") is None
-
-
-def _by_one(folder: str) -> None:
-    accelerator, model, optimizer = _prepared(each=False)
-    train(accelerator, model, optimizer, steps=4)
-    accelerator.save_state(folder)  # all of them
-    all_ranks._TIMEOUT = timedelta(seconds=10)  # the others come from the same moment
-    if accelerator.process_index != 1:
-        accelerator.save_state(folder)
-    train(accelerator, model, optimizer, steps=4)
-
-
-def test_in_debug_mode_a_process_that_does_not_come_is_named(tmp_path: Path) -> None:
-    ended = outcomes(_by_one, str(tmp_path / "kept"), processes=3, env={"ACCELERATE_DEBUG_MODE": "1"})
-    assert (ended[0].error, ended[0].message) == (
-        "CollectiveError",
-        "save_state must be called by all processes, but process 1 did not: is the call in code for one process only?",
-    )
-    assert ended[2].error == "CollectiveError"
     assert find_damage(tmp_path / "kept") is None

@@ -9,48 +9,56 @@ import torch
 from torch import nn
 
 from accel import Accelerator
+from accel.parallel.shares import full_tensor
+from accel.plugins import GradScalerKwargs
 from accel.plugins.fsdp import FullyShardedDataParallelPlugin as Plugin
 from accel.precision.amp import HalfPrecision
-from tests.runtime.worlds import run
+from tests.runtime.worlds import run, run_one
 
 from .training import Decoder, batch, decoder, loss_of
 
 
-def _scaled() -> dict[str, Any]:
-    """Steps by a scaler, of which the second has an infinite gradient on one process alone."""
-    accelerator = Accelerator(fsdp_plugin=Plugin())
-    accelerator.precision = HalfPrecision.scaled_by(torch.amp.GradScaler("cpu", init_scale=1024.0))
+def _scaled(ignored: str | None, kind: str, how: dict[str, Any]) -> dict[str, Any]:
+    """Steps by a scaler, of which the second has an infinite gradient on the last process alone."""
+    accelerator = Accelerator(fsdp_plugin=Plugin(ignored_modules=ignored))
+    accelerator.precision = HalfPrecision(torch.device("cpu"), None, GradScalerKwargs(init_scale=1024.0))
     model: Any = decoder()
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    listed = list(model.parameters())
+    model, optimizer = accelerator.prepare(model, getattr(torch.optim, kind)(listed[1:], lr=0.1, **how))
+    optimizer.add_param_group({"params": listed[:1]})
     skipped, moved, norms = [], [], []
     for step in range(3):
-        before = [p.full_tensor() for p in model.parameters()]
+        before = [full_tensor(p).clone() for p in model.parameters()]
         loss = loss_of(model, batch(0, accelerator))
-        if step == 1 and accelerator.process_index == 1:
+        if step == 1 and accelerator.is_last_process:
             loss = loss * float("inf")
         accelerator.backward(loss)
-        norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.5).item())
+        if step == 0:  # otherwise the step unscales the gradients
+            norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.5).item())
         optimizer.step()
         optimizer.zero_grad()
         skipped.append(accelerator.optimizer_step_was_skipped)
-        moved.append(any(not torch.equal(p.full_tensor(), b) for p, b in zip(model.parameters(), before, strict=True)))
+        moved.append({not torch.equal(full_tensor(p), b) for p, b in zip(model.parameters(), before, strict=True)})
     scaler: Any = accelerator.scaler
     accelerator.precision.finish_pending()
-    return {"skipped": skipped, "moved": moved, "scale": scaler.get_scale(), "norms": norms}
+    last = loss_of(model, batch(1, accelerator)).detach()
+    norms.append(accelerator.reduce(last, "mean").item())
+    return {"skipped": skipped, "moved": moved, "scale": scaler.get_scale(), "norm and last loss": norms}
 
 
-def _plain() -> float:
-    accelerator = Accelerator()
-    model = accelerator.prepare(decoder())
-    accelerator.backward(loss_of(model, batch(0, accelerator)))
-    return accelerator.clip_grad_norm_(model.parameters(), 0.5).item()
-
-
-def test_an_overflow_on_one_process_leaves_out_the_step_of_all() -> None:
-    expected = run(_plain, processes=1)[0]
-    for seen in run(_scaled):
-        assert seen.pop("norms")[0] == pytest.approx(expected, abs=1e-9)  # of the loss itself, not the scaled one
-        assert seen == {"skipped": [False, True, False], "moved": [True, False, True], "scale": 512.0}
+@pytest.mark.parametrize(
+    ("ignored", "kind", "how"),
+    [(None, "SGD", {}), ("norm", "SGD", {"foreach": True}), ("embed", "AdamW", {"fused": True})],
+    ids=str,
+)
+def test_an_overflow_on_one_process_leaves_out_the_step_of_all(
+    ignored: str | None, kind: str, how: dict[str, Any]
+) -> None:
+    expected = run_one(_scaled, ignored, kind, how)
+    assert expected["skipped"] == [False, True, False]
+    assert (expected["moved"], expected["scale"]) == ([{True}, {False}, {True}], 512.0)
+    expected["norm and last loss"] = pytest.approx(expected["norm and last loss"], abs=1e-9)
+    assert run(_scaled, ignored, kind, how) == [expected, expected]
 
 
 class _Quantised(nn.Module):

@@ -194,6 +194,71 @@ def test_what_is_ignored_is_whole_and_stays_alike_on_all_processes() -> None:
     assert len(set(first["norm"])) > 1  # it was trained
 
 
+def _left_out_in_order() -> list[int]:
+    """What ignored parameters hold on a process that created them in another order than the main process."""
+    accelerator = Accelerator(fsdp_plugin=Plugin(ignored_modules=".*left_out"))
+    main = accelerator.is_main_process
+    values = [nn.Parameter(torch.tensor([float(n)])) for n in (range(40) if main else reversed(range(40)))]
+    model: Any = nn.Linear(2, 2)
+    model.left_out = nn.ParameterList(values if main else reversed(values))
+    return [int(p.item()) for p in accelerator.prepare(model).left_out]
+
+
+def test_ignored_parameters_are_sent_in_the_order_of_the_model() -> None:
+    assert run(_left_out_in_order) == [[*range(40)]] * 2
+
+
+def _stepped(how: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer of shards and an ignored module, beside a second model, and what the script sees of its groups."""
+    model: Any = decoder()
+    second: Any = decoder(1)
+    accelerator = Accelerator(fsdp_plugin=Plugin(ignored_modules=[model.norm]))
+    optimizer: Any = torch.optim.AdamW([
+        {"params": [*model.parameters()], "lr": 0.02}, {"params": [*second.norm.parameters()], "lr": 0.1}
+    ], **how)  # fmt: skip
+    scheduler: Any = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    model, second, optimizer, scheduler = accelerator.prepare(model, second, optimizer, scheduler)
+    groups = optimizer.param_groups
+    lists = [group["params"] for group in groups]
+    losses = []
+    for step in range(3):
+        loss = loss_of(model, batch(step, accelerator)) + loss_of(second, batch(step, accelerator))
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_([*model.parameters(), *second.parameters()], 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.scheduler.step()
+        losses.append(accelerator.reduce(loss.detach(), "mean").item())
+
+    def fail(stepped: Any, *_: Any) -> None:
+        for group in stepped.param_groups:
+            group["steps"] = 3  # as schedule-free optimizers count in their groups
+        raise ArithmeticError(len(stepped.param_groups))
+
+    optimizer.optimizer.register_step_pre_hook(fail)
+    with pytest.raises(ArithmeticError) as failed:
+        optimizer.step()
+    return {
+        "losses": losses,
+        "groups": optimizer.param_groups is groups,
+        "lists": [group["params"] is params for group, params in zip(groups, lists, strict=True)],
+        "rates": [group["lr"] for group in groups],
+        "written": [group["steps"] for group in groups],
+        "stepped as": failed.value.args[0],
+    }
+
+
+@pytest.mark.parametrize("how", [{"foreach": True}, {"fused": True}], ids=str)
+def test_optimizers_step_shards_and_ignored_modules_together(how: dict[str, Any]) -> None:
+    expected = run(_stepped, how, processes=1)[0]
+    expected["losses"] = pytest.approx(expected["losses"], abs=1e-9)
+    assert (expected["groups"], expected["lists"]) == (True, [True, True])
+    assert expected["rates"] == [0.0025, 0.0125]
+    assert expected["written"] == [3, 3]
+    for seen in run(_stepped, how):
+        assert seen == {**expected, "stepped as": 3}
+
+
 class _Speaker(Decoder):
     def generate(self, words: torch.Tensor) -> torch.Tensor:
         first: torch.Tensor = self.head(self.embed(words))  # the weights of the root, outside forward

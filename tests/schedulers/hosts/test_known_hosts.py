@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from schedulers.hosts.known_hosts import Verdict, known_types, lookup_names, read, verify_key
+from schedulers.hosts.host_keys import Verdict, known_types, lookup_names, read, verify_key
 
 A, B, C = "QUFB", "QkJC", "Q0ND"
 FILE = f"""\

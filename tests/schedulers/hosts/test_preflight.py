@@ -168,7 +168,7 @@ def test_a_first_host_that_is_cut_off_from_the_others_is_left_out(pool: Pool, ss
 
 
 def _probe(request: dict[str, object], env: dict[str, str] | None = None) -> dict[str, object]:
-    program = host_programs("listen", "probe")
+    program = host_programs("listen", "program", "probe")
     done = subprocess.run(
         [sys.executable, "-c", program_loader(program)],
         input=program + json.dumps(request).encode() + b"\n",

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schedulers.errors import SpecError
-from schedulers.hosts import shell_quote
+from schedulers.hosts import session
 
 SHOW = "import os, sys; sys.stdout.buffer.write(b'\\0'.join(map(os.fsencode, ['', *sys.argv[1:]])))"
 MARK = "mark"
@@ -20,9 +20,9 @@ words = st.text(st.characters(exclude_characters="\0"), max_size=20)
 
 
 def _run(argv: list[str], stdin: bytes = b"") -> tuple[int, bytes]:
-    script = shell_quote.script(argv, MARK)
+    script = session.script(argv, MARK)
     done = subprocess.run(
-        ["/bin/sh", "-c", shell_quote.loader(len(script))], input=script + stdin, capture_output=True, timeout=60
+        ["/bin/sh", "-c", session.loader(len(script))], input=script + stdin, capture_output=True, timeout=60
     )
     before, found, after = done.stdout.partition(f"\n{MARK}\n".encode())
     assert (before, bool(found)) == (b"", True)
@@ -55,18 +55,18 @@ def test_the_status_is_the_programs(argv: list[str], status: int) -> None:
 
 @pytest.mark.parametrize("login_shell", [name for name in SHELLS if shutil.which(name)])
 def test_the_users_shell_may_be_any(login_shell: str) -> None:
-    script = shell_quote.script([sys.executable, "-c", SHOW, "a'b", "$(x)", "!!", "é\n", "\\"], MARK)
+    script = session.script([sys.executable, "-c", SHOW, "a'b", "$(x)", "!!", "é\n", "\\"], MARK)
     done = subprocess.run(
-        [login_shell, "-c", shell_quote.loader(len(script))], input=script, capture_output=True, timeout=60
+        [login_shell, "-c", session.loader(len(script))], input=script, capture_output=True, timeout=60
     )
     assert done.stdout == f"\n{MARK}\n\0a'b\0$(x)\0!!\0é\n\0\\".encode()
 
 
 def test_the_command_line_holds_a_number_and_nothing_else() -> None:
-    assert shell_quote.loader(17) == "exec /bin/sh -c 'eval \"$(head -c 17)\"'"
+    assert session.loader(17) == "exec /bin/sh -c 'eval \"$(head -c 17)\"'"
 
 
 @pytest.mark.parametrize("argv", [[], [""], ["-x"], ["a\0b"], ["a", "\0"]])
 def test_what_no_process_can_be_given_is_refused(argv: list[str]) -> None:
     with pytest.raises(SpecError):
-        shell_quote.script(argv, MARK)
+        session.script(argv, MARK)

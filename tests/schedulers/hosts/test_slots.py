@@ -90,7 +90,7 @@ def test_jobs_see_the_gpus_among_their_slots() -> None:
 
 def test_the_examination_of_a_host_sees_its_queue(tmp_path: Path) -> None:
     def seen() -> dict[str, Any]:
-        program = host_programs("listen", "probe")
+        program = host_programs("listen", "program", "probe")
         request = json.dumps({"do": "facts", "root": str(tmp_path), "packages": {}}).encode() + b"\n"
         argv = [sys.executable, "-c", program_loader(program)]
         done = subprocess.run(argv, input=program + request, stdout=subprocess.PIPE, check=True)

@@ -14,6 +14,7 @@ import pytest
 
 from schedulers.errors import SpecError
 from schedulers.hosts import session as sessions
+from schedulers.hosts import transport
 from schedulers.hosts.connection import Timeouts
 from schedulers.hosts.errors import HostUnreachable, RemoteError, RemoteTimeout
 from schedulers.hosts.host_list import Host, parse_hosts
@@ -244,7 +245,8 @@ def test_hosts_answer_in_their_order_and_each_for_itself(pool: Pool, ssh_hosts: 
         done[3].get()
 
 
-def test_no_more_than_so_many_hosts_at_once(pool: Pool) -> None:
+def test_no_more_than_so_many_hosts_at_once(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "MAX_CONCURRENT", 3)
     lock, now, most = threading.Lock(), [0], [0]
 
     def work(remote: Remote) -> None:
@@ -255,7 +257,7 @@ def test_no_more_than_so_many_hosts_at_once(pool: Pool) -> None:
         with lock:
             now[0] -= 1
 
-    pool.map(work, parse_hosts("node[1-4]") * 3, at_once=3)
+    pool.map(work, parse_hosts("node[1-4]") * 3)
     assert most == [3]
 
 

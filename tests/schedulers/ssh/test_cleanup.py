@@ -106,7 +106,7 @@ def test_a_job_that_is_still_supervised_somewhere_is_left_there(submit: Submit, 
     until(lambda: job.status().state is State.RUNNING, "it runs")
     hosts = Hosts(SshOptions(ssh_config=str(ssh_hosts.config)))
     native = Native(job_id=job.id, hosts=tuple(parse_hosts("node1,node3")))
-    left = clear_jobs(hosts, SshOptions(), [native])
+    left = clear_jobs(hosts, [native])
     assert left == [f"node1: not removed there: {job.id} (its supervisor still runs)"]
     hosts.close()
     assert job.status().state is State.RUNNING

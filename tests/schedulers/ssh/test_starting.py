@@ -39,7 +39,7 @@ class Answers:
     `taken`: the host whose first job finds no free port.
     """
 
-    root, python = "~/.accel", "python3"
+    options, python = SshOptions(), "python3"
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ def job(job_id: str, *names: str) -> Placement:
 def started(
     errors: dict[str, SchedulerError | dict[str, RemoteError]], *placements: Placement
 ) -> dict[str, tuple[type[SchedulerError], str, str | None]]:
-    failed = start(cast(Hosts, Answers(errors)), SshOptions(), placements, secrets={})
+    failed = start(cast(Hosts, Answers(errors)), placements, secrets={})
     return {job_id: (type(error), str(error), getattr(error, "native_id", None)) for job_id, error in failed.items()}
 
 
@@ -139,7 +139,7 @@ SHARED = "a and b share the directory ~/.accel: name one that each host has for 
 def test_a_host_that_cannot_be_sent_anything_fails_its_own_jobs(
     hosts: Answers, failed: dict[str, str], mapped: list[str]
 ) -> None:
-    answers = ship(cast(Hosts, hosts), SshOptions(), {}, SWEEP, code=CODE)
+    answers = ship(cast(Hosts, hosts), {}, SWEEP, code=CODE)
     assert {job_id: str(error) for job_id, error in answers.items()} == failed
     assert {type(error) for error in answers.values()} <= {StartError}
     assert hosts.mapped == mapped
@@ -171,9 +171,7 @@ def test_a_host_that_is_lost_after_its_examination_fails_its_own_jobs(
     )  # fmt: skip
     monkeypatch.setattr(placement, "examine_hosts", lambda *_, **__: report)
     job_ids = ["one", "two", "three", "four"]
-    placements, refused = place(
-        cast(Hosts, hosts), SshOptions(), "ssh", job_ids, named, nodes, SIZE, requirements=HostRequirements()
-    )
+    placements, refused = place(cast(Hosts, hosts), job_ids, named, nodes, SIZE, requirements=HostRequirements())
     assert [placement.job_id for placement in placements] == [job_id for job_id in job_ids if job_id not in failed]
     assert {
         job_id: re.sub(r"ports [0-9, ]+ is", "ports * is", str(error)) for job_id, error in refused.items()

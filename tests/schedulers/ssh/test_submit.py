@@ -261,7 +261,7 @@ def test_a_stranger_gets_nothing(pool: Pool, ssh_hosts: SshHosts, tarball: Blob)
     """Somebody who connects without the token learns no byte of it; the program ends with the conversation."""
     Files(pool.remote("node1")).unpack(tarball, "code")
     request = {"root": "~/.accel", "digest": tarball.digest, "size": tarball.size, "ports": [24001], "token": "ab" * 32}
-    program = host_programs("listen", "relay")
+    program = host_programs("listen", "program", "relay")
     session = pool.remote("node1").open(["python3", "-I", "-S", "-c", program_loader(program)])
     session.write(program + json.dumps(request).encode() + b"\n")
     assert json.loads(session.read_line(20)) == {"have": True, "port": 24001}

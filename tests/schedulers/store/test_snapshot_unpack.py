@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from schedulers.errors import SnapshotError
-from schedulers.node.files import InvalidRequest, extract
+from schedulers.node.files import extract
+from schedulers.node.program import InvalidRequest
 from schedulers.store.snapshot import _digest, pack, unpack
 from schedulers.store.source_files import Entry
 
