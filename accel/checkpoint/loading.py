@@ -82,7 +82,10 @@ class Loading:
 
         An error of an object that loads by code of its own leaves weights, optimizers and generators as they are.
         """
-        for load in (*self._objects, *self._tensors):
+        loads = [*self._objects, *self._tensors]
+        self._objects.clear()  # they refer to this object: a cycle would keep the run's objects
+        self._tensors.clear()
+        for load in loads:
             load()
         if self._random_states is None:
             return None
@@ -242,7 +245,7 @@ def _mismatch(module: nn.Module, state: dict[str, Any], expected: dict[str, Any]
     unknown = compared(state.keys() - expected.keys())
     if strict and (lacking or unknown):
         return f"it lacks {min(lacking)}" if lacking else f"this run has no {min(unknown)}"
-    for name in compared(expected.keys() & state.keys()):
+    for name in compared([name for name in expected if name in state]):
         saved, present = (getattr(value, "shape", None) for value in (state[name], expected[name]))
         if saved != present:
             return f"{name} has shape {tuple(saved or ())}, but {tuple(present or ())} in this run"

@@ -315,15 +315,18 @@ def test_models_that_cannot_be_saved(tmp_path: Path, kind: str, said: str) -> No
 def _unsavable_on_one(directory: str) -> str:
     accelerator = Accelerator()
     model = (_Extra if accelerator.process_index else nn.Linear)(1, 1)
-    with pytest.raises((ArgumentError, CheckpointError)) as refused:
+    try:
         accelerator.save_model(model, directory)
-    return f"{refused.typename}: {refused.value}"
+    except (ArgumentError, CheckpointError) as refused:
+        return f"{type(refused).__name__}: {refused}"
+    return ""
 
 
-def test_what_one_process_cannot_save_is_refused_on_all(tmp_path: Path) -> None:
-    place = tmp_path / "model"
-    first, second = run(_unsavable_on_one, str(place))
-    assert first.startswith(f"CheckpointError: saving {place}: process 1: save_model: _extra_state is a dict")
+def test_what_one_process_cannot_save_is_refused_there(tmp_path: Path) -> None:
+    """A model that is not sharded is saved without a word to the other processes."""
+    first, second = run(_unsavable_on_one, str(tmp_path / "model"))
+    assert first == ""
+    assert (tmp_path / "model" / "model.safetensors").exists()
     assert second.startswith("ArgumentError: save_model: _extra_state is a dict")
 
 
