@@ -206,7 +206,8 @@ class CheckpointControl(Part):
         if folder is None:
             return False
         contents = self._contents(models=self._run.models, options=options)
-        step = self._checkpoints.load(folder, contents, self._run_load_hooks, **load_model_func_kwargs)
+        run_hooks = self._run_load_hooks if self._load_model_state_pre_hook else None
+        step = self._checkpoints.load(folder, contents, run_hooks, **load_model_func_kwargs)
         self._run.window.resume(step)
         prefix, _, number = folder.name.rpartition("_")
         if f"{prefix}_" == CHECKPOINT_PREFIX and number.isdecimal():

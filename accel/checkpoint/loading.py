@@ -39,8 +39,9 @@ Load = Callable[[], None]
 class Loading:
     """A checkpoint that is about to be loaded into the objects of a run.
 
-    Call `check`, `check_weights` and `load`, in this order. The first two raise `CheckpointError` for what is missing
-    or does not fit, and change nothing. Only files that the manifest lists are opened; without one, all that are there.
+    Call `check`, `check_weights` for what that leaves, and `load`, in this order. The first two raise `CheckpointError`
+    for what is missing or does not fit, and change nothing. Only files that the manifest lists are opened; without one,
+    all that are there.
     """
 
     manifest: Manifest
@@ -53,13 +54,15 @@ class Loading:
         self._tensors: list[Load] = []
         self._random_states: dict[str, Any] | None = None
 
-    def check(self) -> bool:
-        """Check everything but weights; return True if the checkpoint holds this process's random states."""
+    def check(self, weights: bool = True) -> bool:
+        """Check everything, or all but ``weights``; return True if there are random states of this process."""
         self.manifest = read_manifest(self._folder) or unverified(self._folder)
         contents = self._contents
         contents.precision.finish_pending()
         contents.strategy.finish_pending()
         self._chunks = Chunks.in_folder(self._folder, self.manifest.files)
+        if weights:
+            self.check_weights()
         for name, item in contents.stateful:
             self._objects.append(_loader(item, name, self._object(name)))
         for name, loader in contents.samplers:

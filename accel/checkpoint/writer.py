@@ -359,22 +359,23 @@ class Checkpoints:
         self,
         folder: Path,
         contents: CheckpointContents,
-        run_hooks: Callable[[Path], Collection[int]],
+        run_hooks: Callable[[Path], Collection[int]] | None,
         **load_model_kwargs: Any,
     ) -> int:
         """Restore ``contents`` from ``folder``; return the step of the accumulation window.
 
-        ``run_hooks``: runs the hooks with ``folder``, and returns the numbers of the models that they have loaded. If
+        ``run_hooks``: runs the hooks, if there are any, and returns the numbers of the models that they have loaded. If
         another number of processes saved it, additional processes keep their generators' states and use the step of
         process 0, and a warning is logged.
         """
         together = partial(run_on_all_ranks, f"loading {folder}")
         loading = Loading(contents, folder, **load_model_kwargs)
-        found, saved = together(loading.check), loading.manifest.num_processes
+        found, saved = together(lambda: loading.check(run_hooks is None)), loading.manifest.num_processes
         if not found[0] or (not all(found) and saved == self.state.num_processes):
             raise CheckpointError(f"{folder} has no {random_states_name(found.index(False))}")
-        hooked = together(lambda: run_hooks(folder))[self.state.process_index]
-        together(lambda: loading.check_weights(hooked))
+        if run_hooks is not None:
+            hooked = together(partial(run_hooks, folder))[self.state.process_index]
+            together(lambda: loading.check_weights(hooked))
         steps = together(loading.load)
         self._last = folder
         if saved != self.state.num_processes:

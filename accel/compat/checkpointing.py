@@ -75,7 +75,6 @@ def load_accelerator_state(
     contents = _contents(models, optimizers, schedulers, dataloaders, process_index, options=load_kwargs)
     loading = Loading(contents, folder, **load_model_func_kwargs)
     loading.check()
-    loading.check_weights()
     step = loading.load()
     if scaler is not None:
         scaler.load_state_dict(load(folder / SCALER_NAME))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch.utils.data import Dataset
 from accel import Accelerator
 from accel.checkpoint.durable import digest_of
 from accel.checkpoint.file_names import MANIFEST
-from accel.checkpoint.manifest import read_manifest, write_manifest
+from accel.checkpoint.manifest import SCHEMA, _manifest_checksum, read_manifest, write_manifest
 
 
 class Numbers(Dataset[int]):
@@ -54,13 +55,19 @@ def simple(**how: Any) -> tuple[Accelerator, Any, Any, Tally]:
     return accelerator, model, optimizer, tally
 
 
-def renew_manifest(folder: Path) -> None:
+def renew_manifest(folder: Path, schema: int = SCHEMA) -> None:
     """Have the manifest list the files that are there now."""
     manifest = read_manifest(folder)
     assert manifest is not None
     (folder / MANIFEST).unlink()
     names = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
     write_manifest(folder, replace(manifest, files={name: digest_of(folder / name) for name in names}))
+    if schema == 2:
+        document = json.loads((folder / MANIFEST).read_bytes())
+        del document["models"], document["optimizers"]
+        document["schema"] = schema
+        document["manifest_crc32"] = _manifest_checksum(document)
+        (folder / MANIFEST).write_text(json.dumps(document))
 
 
 def fill(model: nn.Module, value: float) -> None:

@@ -14,6 +14,7 @@ from accel import Accelerator
 from accel.plugins import GradientAccumulationPlugin
 from accel.plugins.fsdp import FullyShardedDataParallelPlugin as Plugin
 from accel.plugins.parallelism import ParallelismConfig
+from tests.runtime.small import renew_manifest
 from tests.runtime.worlds import run
 
 from .training import decoder, train
@@ -89,7 +90,7 @@ def _hooked(folder: str, sharded: bool, old: bool) -> list[bool]:
             (Path(folder) / f"model_{number}.safetensors").rename(
                 Path(folder) / ("model.safetensors" if number == 1 else f"model_{number - 1}.safetensors")
             )
-        (Path(folder) / "accel_manifest.json").unlink()
+        renew_manifest(Path(folder), schema=2)
     accelerator.wait_for_everyone()
     before = state()
     step(1)
