@@ -60,7 +60,7 @@ class DcpFolder:
                 self.tensors.add(name, tuple(item_metadata.size), tuple(chunk.offsets), stored)
 
     def read_object(self, name: str) -> Any:
-        """Read an item that is no tensor; return None if there is none of that name."""
+        """Read the item ``name``, which is no tensor, or return None without one."""
         return _read_item(self.folder, self._object_items[name]) if name in self._object_items else None
 
     def nested(self, key: str, skip: Collection[str] = (), as_outline: bool = False) -> dict[str, Any]:

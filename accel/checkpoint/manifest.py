@@ -75,7 +75,7 @@ def _manifest_checksum(document: dict[str, Any]) -> str:
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """Read the manifest in ``folder``; None if there is none. Raises `CheckpointError` if it is damaged."""
+    """Read the manifest in ``folder``, or return None without one. Raises `CheckpointError` if it is damaged."""
     path = folder / MANIFEST
     try:
         document = json.loads(path.read_bytes())

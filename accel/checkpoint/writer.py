@@ -370,9 +370,9 @@ class Checkpoints:
         """
         together = partial(run_on_all_ranks, f"loading {folder}")
         loading = Loading(contents, folder, **load_model_kwargs)
-        found, saved = together(lambda: loading.check(run_hooks is None)), loading.manifest.num_processes
-        if not found[0] or (not all(found) and saved == self.state.num_processes):
-            raise CheckpointError(f"{folder} has no {random_states_name(found.index(False))}")
+        has_states, saved = together(lambda: loading.check(run_hooks is None)), loading.manifest.num_processes
+        if not has_states[0] or (not all(has_states) and saved == self.state.num_processes):
+            raise CheckpointError(f"{folder} has no {random_states_name(has_states.index(False))}")
         if run_hooks is not None:
             hooked = together(partial(run_hooks, folder))[self.state.process_index]
             together(lambda: loading.check_weights(hooked))
