@@ -27,7 +27,7 @@ _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.Size, torch.d
 
 
 class Staging:
-    """A reusable buffer of host memory for one copy at a time; ``device``: that of the tensors."""
+    """A reusable buffer of host memory, for one copy of tensors on ``device`` at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

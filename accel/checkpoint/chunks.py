@@ -43,7 +43,7 @@ def local_offset(name: str, tensor: Any) -> tuple[Dims, torch.Tensor]:
 
 
 def own_name(name: str, versions: int) -> str:
-    """Return the name of this process's version of a tensor of which each process has its own; see `count_versions`.
+    """Return the name of this process's version of the tensor ``name``, which has ``versions``; see `count_versions`.
 
     The main process's is under ``name`` itself, for worlds of other sizes.
     """

@@ -114,7 +114,7 @@ class _Disk:
 
 
 class DurableFile:
-    """A new file that is written from start to end, also by `torch.save`. ``device``: that of the tensors in it.
+    """A new file that is written from start to end, also by `torch.save`, with tensors on ``device``.
 
     When the ``with`` block ends without an error, everything is on the disk and `digest` is set. Raises
     `FileExistsError` if the file exists, and `OSError` for a write error, in place of the error that a writer in

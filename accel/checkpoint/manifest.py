@@ -103,9 +103,8 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 def unverified(folder: Path) -> Manifest:
     """Describe a checkpoint by Accelerate, which has no manifest, by the names of its files; they have no checksums."""
-    files = {
-        str(path.relative_to(folder)): Digest(path.stat().st_size, "") for path in folder.rglob("*") if path.is_file()
-    }
+    paths = (path for path in (*folder.iterdir(), *folder.glob("chunks/*/*")) if path.is_file())
+    files = {str(path.relative_to(folder)): Digest(path.stat().st_size, "") for path in paths}
     ranks = 0
     while random_states_name(ranks) in files:
         ranks += 1

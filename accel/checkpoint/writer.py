@@ -257,7 +257,9 @@ class Checkpoints:
             return
         files = {name: fsync_and_digest(draft / name) for name in by_hooks.difference(manifest.files)}
         manifest = replace(manifest, files={**manifest.files, **files})
-        for folder in {parent for name in manifest.files for parent in (draft / name).parents if parent >= draft}:
+        for folder in {
+            parent for name in manifest.files for parent in (draft / name).parents if parent.is_relative_to(draft)
+        }:
             fsync_directory(folder)
         write_manifest(draft, manifest)
         problem = find_size_mismatch(draft)
@@ -321,11 +323,16 @@ class Checkpoints:
         hint = f" (only {unfinished[0].name}, which is incomplete)" if unfinished else ""
         if not folder.is_dir():
             name = requested if folder == requested.resolve() else folder
-            return replace(copy, problem=f"{name} does not exist{hint}", missing=not unfinished)
+            missing = not unfinished and not os.path.lexists(folder)
+            problem = "is not a directory" if os.path.lexists(folder) else "does not exist"
+            return replace(copy, problem=f"{name} {problem}{hint}", missing=missing)
         if copy.problem is not None and ((folder / MANIFEST).exists() or is_half_replaced(path)):
             raise CheckpointError(f"{copy.problem}{hint if is_half_replaced(path) else ''}")
         if copy.problem is not None:
-            own_name = only_by_accel(unverified(folder).files)
+            manifest = unverified(folder)
+            own_name = only_by_accel(manifest.files)
+            if own_name is None and not (manifest.models or manifest.optimizers or manifest.num_processes):
+                return replace(copy, problem=f"{folder} holds no checkpoint{hint}", missing=not unfinished)
             if own_name is not None:
                 raise CheckpointError(
                     f"{folder} has no {MANIFEST}, but {own_name}, which only accel writes: it is incomplete"

@@ -1,4 +1,4 @@
-"""What is loaded is what the manifest lists, and nothing changes before all of it is checked."""
+"""Loading reads only what the manifest lists, and changes nothing before all of it is checked."""
 
 from __future__ import annotations
 
@@ -31,6 +31,13 @@ def _recipe(directory: str) -> list[Any]:
     accelerator, model, _, _ = simple(project_config=config)
     returned: list[Any] = [accelerator.load_state("latest", missing_ok=True)]
     returned.append(accelerator.load_state(Path(directory) / "nowhere", missing_ok=True))
+    (Path(directory) / "mounted").mkdir(exist_ok=True)
+    (Path(directory) / "mounted" / "arguments.json").write_text("{}")
+    returned.append(accelerator.load_state(Path(directory) / "mounted", missing_ok=True))
+    try:
+        accelerator.load_state(Path(directory) / "mounted" / "arguments.json", missing_ok=True)
+    except CheckpointError as error:
+        returned.append(str(error).rpartition("arguments.json ")[2])
     fill(model, 2.0)
     saved = Path(accelerator.save_state())
     returned.append(accelerator.load_state("latest", missing_ok=True))
@@ -44,7 +51,7 @@ def _recipe(directory: str) -> list[Any]:
 
 
 def test_no_checkpoint_is_no_error_where_it_may_be_missing_but_damage_is(tmp_path: Path) -> None:
-    assert run(_recipe, str(tmp_path)) == [[False, False, True, True, True]] * 2
+    assert run(_recipe, str(tmp_path)) == [[False, False, False, "is not a directory", True, True, True]] * 2
 
 
 class _Fails(Tally):
