@@ -5,6 +5,7 @@
 #   make test-fast      runs the tests that need no cluster
 #   make test-affected  runs the tests that depend on what has changed, those marked `long` too
 #   make test-all       runs every test, those marked `long` too
+#   make test-gpu       runs the tests that need an NVIDIA GPU, which the others hide
 
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -12,8 +13,9 @@ BIN := $(VENV)/bin
 WORKERS ?= 6
 
 PYTEST_FLAGS := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+test test-all test-fast test-affected: export CUDA_VISIBLE_DEVICES :=
 
-.PHONY: demo test test-all test-affected test-fast check build bench golden clean
+.PHONY: demo test test-all test-affected test-fast test-gpu check build bench golden clean
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/accel submit --target local --procs-per-node 2 --follow examples/digits/train.py
@@ -34,6 +36,9 @@ test-affected: $(VENV)/.installed-dev
 	@files=$$(PYTHON=$(BIN)/python scripts/affected) || exit; \
 	if [ -z "$$files" ]; then echo "no test depends on what was changed"; else set -x; \
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) --durations 25 $$files; fi
+
+test-gpu: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m gpu
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

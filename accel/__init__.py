@@ -22,8 +22,11 @@ _HOME_OF = {
     "DataLoaderConfiguration": "accel.plugins",
     "DataLoaderDispatcher": "accel.data",
     "DataLoaderShard": "accel.data",
+    "DeepSpeedPlugin": "accel.plugins.deepspeed",
     "DistributedDataParallelKwargs": "accel.plugins",
     "DistributedType": "accel.enums",
+    "DummyOptim": "accel.plugins.deepspeed",
+    "DummyScheduler": "accel.plugins.deepspeed",
     "FullyShardedDataParallelPlugin": "accel.plugins.fsdp",
     "GeneralTracker": "accel.tracking",
     "GradScalerKwargs": "accel.plugins",
@@ -73,9 +76,10 @@ _HOME_OF = {
     "notebook_launcher": "accel.launch.function",
     "pad_across_processes": "accel.collectives",
     "prepare_data_loader": "accel.data",
+    "prepare_pippy": "accel.inference",
     "reduce": "accel.collectives",
     "register_tracker_class": "accel.tracking",
-    "send_to_device": "accel.collectives.operations",
+    "send_to_device": "accel.pytree",
     "set_seed": "accel.collectives.rng",
     "skip_first_batches": "accel.data",
     "submit": "schedulers",
@@ -94,8 +98,11 @@ __all__ = [
     "DataLoaderConfiguration",
     "DataLoaderDispatcher",
     "DataLoaderShard",
+    "DeepSpeedPlugin",
     "DistributedDataParallelKwargs",
     "DistributedType",
+    "DummyOptim",
+    "DummyScheduler",
     "FullyShardedDataParallelPlugin",
     "GeneralTracker",
     "GradScalerKwargs",
@@ -145,6 +152,7 @@ __all__ = [
     "notebook_launcher",
     "pad_across_processes",
     "prepare_data_loader",
+    "prepare_pippy",
     "reduce",
     "register_tracker_class",
     "send_to_device",
@@ -179,7 +187,6 @@ if TYPE_CHECKING:
         pad_across_processes,
         reduce,
     )
-    from accel.collectives.operations import send_to_device
     from accel.collectives.rng import set_seed, synchronize_rng_states
     from accel.data import (
         BatchSamplerShard,
@@ -195,6 +202,7 @@ if TYPE_CHECKING:
     )
     from accel.enums import DDPCommunicationHookType, DistributedType, LoggerType
     from accel.errors import AccelError, CollectiveError, ProcessError
+    from accel.inference import prepare_pippy
     from accel.launch.function import debug_launcher, notebook_launcher
     from accel.local_sgd import LocalSGD
     from accel.logging import get_logger
@@ -211,8 +219,10 @@ if TYPE_CHECKING:
         ProjectConfiguration,
         TorchDynamoPlugin,
     )
+    from accel.plugins.deepspeed import DeepSpeedPlugin, DummyOptim, DummyScheduler
     from accel.plugins.fsdp import FullyShardedDataParallelPlugin
     from accel.plugins.parallelism import ParallelismConfig
+    from accel.pytree import send_to_device
     from accel.state import AcceleratorState, GradientState, PartialState
     from accel.tracking import GeneralTracker, register_tracker_class
     from accel.training.compile import compile_regions

@@ -1,12 +1,9 @@
-"""Settings of 8-bit training: a dataclass for each library.
-
-`Accelerator` does not compute in 8 bits in this version and rejects these; they exist so that scripts and
-configurations that name them can be read and checked.
-"""
+"""Settings of 8-bit training: a dataclass for each library. MS-AMP's can be read and checked, but not used."""
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import warnings
 from collections.abc import Callable
@@ -58,7 +55,7 @@ class AORecipeKwargs(KwargsHandler):
         self.enable_fsdp_float8_all_gather = _flag(
             "ENABLE_FSDP_FLOAT8_ALL_GATHER", self.enable_fsdp_float8_all_gather, True
         )
-        self.config = import_module("torchao.float8").Float8LinearConfig(
+        self.config = import_float8().Float8LinearConfig(
             pad_inner_dim=self.pad_inner_dim, enable_fsdp_float8_all_gather=self.enable_fsdp_float8_all_gather
         )
 
@@ -136,6 +133,19 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
         self.backend = _choice("BACKEND", self.backend, _fp8_backend(), ("MSAMP", "TE"), upper=True)
         MSAMPRecipeKwargs.__post_init__(self)
         TERecipeKwargs.__post_init__(self)
+
+
+def import_float8() -> Any:
+    """Return the module ``torchao.float8``, without its warnings about libraries for other devices and versions."""
+    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        return import_module("torchao.float8")
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _fp8_backend() -> str:

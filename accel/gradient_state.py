@@ -18,8 +18,10 @@ class ActiveLoader(Protocol):
     def batches_left(self) -> int | None: ...
     @property
     def nominal_rows(self) -> int: ...
+    @property
+    def even_batches(self) -> bool: ...
     def last_rows(self) -> int: ...
-    def present_counts(self) -> tuple[int, ...] | None: ...
+    def real_counts(self) -> tuple[int, ...] | None: ...
 
 
 class GradientState:
@@ -47,6 +49,9 @@ class GradientState:
         if gradient_accumulation_plugin is not None:
             self.plugin = gradient_accumulation_plugin
             self._plugin_was_given = True
+
+    def __reduce__(self) -> Any:
+        return GradientState, ()
 
     @property
     def initialized(self) -> bool:

@@ -24,7 +24,7 @@ class LocalSGD:
     Weights are averaged at every ``local_sgd_steps``-th call of `step`, which follows the optimizer's, and at the
     end of the block, unless an error ends it. A world of one and ``enabled=False`` do nothing. Optimizer states
     are not averaged. Every process must take equally many steps. Raises `ArgumentError` for fewer than one step
-    and for sharded models.
+    and for sharded models and engines.
     """
 
     def __init__(
@@ -32,8 +32,14 @@ class LocalSGD:
     ) -> None:
         if local_sgd_steps < 1:
             raise ArgumentError(f"LocalSGD(local_sgd_steps={local_sgd_steps}): it must be 1 or more")
-        if enabled and accelerator.is_fsdp2:
+        if enabled and accelerator.strategy.shards_models:
             raise ArgumentError("LocalSGD needs a complete model on each process: it does not support sharded models")
+        if enabled and accelerator.strategy.is_engine:
+            raise ArgumentError("LocalSGD averages weights between steps: it supports no engine, such as DeepSpeed's")
+        if enabled and accelerator.strategy.copies > 1:
+            raise ArgumentError(
+                "LocalSGD needs a complete sequence on each process: it does not support cp_size and sp_size"
+            )
         self.accelerator = accelerator
         self.model = model
         self.local_sgd_steps = local_sgd_steps

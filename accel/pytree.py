@@ -39,6 +39,24 @@ def map_nested(function: Callable[[Any], Any], data: Any) -> Any:
     return function(data)
 
 
+def children(data: Any) -> dict[Any, Any] | None:
+    """Return the items of nested data by index, key or field; ``None`` for a leaf."""
+    if isinstance(data, torch.Tensor):
+        return None
+    if isinstance(data, (list, tuple)):
+        return dict(enumerate(data))
+    if isinstance(data, Mapping):
+        return dict(data)
+    return dict(fields_of(data)) if is_record(data) else None
+
+
+def rebuild(original: Any, items: dict[Any, Any]) -> Any:
+    """Return nested data of the type of ``original`` with ``items`` in place of its `children`."""
+    if isinstance(original, Mapping):
+        return rebuild_mapping(original, items)
+    return dataclasses.replace(original, **items) if is_record(original) else honor_type(original, iter(items.values()))
+
+
 def rebuild_mapping(original: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     """Return ``items`` as a mapping of the type of ``original``, with the same factory if it has one."""
     if type(original) is dict:

@@ -7,17 +7,21 @@ thread.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import torch
 
 from accel.enums import DistributedType, PrecisionType
-from accel.errors import ArgumentError, PrecisionError, StateError, nearest, one_of
+from accel.errors import ArgumentError, StateError, nearest, one_of
 from accel.gradient_state import GradientState as GradientState
+from accel.known_causes import explain_uncaught_exceptions
+from accel.plugins.deepspeed import DeepSpeedPlugin, check_plugins, refusing_sharded_loads
+from accel.plugins.megatron import MegatronLMPlugin
 from accel.world import process_group as worlds
 from accel.world import xla
 from accel.world.environment import World, read_flag, read_world, torchrun_variables
@@ -86,6 +90,7 @@ class PartialState:
         if xla.is_requested(env, cpu=cpu):
             self._begin_on_xla(options)
             return
+        explain_uncaught_exceptions()
         world = worlds.world_from_torch() or read_world(env, needs_master=not options.get("init_method"))
         device = worlds.choose_device(world, env, cpu=cpu)
         worlds.use_device(device)
@@ -191,7 +196,9 @@ class PartialState:
     def _run_first(self, first: bool) -> Iterator[None]:
         if not first:
             self.wait_for_everyone()
-        yield
+        plugins = self.__dict__.get("deepspeed_plugins")
+        with refusing_sharded_loads(plugins) if self.use_distributed else nullcontext():
+            yield
         if first:
             self.wait_for_everyone()
 
@@ -245,8 +252,10 @@ class PartialState:
 class AcceleratorState(PartialState):
     """`PartialState` with the requested precision and plug-ins.
 
-    ``mixed_precision``: ``"no"``, ``"bf16"`` or ``"fp16"``; default: ``ACCELERATE_MIXED_PRECISION``.
+    ``mixed_precision``: ``"no"``, ``"bf16"``, ``"fp16"`` or ``"fp8"``; default: ``ACCELERATE_MIXED_PRECISION``.
     ``dynamo_plugin``: only stored.
+    ``deepspeed_plugin``: train by DeepSpeed, in a world of one and on CPUs too; ``distributed_type`` is then DEEPSPEED.
+        A dict of several has the selected one first; see `select_deepspeed_plugin`.
     ``fsdp_plugin``: shard models in worlds of several processes, on CPUs too; ``distributed_type`` is then FSDP.
 
     Raises `StateError` for a precision or sharding that the first state did not have, and `ArgumentError` for a
@@ -257,10 +266,10 @@ class AcceleratorState(PartialState):
 
     _mixed_precision: str
     dynamo_plugin: Any = None
-    deepspeed_plugins: Any = None
+    deepspeed_plugins: DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None = None
     fsdp_plugin: FullyShardedDataParallelPlugin | None = None
     torch_tp_plugin: Any = None
-    megatron_lm_plugin: Any = None
+    megatron_lm_plugin: MegatronLMPlugin | None = None
     parallelism_config: ParallelismConfig | None = None
     device_mesh: DeviceMesh | None = None
     downcast_bfloat: bool = False
@@ -278,22 +287,23 @@ class AcceleratorState(PartialState):
         _from_accelerator: bool = False,
         **kwargs: Any,
     ) -> None:
-        reject_unsupported(
-            "AcceleratorState",
-            deepspeed_plugin=deepspeed_plugin,
-            torch_tp_plugin=torch_tp_plugin,
-            megatron_lm_plugin=megatron_lm_plugin,
-        )
         super().__init__(cpu, **kwargs)
         with _init_lock:
+            if deepspeed_plugin is not None:
+                self._use_deepspeed(deepspeed_plugin, fsdp_plugin)
             if fsdp_plugin is not None:
                 self._shard(fsdp_plugin)
             if parallelism_config is not None:
                 self.parallelism_config = parallelism_config
+            if torch_tp_plugin is not None:
+                self.torch_tp_plugin = torch_tp_plugin
+            if megatron_lm_plugin is not None:
+                self._use_megatron(megatron_lm_plugin)
             if "_mixed_precision" not in self.__dict__:
                 self._mixed_precision = _requested_precision(mixed_precision)
                 if self._mixed_precision == PrecisionType.BF16 and self.backend == xla.BACKEND:
                     self.downcast_bfloat = xla.use_bf16(os.environ)
+                self._set_engines_precision()
             elif mixed_precision is not None and str(mixed_precision).lower() != self._mixed_precision:
                 raise StateError(
                     f"mixed_precision={str(mixed_precision)!r}: this process already uses "
@@ -301,6 +311,46 @@ class AcceleratorState(PartialState):
                 )
             if dynamo_plugin is not None:
                 self.dynamo_plugin = dynamo_plugin
+
+    def _use_deepspeed(self, plugins: DeepSpeedPlugin | dict[str, DeepSpeedPlugin], fsdp_plugin: Any) -> None:
+        check_plugins(plugins)
+        if self.deepspeed_plugins is plugins:
+            return
+        if self.deepspeed_plugins is not None:
+            raise StateError(
+                "deepspeed_plugin: this process already has one: pass all of them, as a dict, to the first Accelerator"
+            )
+        if "_mixed_precision" in self.__dict__:
+            raise StateError(
+                "deepspeed_plugin: this process already runs without one: pass it to the first Accelerator or "
+                "AcceleratorState"
+            )
+        if self.backend == xla.BACKEND:
+            raise ArgumentError("deepspeed_plugin is not supported under torch_xla: use it on GPUs or CPUs")
+        if fsdp_plugin is not None:
+            raise ArgumentError("deepspeed_plugin and fsdp_plugin contradict each other: keep one")
+        if self.device.type == "cpu" and "deepspeed" not in sys.modules:
+            os.environ["DS_ACCELERATOR"] = "cpu"  # also where there is a GPU; transformers may import it first
+        self.deepspeed_plugins = plugins
+        self.distributed_type = DistributedType.DEEPSPEED
+
+    def _use_megatron(self, plugin: MegatronLMPlugin) -> None:
+        if plugin.is_core and self.megatron_lm_plugin is not plugin:
+            if "_mixed_precision" in self.__dict__:
+                raise StateError(
+                    "megatron_lm_plugin: this process already runs without this one: pass it to the first Accelerator"
+                )
+            self.distributed_type = DistributedType.MEGATRON_LM
+        self.megatron_lm_plugin = plugin
+
+    def _set_engines_precision(self) -> None:
+        plugins = self.deepspeed_plugins
+        if plugins is None:
+            return
+        for plugin in plugins.values() if isinstance(plugins, dict) else [plugins]:
+            plugin.set_mixed_precision(self._mixed_precision)
+        first = next(iter(plugins.values())) if isinstance(plugins, dict) else plugins
+        first.select(_from_accelerator_state=True)
 
     def _shard(self, plugin: FullyShardedDataParallelPlugin) -> None:
         if "_mixed_precision" in self.__dict__ and self.fsdp_plugin is None:
@@ -322,10 +372,13 @@ class AcceleratorState(PartialState):
         if reset_partial_state:
             PartialState._shared_state.clear()
         shared = PartialState._shared_state
-        for name in ("_mixed_precision", "dynamo_plugin", "downcast_bfloat", "parallelism_config", "device_mesh"):
+        for name in _FIELDS:
             shared.pop(name, None)
-        if shared.pop("fsdp_plugin", None) is not None and shared.get("distributed_type") == DistributedType.FSDP:
-            shared["distributed_type"] = worlds.kind_of(shared["device"])
+        plugins = [shared.pop(name, None) for name in ("fsdp_plugin", "deepspeed_plugins", "megatron_lm_plugin")]
+        engines = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
+        if any(plugin is not None for plugin in plugins) and shared.get("distributed_type") in engines:
+            distributed = shared["use_distributed"]
+            shared["distributed_type"] = worlds.kind_of(shared["device"]) if distributed else DistributedType.NO
 
     @property
     def initialized(self) -> bool:
@@ -334,8 +387,9 @@ class AcceleratorState(PartialState):
 
     @property
     def mixed_precision(self) -> str:
-        """``"no"``, ``"bf16"`` or ``"fp16"``."""
-        return self._mixed_precision
+        """``"no"``, ``"bf16"``, ``"fp16"`` or ``"fp8"``; under DeepSpeed, as its configuration has it."""
+        plugin = self.deepspeed_plugin
+        return self._mixed_precision if plugin is None else plugin.mixed_precision
 
     @property
     def is_fsdp2(self) -> bool:
@@ -343,31 +397,45 @@ class AcceleratorState(PartialState):
         return self.distributed_type == DistributedType.FSDP
 
     @property
-    def deepspeed_plugin(self) -> None:
-        """The active DeepSpeed plugin: none, in this version."""
-        return
+    def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
+        """The selected DeepSpeed plug-in; None in a run without DeepSpeed."""
+        plugins = self.deepspeed_plugins
+        if isinstance(plugins, dict):
+            return next(plugin for plugin in plugins.values() if plugin.selected)
+        return plugins
 
-    def get_deepspeed_plugin(self, name: str) -> NoReturn:
-        """Raise `StateError`: this run does not use DeepSpeed."""
-        raise StateError(f"get_deepspeed_plugin({name!r}) needs a run under DeepSpeed, this is {self.distributed_type}")
+    def get_deepspeed_plugin(self, name: str) -> DeepSpeedPlugin:
+        """Return the plug-in of this name. Raises `StateError` in a run without DeepSpeed."""
+        return self._named_plugin("get_deepspeed_plugin", name)
 
-    def select_deepspeed_plugin(self, name: str | None = None) -> NoReturn:
-        """Raise `StateError`: this run does not use DeepSpeed."""
-        raise StateError(
-            f"select_deepspeed_plugin({name!r}) needs a run under DeepSpeed, this is {self.distributed_type}"
-        )
+    def select_deepspeed_plugin(self, name: str | None = None) -> None:
+        """Select the plug-in of this name for the next `Accelerator.prepare`, and for models that are loaded now."""
+        selected = self._named_plugin("select_deepspeed_plugin", name)
+        for plugin in self.deepspeed_plugins.values():  # type: ignore[union-attr]
+            plugin.deselect()
+        selected.select(_from_accelerator_state=True)
+
+    def _named_plugin(self, method: str, name: str | None) -> DeepSpeedPlugin:
+        plugins = self.deepspeed_plugins
+        if plugins is None:
+            raise StateError(f"{method}({name!r}) needs a run under DeepSpeed, this is {self.distributed_type}")
+        if not isinstance(plugins, dict):
+            raise StateError(f"{method}({name!r}): there is one plug-in, without a name: pass deepspeed_plugins={{…}}")
+        return plugins[one_of(name, plugins, source=f"{method}(…)")]
 
 
-def reject_unsupported(owner: str, **kwargs: Any) -> None:
-    """Raise `ArgumentError` for the first argument of ``kwargs`` that requests an unsupported strategy."""
-    for name, value in kwargs.items():
-        if value is not None:
-            raise ArgumentError(f"{owner}({name}=…) is not in this version of accel: leave it out")
+# What `AcceleratorState._reset_state` forgets, in addition to plug-ins that set the distributed type.
+_FIELDS = (
+    "_mixed_precision",
+    "dynamo_plugin",
+    "downcast_bfloat",
+    "parallelism_config",
+    "device_mesh",
+    "torch_tp_plugin",
+)
 
 
 def _requested_precision(explicit: str | None) -> str:
     source = "mixed_precision" if explicit is not None else "environment variable ACCELERATE_MIXED_PRECISION"
     word = os.environ.get("ACCELERATE_MIXED_PRECISION", "no") if explicit is None else str(explicit)
-    if word.lower() == PrecisionType.FP8:
-        raise PrecisionError(f"{source}: 'fp8' is not in this version of accel: use 'bf16' or 'fp16'")
-    return one_of(word.lower(), [name for name in PrecisionType.list() if name != "fp8"], source=source)
+    return one_of(word.lower(), PrecisionType.list(), source=source)

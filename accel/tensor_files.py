@@ -289,6 +289,23 @@ def _aliases(metadata: Mapping[str, str], tensors: Mapping[str, Any]) -> dict[st
     return {key.removeprefix(_ALIAS): name for key, name in named.items() if key.removeprefix(_ALIAS) not in tensors}
 
 
+def read_index(path: Path) -> dict[str, Path]:
+    """Return the file of each tensor that an index of shards names.
+
+    Raises `CheckpointError` for another file, and for a file that is not in the folder of the index.
+    """
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))
+        names = index.get("weight_map", index)
+        files = {str(name): path.parent / file for name, file in names.items()}
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{path} is not a checkpoint index: {error}") from error
+    elsewhere = next((file for file in names.values() if os.path.basename(file) != file), None)
+    if elsewhere is not None:
+        raise CheckpointError(f"{path} names {elsewhere!r}, which is not in its folder")
+    return files
+
+
 # Files by `torch.save`. With ``weights_only=True``, no code in them runs.
 
 # What torch's unpickler raises for bytes that are no pickle, or that name types other than those of weights.

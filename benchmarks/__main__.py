@@ -10,8 +10,21 @@ from .jobs import listing, logs, noticing
 from .kubernetes import kubernetes_follow, kubernetes_state, kubernetes_submit
 from .kubernetes_jobs import kubernetes_jobs, kubernetes_traffic
 from .launch import gang, restart, single
-from .runtime import checkpoints, collectives, ddp_steps, dispatch, imports, loaders, samplers, sharded, steps
+from .runtime import (
+    checkpoints,
+    collectives,
+    ddp_steps,
+    dispatch,
+    engines,
+    imports,
+    loaders,
+    parallel,
+    samplers,
+    sharded,
+    steps,
+)
 from .sagemaker import sagemaker_submit
+from .serve import serve_followers, serve_idle, serve_list, serve_pages, serve_submit
 from .slurm import slurm_end, slurm_launch, slurm_list, slurm_requeue, slurm_submit
 from .ssh import ssh_client, ssh_cut, ssh_fabric, ssh_fan_out, ssh_launch
 from .startup import startup
@@ -29,6 +42,8 @@ ALL = {
     "steps": (steps, 15),
     "ddp_steps": (ddp_steps, 9),
     "sharded": (sharded, 8),
+    "parallel": (parallel, 8),
+    "engines": (engines, 8),
     "samplers": (samplers, 9),
     "loaders": (loaders, 15),
     "dispatch": (dispatch, 7),
@@ -51,6 +66,11 @@ ALL = {
     "kubernetes_traffic": (kubernetes_traffic, 3),
     "sagemaker_submit": (sagemaker_submit, 20),
     "tpu_submit": (tpu_submit, 9),
+    "serve_submit": (serve_submit, 9),
+    "serve_list": (serve_list, 9),
+    "serve_pages": (serve_pages, 9),
+    "serve_followers": (serve_followers, 3),
+    "serve_idle": (serve_idle, 3),
 }
 
 

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from .measure import Bar, interleaved, report, wall
@@ -103,10 +103,28 @@ def sharded(rounds: int) -> bool:
         Bar(ours="shortest step, accel", base="shortest step, accelerate", limit=1.0),
         Bar(ours="prepare, accel", base="prepare, by hand", limit=1.2),
         Bar(ours="save, accel", base="save, dcp", limit=0.5),
-        Bar(ours="load, accel", base="load, dcp", limit=1.2),
+        Bar(ours="load, accel", base="load, dcp", limit=0.7),
         Bar(ours="GB more on another process", base="GB of its share and two units", limit=1.0),
     ]
     return report("sharded", found, bars)
+
+
+def parallel(rounds: int) -> bool:
+    """Split layers (TP 2) and split sequences (CP 2) in a world of two: steps, beside torch's own APIs by hand."""
+    return _beside_by_hand("parallel", ("TP 2", "CP 2"), rounds)
+
+
+def engines(rounds: int) -> bool:
+    """DeepSpeed (ZeRO 2 and 3) and torchao's float8 in a world of two: steps, beside their own interfaces by hand."""
+    return _beside_by_hand("engines", ("ZeRO 2", "ZeRO 3", "float8"), rounds)
+
+
+def _beside_by_hand(name: str, kinds: Sequence[str], rounds: int) -> bool:
+    seconds: dict[str, list[float]] = {}
+    for kind in kinds:
+        seconds |= _inside(name, rounds, processes=2, BENCHMARK_KIND=kind)
+    bars = [Bar(ours=f"{kind}, accel", base=f"{kind}, by hand", limit=1.03) for kind in kinds]
+    return report(name, seconds, bars)
 
 
 def imports(rounds: int) -> bool:
@@ -123,14 +141,16 @@ def checkpoints(rounds: int) -> bool:
         memory: dict[str, list[float]] = {}
         measures = {
             f"{what}, {package}": _checkpoint(package, what, Path(folder), memory)
-            for what in ("save", "load", "async", "again")
+            for what in ("save", "load", "load from the disk", "async", "again")
             for package in ("accel", "accelerate")
-            if what in ("save", "load") or package == "accel"
+            if what not in ("async", "again") or package == "accel"
         }
         seconds = interleaved(measures, rounds)
     seconds.update({f"{name}, GB more memory": values[1:] for name, values in memory.items()})
     bars = [
-        Bar(ours="save, accel", base="save, accelerate", limit=1),
+        Bar(ours="save, accel", base="save, accelerate", limit=0.35),
+        Bar(ours="load, accel", base="load, accelerate", limit=1),
+        Bar(ours="load from the disk, accel", base="load from the disk, accelerate", limit=1),
         Bar(ours="async, accel", base="save, accelerate", limit=0.3),
         Bar(ours="again, accel", base="save, accelerate", limit=0.3),
         Bar(ours="load, accel, GB more memory", base="load, accelerate, GB more memory", limit=0.3),
@@ -138,15 +158,27 @@ def checkpoints(rounds: int) -> bool:
     return report("checkpoints", seconds, bars)
 
 
+def _set_cached(place: Path, cached: bool) -> None:
+    """Bring the files of a checkpoint into the page cache, or out of it."""
+    for path in filter(Path.is_file, place.rglob("*")):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            while cached and file.read(1 << 20):
+                pass
+
+
 def _checkpoint(package: str, what: str, folder: Path, memory: dict[str, list[float]]) -> Callable[[], float]:
-    place = folder / (package if what in ("save", "load") else what)
+    place = folder / (what if what in ("async", "again") else package)
 
     def measure() -> float:
-        if what != "load":
+        if what.startswith("load"):
+            _set_cached(place, what == "load")
+        else:
             for old in (place, place.with_name(f"{place.name}-first")):
                 shutil.rmtree(old, ignore_errors=True)
             os.sync()  # else one pays for what the one before it left in the page cache
-        command = [sys.executable, "-m", "benchmarks.scripts.checkpoints", package, what, str(place)]
+        command = [sys.executable, "-m", "benchmarks.scripts.checkpoints", package, what.split()[0], str(place)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         if done.returncode != 0:
             raise SystemExit(f"{command} failed:\n{done.stderr[-2000:]}")

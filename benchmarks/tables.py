@@ -12,7 +12,7 @@ import statistics
 from .measure import RESULTS
 
 ROOT = RESULTS.parents[1]
-FILES = ("README.md", "docs/accelerator.md", "docs/parallel.md", "docs/tested.md")
+FILES = ("README.md", "docs/accelerator.md", "docs/engines.md", "docs/parallel.md", "docs/tested.md")
 _TABLE = re.compile(r"(<!-- benchmarks (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 # A cell `{result: figure}` is the median of that figure, `{result: figure / figure}` the ratio of two.
@@ -45,6 +45,22 @@ TABLES = {
 | {sharded: save, accel / save, dcp} |
 | `load_state`, every file verified; `torch.distributed.checkpoint.load` | {sharded: load, accel} \
 | {sharded: load, dcp} | {sharded: load, accel / load, dcp} |
+""",
+    "parallel": """
+| the shortest of 200 steps with clipping, 2 processes | accel | by hand | ratio |
+| layers split (`tp_size=2`); `parallelize_module` | {parallel: TP 2, accel} | {parallel: TP 2, by hand} \
+| {parallel: TP 2, accel / TP 2, by hand} |
+| sequences split (`cp_size=2`); keys and values gathered by `all_gather_tensor_autograd`, under DDP \
+| {parallel: CP 2, accel} | {parallel: CP 2, by hand} | {parallel: CP 2, accel / CP 2, by hand} |
+""",
+    "engines": """
+| the shortest of 200 steps with clipping, 2 processes on CPUs | accel | by hand | ratio |
+| DeepSpeed, ZeRO 2; `deepspeed.initialize` | {engines: ZeRO 2, accel} | {engines: ZeRO 2, by hand} \
+| {engines: ZeRO 2, accel / ZeRO 2, by hand} |
+| DeepSpeed, ZeRO 3; the same | {engines: ZeRO 3, accel} | {engines: ZeRO 3, by hand} \
+| {engines: ZeRO 3, accel / ZeRO 3, by hand} |
+| fp8, in software; torchao's `convert_to_float8_training` under DDP | {engines: float8, accel} \
+| {engines: float8, by hand} | {engines: float8, accel / float8, by hand} |
 """,
     "kubernetes": """
 | from submit to end, two pods of two ranks | seconds | over `workload: job` |

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .errors import (
         ConfigError,
+        JobFailed,
         SchedulerError,
         SnapshotError,
         SpecError,
@@ -29,6 +30,7 @@ __all__ = [
     "ConfigError",
     "Cursor",
     "Job",
+    "JobFailed",
     "JobSpec",
     "LogLine",
     "Plan",
@@ -57,8 +59,8 @@ __all__ = [
 ]
 
 _MODULES = {
-    "errors": "ConfigError SchedulerError SnapshotError SpecError StoreError SubmitError UnknownJob UnknownTarget "
-    "Unreachable",
+    "errors": "ConfigError JobFailed SchedulerError SnapshotError SpecError StoreError SubmitError UnknownJob "
+    "UnknownTarget Unreachable",
     "jobs.handle": "Job dry_run find list_jobs submit submit_async submit_spec",
     "job": "Cursor JobSpec LogLine Reason Resources Retry State Status",
     "store.store": "Store",

@@ -7,12 +7,12 @@ Python start. `convert` validates whole documents with it.
 from __future__ import annotations
 
 import json
-import threading
+from _thread import allocate_lock  # threading.Lock, without the cost of importing threading
 from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
 
-_CONVERT_LOCK = threading.Lock()
+_CONVERT_LOCK = allocate_lock()
 _LATEST = 253_402_300_799  # the last second of the year 9999: no calendar goes further
 _LARGEST = 2**53  # the integers that every JSON reader keeps exact
 

@@ -50,6 +50,10 @@ class SubmitError(SchedulerError):
     native_id: str | None = None
 
 
+class JobFailed(SchedulerError):
+    """The job whose result was requested has failed or was cancelled. The message has its status."""
+
+
 class NotReady(SchedulerError):
     """The requested part of a job does not exist, or not yet."""
 

@@ -6,7 +6,7 @@ import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from .convert import convert
 from .errors import SpecError
@@ -15,6 +15,17 @@ from .status import State as State
 from .status import Status as Status
 
 Entry = Literal["script", "module", "command"]
+
+# A job that calls a function: the module that it runs, the file in its directory, and the targets that can run it.
+# Without dots: for scripts/affected a module's name is a dependency, which every job would have.
+FUNCTION_MODULE, FUNCTION_FILE = "accel/launch/run_function".replace("/", "."), "function.pkl"
+FUNCTION_KINDS = ("local", "slurm", "sagemaker")
+FUNCTION_TARGETS = (
+    "functions run on local targets, slurm targets without `login`, and sagemaker targets. Elsewhere, submit a script"
+)
+
+# For the models that Pydantic derives from these classes: unknown keys are errors.
+_PYDANTIC_CONFIG = {"extra": "forbid"}
 
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 
@@ -28,6 +39,8 @@ def _at_least(name: str, value: int | None, least: int) -> None:
 class Resources:
     """The resources that each node needs. Everything else is up to the target (`JobSpec.options`)."""
 
+    __pydantic_config__: ClassVar[Mapping[str, str]] = _PYDANTIC_CONFIG
+
     gpus: int = 0
     cpus: int | None = None
     memory_gb: float | None = None
@@ -37,15 +50,17 @@ class Resources:
     def __post_init__(self) -> None:
         _at_least("gpus", self.gpus, 0)
         _at_least("cpus", self.cpus, 1)
-        for name in ("memory_gb", "shm_gb"):
-            value = getattr(self, name)
+        remedy = "; for all memory of a node on Slurm, set `sbatch: {mem: 0}` in the target"
+        for name, value, hint in (("--memory", self.memory_gb, remedy), ("shm_gb", self.shm_gb, "")):
             if value is not None and not 0 < value < float("inf"):
-                raise SpecError(f"{name} must be more than 0, not {value!r}")
+                raise SpecError(f"{name} must be more than 0, not {value:g}{'' if value else hint}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Retry:
     """The number of restarts of the whole gang after failures. A restart is a new attempt of the same job."""
+
+    __pydantic_config__: ClassVar[Mapping[str, str]] = _PYDANTIC_CONFIG
 
     max_restarts: int = 0
 
@@ -61,6 +76,7 @@ class JobSpec:
     entry:          kind of argv[0]: a Python script, a Python module (`-m`), or a command that is not Python.
     max_nodes:      the largest world that the job may grow to from `nodes`; None: it has one size.
     procs_per_node: None: one per accelerator, or one where there is none.
+    env:            NAME -> text; numbers are converted.
     secrets:        NAME -> reference (`env:HF_TOKEN`, `file:/run/token`), never a value.
     code, workdir:  the directory that holds the program, and the directory inside it that argv runs in.
     setup:          argvs run once on every node before the ranks start.
@@ -71,6 +87,8 @@ class JobSpec:
 
     Raises SpecError for values that no target can run.
     """
+
+    __pydantic_config__: ClassVar[Mapping[str, str]] = _PYDANTIC_CONFIG
 
     argv: tuple[str, ...]
     entry: Entry = "script"
@@ -95,6 +113,8 @@ class JobSpec:
         if not self.argv or not self.argv[0]:
             raise SpecError("nothing to run: give a script, -m MODULE, or --no-python COMMAND")
         for argument in self.argv:
+            if not isinstance(argument, str):
+                raise SpecError(f"argument {argument!r} must be text, not {type(argument).__name__}")
             if "\0" in argument:
                 raise SpecError(f"an argument has a NUL byte, which no process accepts: {argument!r}")
         if not self.name or not self.name.isprintable():
@@ -106,7 +126,25 @@ class JobSpec:
             raise SpecError(f"time_limit must be more than 0 seconds, not {self.time_limit_s!r}")
         if not 0 <= self.grace_s < float("inf"):
             raise SpecError(f"grace must be 0 seconds or more, not {self.grace_s!r}")
+        object.__setattr__(self, "env", {name: _env_text(name, value) for name, value in self.env.items()})
         _check_environment(self.env, self.secrets)
+
+    @property
+    def calls_function(self) -> bool:
+        """True for a job of a function, whose pickle is in `FUNCTION_FILE`."""
+        return self.entry == "module" and self.argv[0] == FUNCTION_MODULE
+
+    @property
+    def max_ranks(self) -> int | None:
+        """The largest world size; None if each node starts one rank per accelerator that it finds."""
+        per_node = self.procs_per_node or self.resources.gpus
+        return (self.max_nodes or self.nodes) * per_node if per_node else None
+
+    @property
+    def has_many_ranks(self) -> bool | None:
+        """True if several ranks may write lines, so that each needs a prefix; None if unknown."""
+        ranks = self.max_ranks
+        return ranks > 1 if ranks is not None else (self.max_nodes or self.nodes) > 1 or None
 
     def to_json(self) -> dict[str, Any]:
         """Return plain dicts, lists, strings and numbers, in the order of the fields."""
@@ -144,6 +182,39 @@ class LogLine:
     source: str
     position: str
     partial: bool = False
+
+    @property
+    def data(self) -> bytes:
+        """The exact bytes."""
+        return self.text.encode("utf-8", "surrogateescape")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the line, without its position, as JSON values.
+
+        Bytes that are not UTF-8 are replaced in `text`; `base64` then has the exact ones. A piece is `partial`.
+        """
+        values = {"rank": self.rank, "attempt": self.attempt, "stream": self.stream, "text": self.text}
+        if not self.text.isascii():
+            data = self.data
+            values["text"] = data.decode(errors="replace")
+            if values["text"] != self.text:
+                import base64
+
+                values["base64"] = base64.b64encode(data).decode()
+        return values | {"partial": True} if self.partial else values
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any], *, source: str, position: str) -> LogLine:
+        """Return the line of `to_json`, at a position."""
+        text, exact = data["text"], data.get("base64")
+        if exact is not None:
+            import base64
+
+            text = base64.b64decode(exact).decode("utf-8", "surrogateescape")
+        return cls(
+            rank=data["rank"], attempt=data["attempt"], stream=data["stream"], text=text, source=source,
+            position=position, partial=data.get("partial", False),
+        )  # fmt: skip
 
 
 class Cursor:
@@ -197,13 +268,23 @@ class Cursor:
         return cls({source: position for source, _, position in pairs})
 
 
+def _env_text(name: str, value: object) -> str:
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return str(value)
+    if not isinstance(value, str):
+        raise SpecError(f"env: {name} must be text or a number, not {type(value).__name__} {value!r}")
+    return value
+
+
 def _check_environment(env: Mapping[str, str], secrets: Mapping[str, str]) -> None:
     for name in (*env, *secrets):
-        if not _ENV_NAME.match(name):
+        if not isinstance(name, str) or not _ENV_NAME.match(name):
             raise SpecError(f"{name!r} is not a name for an environment variable (letters, digits, underscore)")
     for name, value in env.items():
         if "\0" in value:
             raise SpecError(f"the value of {name} holds a NUL byte")
-    for name in secrets:
+    for name, reference in secrets.items():
+        if not isinstance(reference, str):
+            raise SpecError(f"secrets: {name} must be a reference such as env:NAME, not {type(reference).__name__}")
         if name in env:
             raise SpecError(f"{name} is given both as --env and as --secret; keep one")

@@ -16,6 +16,7 @@ import yaml
 
 from .config.named_targets import ResolvedTarget
 from .errors import SchedulerError, SpecError
+from .hints import check_program
 from .job import JobSpec
 from .jobs.handle import Job, submit_spec
 from .jobs.submit import admit, create_records, prepare, send
@@ -78,9 +79,14 @@ def specs(base: JobSpec, points: Sequence[Point]) -> list[JobSpec]:
 
 
 def submit_sweep(
-    jobs: Sequence[JobSpec], target_name: str, store: Store | None = None, *, start: str | Path | None = None
+    jobs: Sequence[JobSpec],
+    target_name: str,
+    store: Store | None = None,
+    *,
+    start: str | Path | None = None,
+    ids: Sequence[str] | None = None,
 ) -> list[Job]:
-    """Submit the jobs, in one request if the target supports that.
+    """Submit the jobs, in one request if the target supports that. `ids`: new ids of the store for them, in order.
 
     A job that is rejected alone is then returned as failed or submitting, with the reason in `record.warning`.
     Other targets get the jobs one by one: those before a rejected one stay submitted, and the message counts them.
@@ -88,15 +94,15 @@ def submit_sweep(
     """
     store = store or Store.default()
     resolved, job_specs = _prepare(jobs, target_name, store, start)
+    ids = ids or [store.new_id() for _ in job_specs]
     if not isinstance(resolved.target, Sweeps):
         done: list[Job] = []
-        for spec in jobs:
+        for spec, job_id in zip(jobs, ids, strict=True):
             try:
-                done.append(submit_spec(spec, target_name, store, start=start))
+                done.append(submit_spec(spec, target_name, store, start=start, job_id=job_id))
             except SchedulerError as error:
                 raise type(error)(f"{error} ({len(done)} of {len(jobs)} jobs were submitted before)") from None
         return done
-    ids = [store.new_id() for _ in job_specs]
     plans = resolved.plan_many(job_specs, ids)
     admit(resolved.target, job_specs)
 
@@ -126,6 +132,8 @@ def _prepare(
     jobs: Sequence[JobSpec], target_name: str, store: Store, start: str | Path | None
 ) -> tuple[ResolvedTarget, list[JobSpec]]:
     resolved, first = prepare(jobs[0], target_name, store, start)
+    for word in {job.argv[0] for job in jobs}:
+        check_program(first.entry, word, os.path.join(first.code, first.workdir))
     return resolved, [dataclasses.replace(job, code=first.code, after=first.after, nodes=first.nodes) for job in jobs]
 
 

@@ -27,6 +27,7 @@ BUILT_IN: Mapping[str, str] = {
     "kubernetes": "schedulers.kubernetes.target:KubernetesTarget",
     "sagemaker": "schedulers.sagemaker.target:SageMakerTarget",
     "tpu": "schedulers.tpu.target:TpuTarget",
+    "service": "schedulers.service.target:ServiceTarget",
 }
 
 
@@ -96,7 +97,8 @@ class Target(Protocol):
     """A place where jobs can run. Stateless: all it needs is in its options, the plan or the native id.
 
     An implementation has an `Options` dataclass (the keys that `accel.yaml` and `JobSpec.options` may hold, with
-    their types and defaults) and is constructed with a `TargetContext`.
+    their types and defaults) and is constructed with a `TargetContext`. A backend with one grace period for all jobs
+    has it as `grace_s`: the seconds from SIGTERM to SIGKILL.
     """
 
     name: str
@@ -195,13 +197,14 @@ class DiscoveredJob:
 
 @dataclass(frozen=True, kw_only=True)
 class JobSummary:
-    """A job that a backend knows, as a list shows it, without its status."""
+    """A job that a backend knows, as a list shows it, without its status. `owner`: a user, where jobs have one."""
 
     job_id: str
     native_id: str
     name: str
     nodes: int
     created_at: float
+    owner: str = ""
 
 
 @runtime_checkable

@@ -33,6 +33,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "long: repeats a scenario for more moments, sizes or kinds: `make test-all` alone"
     )
+    config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU (`make test-gpu`); the other tests do not use one")
     config.addinivalue_line("markers", "alone: breaks a part of the Kubernetes cluster, and has it to itself meanwhile")
     if find_spec("pytest_timeout") is None:
         config.addinivalue_line("markers", "timeout(seconds): of pytest-timeout, which is not installed")
@@ -70,6 +71,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if needs_a_server(item.nodeid):
             item.add_marker("server")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs an NVIDIA GPU (make test-gpu)")
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -16,11 +16,13 @@ from torch.utils.data import DataLoader
 
 from accel.accelerator.arguments import (
     handlers_by_class,
-    refuse_environment,
+    recipe_of,
     refuse_unknown,
     resolve_accumulation,
+    resolve_deepspeed,
     resolve_fsdp,
     resolve_loading,
+    resolve_megatron,
     resolve_parallelism,
     resolve_project,
 )
@@ -30,10 +32,15 @@ from accel.accelerator.preemption import PreemptionControl
 from accel.accelerator.run import Run
 from accel.accelerator.trackers import ProfileControl, TrackingControl
 from accel.accelerator.training import LoadingControl, TrainingControl
+from accel.data.loader import PreparedLoader
+from accel.enums import DynamoBackend
 from accel.errors import ArgumentError
 from accel.exit_codes import REQUEUE
 from accel.logging import get_logger
 from accel.parallel import choose_strategy
+from accel.parallel.base import Loading
+from accel.parallel.shares import is_split
+from accel.parallel.unwrap import is_compiled_module
 from accel.plugins import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -46,11 +53,12 @@ from accel.plugins import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
+from accel.plugins.deepspeed import DummyOptim, DummyScheduler
 from accel.precision import choose_precision
-from accel.state import AcceleratorState, GradientState, reject_unsupported
+from accel.state import AcceleratorState, GradientState
 from accel.training.accumulation import Window
 from accel.training.compile import compile_regions, compile_regions_in_place, compiles, dynamo
-from accel.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
+from accel.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler, DeepSpeedSchedulerWrapper
 from accel.world.available import is_bitsandbytes_multi_backend_available, is_xpu_available
 
 # An object and whether to move it to the device; None: the default of the `Accelerator`.
@@ -72,16 +80,24 @@ class Accelerator(
     """The object that runs one training script on one process or many.
 
     ``device_placement``: move models and batches to `device`.
-    ``mixed_precision``: ``"no"``, ``"bf16"`` or ``"fp16"``; default: ``ACCELERATE_MIXED_PRECISION``.
-    ``gradient_accumulation_steps``: batches per optimizer step; at 1, ``ACCELERATE_GRADIENT_ACCUMULATION_STEPS``
-        applies.
-    ``gradient_accumulation_plugin``: replaces both.
-    ``fsdp_plugin``: shard models over the processes (`FullyShardedDataParallelPlugin`).
-    ``parallelism_config``: the processes to shard over (`ParallelismConfig`).
+    ``mixed_precision``: ``"no"``, ``"bf16"``, ``"fp16"`` or ``"fp8"``; default: ``ACCELERATE_MIXED_PRECISION``.
+    ``gradient_accumulation_steps``: batches per optimizer step; at 1, those of an earlier `Accelerator` in this
+        process apply, else ``ACCELERATE_GRADIENT_ACCUMULATION_STEPS``.
+    ``gradient_accumulation_plugin``: replaces them.
+    ``deepspeed_plugin``: train by DeepSpeed (`DeepSpeedPlugin`, or a dict of them); default: that of an earlier
+        `Accelerator`, else from the environment if ``ACCELERATE_USE_DEEPSPEED`` is set. ``deepspeed_plugins`` is an
+        alias.
+    ``fsdp_plugin``: shard models over the processes (`FullyShardedDataParallelPlugin`); default: that of an earlier
+        `Accelerator`, else from the environment if ``ACCELERATE_USE_FSDP`` is set.
+    ``megatron_lm_plugin``: replaces ``fsdp_plugin`` and ``parallelism_config`` (`MegatronLMPlugin`); default: that of
+        an earlier `Accelerator`, else from the environment if ``ACCELERATE_USE_MEGATRON_LM`` is set.
+    ``parallelism_config``: the processes to shard over (`ParallelismConfig`); or ``torch_tp_plugin``: its
+        ``tp_size`` alone.
     ``rng_types``: the generators to synchronize over all processes when an epoch begins.
     ``log_with``: the trackers that `log` writes to, by name, instance or class; see `init_trackers`.
     ``kwargs_handlers``: at most one each of `AutocastKwargs`, `DistributedDataParallelKwargs`,
-        `GradScalerKwargs`, `InitProcessGroupKwargs` and `ProfileKwargs`.
+        `GradScalerKwargs`, `InitProcessGroupKwargs`, `ProfileKwargs`, and one recipe of fp8 (`AORecipeKwargs`,
+        `TERecipeKwargs`).
 
     Raises `WorldError` if the environment describes several processes that cannot form one world,
     `PrecisionError` if the device lacks the precision, and `ArgumentError` for any other invalid argument.
@@ -113,14 +129,6 @@ class Accelerator(
         **unknown: Any,
     ) -> None:
         refuse_unknown(unknown, Accelerator.__init__.__annotations__)
-        reject_unsupported(
-            "Accelerator",
-            deepspeed_plugin=deepspeed_plugin,
-            deepspeed_plugins=deepspeed_plugins,
-            megatron_lm_plugin=megatron_lm_plugin,
-            torch_tp_plugin=torch_tp_plugin,
-        )
-        refuse_environment(os.environ)
         handlers = handlers_by_class(kwargs_handlers or ())
         self.device_placement = device_placement
         self.rng_types = rng_types
@@ -135,27 +143,51 @@ class Accelerator(
         self._init_tracking(log_with, files.logging_dir)
         self.dynamo_plugin = dynamo(dynamo_backend, dynamo_plugin)
         options = self.init_handler.to_kwargs() if self.init_handler else {}
-        fsdp_plugin = resolve_fsdp(fsdp_plugin)
-        parallelism_config = resolve_parallelism(parallelism_config, fsdp_plugin)
+        megatron_lm_plugin = resolve_megatron(
+            megatron_lm_plugin,
+            fsdp_plugin=fsdp_plugin,
+            parallelism_config=parallelism_config,
+            torch_tp_plugin=torch_tp_plugin,
+            deepspeed_plugin=deepspeed_plugin or deepspeed_plugins,
+        )
+        engine_plugins = resolve_deepspeed(deepspeed_plugin, deepspeed_plugins)
+        accumulation = resolve_accumulation(gradient_accumulation_plugin, gradient_accumulation_steps, engine_plugins)
+        if megatron_lm_plugin is None:
+            fsdp_plugin = resolve_fsdp(fsdp_plugin)
+            parallelism_config = resolve_parallelism(parallelism_config, torch_tp_plugin)
+        else:
+            fsdp_plugin = megatron_lm_plugin.fsdp_plugin
+            parallelism_config = megatron_lm_plugin.parallelism_config
         if fsdp_plugin is not None:
             options = {**fsdp_plugin.world_options(), **options}
         state = AcceleratorState(
             mixed_precision,
             cpu,
             self.dynamo_plugin,
+            engine_plugins,
             fsdp_plugin=fsdp_plugin,
+            torch_tp_plugin=torch_tp_plugin,
+            megatron_lm_plugin=megatron_lm_plugin,
             parallelism_config=parallelism_config,
             **options,
         )
-        gradient_state = GradientState(resolve_accumulation(gradient_accumulation_plugin, gradient_accumulation_steps))
+        gradient_state = GradientState(accumulation)
+        strategy = choose_strategy(state, {**handlers, **_by_class(state.fsdp_plugin, state.parallelism_config)})
+        if state.megatron_lm_plugin is not None:
+            strategy.max_norm = state.megatron_lm_plugin.gradient_clipping
+        precision_name = "no" if strategy.is_engine else state.mixed_precision
         self._run = Run(
             state=state,
             gradient_state=gradient_state,
-            strategy=choose_strategy(state, {**handlers, **_by_class(state.fsdp_plugin, state.parallelism_config)}),
-            precision=choose_precision(state.mixed_precision, state.device, self.autocast_handler, self.scaler_handler),
+            strategy=strategy,
+            precision=choose_precision(
+                precision_name, state.device, self.autocast_handler, self.scaler_handler, recipe_of(handlers)
+            ),
             window=Window(gradient_state),
             project=files,
         )
+        if torch_tp_plugin is not None and state.device_mesh is not None:
+            torch_tp_plugin.torch_device_mesh = state.device_mesh["tp"]
         self._init_checkpoints()
         self._init_preemption()
 
@@ -175,10 +207,13 @@ class Accelerator(
                 ready[id(item)] = self.prepare_data_loader(item, device_placement=placement)
         ready |= self._prepare_training(
             [(item, placement) for item, placement in pairs if isinstance(item, torch.nn.Module)],
-            [(item, placement) for item, placement in pairs if isinstance(item, torch.optim.Optimizer)],
+            [(item, placement) for item, placement in pairs if isinstance(item, (torch.optim.Optimizer, DummyOptim))],
+            [item for item in args if _is_scheduler(item)],
         )
-        # Schedulers come last: each is joined to the prepared optimizer that holds its own.
-        ready |= {id(item): self.prepare_scheduler(item) for item in args if _is_scheduler(item)}
+        if any(isinstance(item, torch.nn.Module) for item in args):
+            ready |= {
+                id(item): self.strategy.split_loader(ready[id(item)]) for item in args if isinstance(item, DataLoader)
+            }
         prepared = [ready.get(id(item), item) for item in args]
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
@@ -200,7 +235,12 @@ class Accelerator(
         return cast(AcceleratedOptimizer, prepared[id(optimizer)])
 
     def _prepare_training(
-        self, models: Sequence[_WithPlacement], optimizers: Sequence[_WithPlacement], *, evaluation: bool = False
+        self,
+        models: Sequence[_WithPlacement],
+        optimizers: Sequence[_WithPlacement],
+        schedulers: Sequence[Any] = (),
+        *,
+        evaluation: bool = False,
     ) -> dict[int, Any]:
         """Return prepared objects by the `id` of the original.
 
@@ -214,22 +254,35 @@ class Accelerator(
             for optimizer, placement in optimizers
             if prepared[id(optimizer)] is None
         }
+        for optimizer, _ in new_optimizers.values():
+            if not self.strategy.shards_models:
+                _refuse_offloaded(optimizer)
         placed = [self._begin_model(model, placement, evaluation) for model, placement in new_models.values()]
-        wrapped, wrapped_optimizers = self.strategy.prepare(
-            [] if evaluation else placed, [optimizer for optimizer, _ in new_optimizers.values()]
+        # Models that their loading has spread stay as they are, and Trainer prepares them for evaluation only.
+        results = self.strategy.prepare(
+            [model for model in placed if is_split(model)] if evaluation else placed,
+            [optimizer for optimizer, _ in new_optimizers.values()],
+            schedulers,
+            Loading(batch_sizes=self._batch_sizes, split_batches=self.split_batches),
         )
-        for key, model in zip(new_models, placed if evaluation else wrapped, strict=True):
+        for key, model in zip(new_models, placed if evaluation else results.models, strict=True):
             prepared[key] = self._end_model(model)
-            self._run.models.append(prepared[key])
+            if not self.strategy.leaves_out(prepared[key]):
+                self._run.models.append(prepared[key])
             if evaluation:
                 self._run.evaluated.add(prepared[key])
-        for (key, (_, placement)), optimizer in zip(new_optimizers.items(), wrapped_optimizers, strict=True):
+        for (key, (_, placement)), optimizer in zip(new_optimizers.items(), results.optimizers, strict=True):
             placement = self.device_placement if placement is None else placement
-            prepared[key] = AcceleratedOptimizer(
-                optimizer, placement, precision=self.precision, split_groups=self.strategy.split_groups
-            )
+            prepared[key] = AcceleratedOptimizer(optimizer, placement, precision=self.precision, strategy=self.strategy)
             self._run.optimizers.append(prepared[key])
+        # Schedulers come last: each is joined to the prepared optimizer that holds its own.
+        for scheduler, result in zip(schedulers, results.schedulers, strict=True):
+            prepared[id(scheduler)] = self._wrap_scheduler(result)
         return prepared
+
+    @property
+    def _batch_sizes(self) -> list[int]:
+        return [loader.nominal_rows for loader in self._run.loaders if isinstance(loader, PreparedLoader)]
 
     def _known_model(self, model: torch.nn.Module, evaluation: bool) -> torch.nn.Module | None:
         """Return ``model`` as an earlier call prepared it, or None.
@@ -249,7 +302,7 @@ class Accelerator(
     def _known_optimizer(self, optimizer: torch.optim.Optimizer) -> AcceleratedOptimizer | None:
         """Return ``optimizer`` as an earlier call prepared it; register one that another `Accelerator` prepared."""
         for prepared in self._run.optimizers:
-            if optimizer is prepared or optimizer is prepared.optimizer:
+            if optimizer is prepared or _steps(prepared, optimizer):
                 return prepared
         if isinstance(optimizer, AcceleratedOptimizer):
             self._run.optimizers.append(optimizer)
@@ -257,12 +310,14 @@ class Accelerator(
         return None
 
     def _begin_model(self, model: torch.nn.Module, placement: bool | None, evaluation: bool) -> torch.nn.Module:
-        dispatched = self.verify_device_map(model)
+        dispatched = self.verify_device_map(model) or _is_offloaded(model)
         if dispatched and self.use_distributed and not evaluation:
             raise ArgumentError(
-                "prepare: a model that is dispatched over several devices cannot be trained by several processes: "
-                "load it without device_map, or start one process"
+                "prepare: a model that is offloaded, or dispatched over several devices, cannot be trained by several "
+                "processes: load it without device_map, or start one process"
             )
+        if not evaluation:
+            self.precision.convert(model, self.dynamo_plugin.backend != DynamoBackend.NO or is_compiled_module(model))
         is_placed = _is_quantised_in_place(model, self.device) or dispatched
         if not is_placed and (self.device_placement if placement is None else placement):
             model = self.strategy.place(model, evaluation)
@@ -274,15 +329,20 @@ class Accelerator(
 
     def _end_model(self, model: torch.nn.Module) -> torch.nn.Module:
         if compiles(self.dynamo_plugin, model, regions=False):
-            return cast(torch.nn.Module, torch.compile(model, **self.dynamo_plugin.to_kwargs()))
+            return self.strategy.compile(model, **self.dynamo_plugin.to_kwargs())
         return model
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
         """Wrap ``scheduler`` so that it steps when its optimizer did; see `AcceleratedScheduler`."""
-        if not isinstance(scheduler, AcceleratedScheduler):
+        return cast(AcceleratedScheduler, self._prepare_training([], [], [scheduler])[id(scheduler)])
+
+    def _wrap_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
+        if self.strategy.steps_scheduler(scheduler):
+            prepared: AcceleratedScheduler = DeepSpeedSchedulerWrapper(scheduler, self._run.optimizers)
+        elif not isinstance(scheduler, AcceleratedScheduler):
             inner = getattr(scheduler, "optimizer", None)
             matching = [
-                candidate for candidate in self._run.optimizers if inner is candidate or inner is candidate.optimizer
+                candidate for candidate in self._run.optimizers if inner is candidate or _steps(candidate, inner)
             ]
             optimizers = matching or self._run.optimizers
             prepared = AcceleratedScheduler(
@@ -290,7 +350,7 @@ class Accelerator(
                 optimizers,
                 self.step_scheduler_with_optimizer,
                 self.split_batches,
-                shares=self.strategy.data_place[0],
+                shares=self.strategy.batches_at_once,
             )
         else:
             prepared = scheduler
@@ -342,7 +402,9 @@ class Accelerator(
         released: list[Any] = [None] * len(objects)
         del objects
         self._run.forget()
+        self.strategy.release()
         self.step = 0
+        self.sync_gradients = True
         gc.collect()
         if self.device.type in ("cuda", "xpu"):
             getattr(torch, self.device.type).empty_cache()
@@ -366,8 +428,33 @@ def _by_class(*plugins: Any) -> dict[type, Any]:
     return {type(plugin): plugin for plugin in plugins if plugin is not None}
 
 
+def _steps(prepared: AcceleratedOptimizer, optimizer: Any) -> bool:
+    """Return True if ``prepared`` steps ``optimizer``, which an engine's own optimizer may hold."""
+    return optimizer is prepared.optimizer or optimizer is vars(prepared.optimizer).get("optimizer", prepared.optimizer)
+
+
 def _is_scheduler(item: Any) -> bool:
-    return isinstance(item, torch.optim.lr_scheduler.LRScheduler)
+    is_torchs = isinstance(item, (torch.optim.lr_scheduler.LRScheduler, DummyScheduler))
+    return is_torchs or type(item).__module__ == "deepspeed.runtime.lr_schedules"
+
+
+def _is_offloaded(model: torch.nn.Module) -> bool:
+    """Return True if weights of ``model`` are on the host or the disk between forwards."""
+    hooked = [part for part in model.modules() if hasattr(part, "_hf_hook")]
+    if hooked:
+        from accel.big_models.align import has_offloaded_params
+
+        return any(map(has_offloaded_params, hooked))
+    return False
+
+
+def _refuse_offloaded(optimizer: Any) -> None:
+    groups = getattr(optimizer, "param_groups", ())  # a placeholder has none
+    if any(parameter.is_meta for group in groups for parameter in group["params"]):
+        raise ArgumentError(
+            f"prepare: {type(optimizer).__name__} has parameters on the meta device, such as those of an offloaded "
+            "model, which cannot be trained: load the model without offloading it"
+        )
 
 
 def _is_quantised_in_place(model: torch.nn.Module, device: torch.device) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from accel.accelerator.run import Part
 from accel.checkpoint.all_ranks import call_roll, run_on_all_ranks
 from accel.checkpoint.contents import CheckpointContents, Piece
 from accel.checkpoint.durable import reporting_full_disk
-from accel.checkpoint.file_names import CHECKPOINT_PREFIX
-from accel.checkpoint.weights import is_writer, refuse_unsavable, save, save_sharded_weights, save_weights
+from accel.checkpoint.file_names import CHECKPOINT_PREFIX, engine_name
+from accel.checkpoint.weights import is_writer, save, save_weights
 from accel.checkpoint.writer import Checkpoints, Layouts, logger
 from accel.errors import ArgumentError, CheckpointError, one_of
 
@@ -95,7 +96,7 @@ class CheckpointControl(Part):
     def _can_be_saved(self) -> bool:
         """True unless an open accumulation window holds gradients that cannot be saved."""
         window = self._run.window
-        return self.strategy.saves_open_window or not window.is_open or window.state.plugin.sync_each_batch
+        return not window.is_open or self.strategy.can_save_window(window.state.plugin.sync_each_batch)
 
     def save_state(
         self,
@@ -117,7 +118,7 @@ class CheckpointControl(Part):
 
         All processes must call it: if some have not 20 s after the main process, all that do raise `CollectiveError`
         with their ranks. Raises `ArgumentError` in an open accumulation window of a sharded model without
-        ``sync_each_batch``.
+        ``sync_each_batch`` and of an engine (DeepSpeed, megatron-core), and for an engine with ``async_save``.
 
         Raises `CheckpointError`, on every process, if any process cannot write; the call that waits raises a
         background failure. ``save_model_func_kwargs`` have no effect and are named in a warning.
@@ -125,7 +126,13 @@ class CheckpointControl(Part):
         if not self._can_be_saved:
             raise ArgumentError(
                 "save_state in an open accumulation window: a sharded model's gradients cannot be saved. Save where "
-                "accelerator.sync_gradients is true, or pass GradientAccumulationPlugin(sync_each_batch=True)"
+                "accelerator.sync_gradients is true"
+                + ("" if self.strategy.is_engine else ", or pass GradientAccumulationPlugin(sync_each_batch=True)")
+            )
+        if async_save and any(map(self.strategy.saves, self._run.models)):
+            raise ArgumentError(
+                "save_state(async_save=True): DeepSpeed and megatron-core save their models themselves: leave "
+                "async_save out"
             )
         automatic = output_dir is None
         if automatic and not self.project_configuration.automatic_checkpoint_naming:
@@ -151,18 +158,29 @@ class CheckpointControl(Part):
     def _run_save_hooks(self, weights: dict[int, dict[str, Any]], folder: Path) -> Layouts:
         """Fill ``weights`` with the state dicts of the models by number that no hook removes; return the layouts."""
         models, in_shards = self._run.models, self.strategy.keeps_shards
-        states = [self.strategy.model_state(model, full=not in_shards) for model in models]
-        remaining = list(states)
+        states = {
+            number: self.strategy.model_state(model, full=not in_shards)
+            for number, model in enumerate(models)
+            if not self.strategy.saves(model)
+        }
+        remaining = list(states.values())
         for hook in self._save_model_state_pre_hook.values():
             hook(list(models), remaining, str(folder))
-        numbers = {id(state): number for number, state in enumerate(states)}
+        for number, model in enumerate(models):
+            if self.strategy.saves(model):
+                self.strategy.save_engine(folder, engine_name(number))
+        numbers = {id(state): number for number, state in states.items()}
         weights.update({numbers.get(id(state), position): state for position, state in enumerate(remaining)})
         return self._contents(models=models).layouts(weights)
 
     def _collect(self, weights: dict[int, dict[str, Any]], safe: bool) -> list[Piece]:
         contents = self._contents(models=self._run.models, safe=safe)
         in_shards, writes, window = self.strategy.keeps_shards, self._checkpoints.is_writer, self._run.window
-        optimizers = () if in_shards else [self.strategy.optimizer_state(item) for item in self._run.optimizers]
+        optimizers = {
+            number: self.strategy.optimizer_state(item)
+            for number, item in enumerate(() if in_shards else self._run.optimizers)
+            if not self.strategy.saves(item)
+        }
         pieces = list(
             contents.sharded_state(weights, window.is_open, is_writer=writes, every_copy=self._checkpoints.on_each_node)
         )
@@ -253,21 +271,13 @@ class CheckpointControl(Part):
         folder, sharded = Path(save_directory), self.strategy.shards_models
         if sharded:
             call_roll("save_model")
-        streams = safe_serialization and sharded
-        state = self.strategy.model_state(model, full=False) if streams else self._full_state_dict(model)
+        gathers_later = safe_serialization and sharded and not self.strategy.is_engine
+        state = self.strategy.model_state(model, full=False) if gathers_later else self._full_state_dict(model)
         writes = is_writer(self.state, self.project_configuration.save_on_each_node)
 
-        @reporting_full_disk()
-        def write() -> None:
-            if streams:
-                save_sharded_weights(state, folder, max_shard_size, writes)
-                return
-            refuse_unsavable(state, folder, max_shard_size, safe_serialization)
-            if writes:
-                save_weights(state, folder, max_shard_size, safe_serialization)
-
+        write = partial(save_weights, state, folder, max_shard_size, safe_serialization, writes)
         try:
-            run_on_all_ranks(f"saving {folder}", write, alone=not sharded)
+            run_on_all_ranks(f"saving {folder}", reporting_full_disk()(write), alone=not sharded)
         except CheckpointError as error:
             if isinstance(error.__cause__, ArgumentError):  # raised by this process
                 raise error.__cause__ from None

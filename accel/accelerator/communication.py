@@ -10,16 +10,22 @@ import torch
 
 from accel import collectives
 from accel.accelerator.run import Part
-from accel.data.rows import last_counts, own_part, without_repetitions
+from accel.data.rows import last_counts, without_repetitions
 from accel.enums import DistributedType, FP8BackendType
+from accel.errors import ArgumentError
+from accel.fp8_recipes import AORecipeKwargs, FP8RecipeKwargs, TERecipeKwargs
+from accel.plugins.deepspeed import DeepSpeedPlugin
 from accel.plugins.parallelism import ParallelismConfig
 from accel.pytree import collect
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from accel.parallel.deepspeed_engine import DeepSpeedEngineWrapper
+
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+Recipe = TypeVar("Recipe")
 
 
 class ProcessControl(Part):
@@ -79,7 +85,7 @@ class ProcessControl(Part):
 
     @property
     def mixed_precision(self) -> str:
-        """``"no"``, ``"bf16"`` or ``"fp16"``."""
+        """``"no"``, ``"bf16"``, ``"fp16"`` or ``"fp8"``."""
         return self.state.mixed_precision
 
     def wait_for_everyone(self) -> None:
@@ -129,20 +135,31 @@ class ProcessControl(Part):
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather, and drop the samples that were repeated to complete the last round.
 
+        With ``even_batches=False`` nothing is repeated, and a short last round is gathered as it is. Raises
+        `CollectiveError` if a process has no batch in it.
+
         Tensors are gathered as by `gather`. Other data, or everything with ``use_gather_object``, must be lists of
         one object per sample, and are returned as one list in rank order.
         """
-        counts = last_counts(self.gradient_state)
+        loader = self.gradient_state.active_dataloader
+        counts = None if loader is None else last_counts(loader)
+        if counts is not None and len(counts) > self.strategy.data_place[0]:
+            counts = counts[:: self.strategy.copies]  # the main process has sent a part to every process
         leaves: list[Any] = []
         collect(input_data, leaves)
         if use_gather_object or not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
-            local = input_data if counts is None else own_part(input_data, counts, self.strategy.data_place[1])
-            return self.strategy.gather_objects(local)
+            if counts is not None and isinstance(input_data, (list, tuple)):
+                input_data = input_data[: counts[self.strategy.data_place[1]]]
+            return self.strategy.gather_objects(input_data)
+        of_parts = self.strategy.copies > 1 and not any(leaf.ndim for leaf in leaves)
+        if counts is None or loader is None or of_parts:
+            return self.strategy.gather(input_data)
+        sizes = None
+        if not loader.even_batches and len(set(counts)) > 1:
+            sizes = [own_sizes[:: self.strategy.copies] for own_sizes in collectives.sizes_by_process(leaves)]
+            input_data = collectives.pad_across_processes(input_data)
         gathered = self.strategy.gather(input_data)
-        loader = self.gradient_state.active_dataloader
-        if counts is None or loader is None:
-            return gathered
-        return without_repetitions(gathered, counts, loader.last_rows(), loader.nominal_rows)
+        return without_repetitions(gathered, counts, loader.last_rows(), loader.nominal_rows, sizes)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """See `accel.collectives.reduce`; sums by default."""
@@ -169,20 +186,25 @@ class ProcessControl(Part):
 class Dimensions(Part):
     """The device mesh of the run, and Accelerate's properties of features that this version does not have."""
 
-    fp8_enabled = False
-    has_fp8_handler = False
     delayed_fp8_autocast = False
-    fp8_recipe_handler = None
-    ao_recipe_handler = None
-    te_recipe_handler = None
     msamp_recipe_handler = None
     has_lomo_optimizer = False
-    deepspeed_engine_wrapped = None
 
     @property
-    def deepspeed_plugin(self) -> None:
-        """``None``: this version has no DeepSpeed."""
-        return
+    def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
+        """The selected DeepSpeed plug-in; None in a run without DeepSpeed."""
+        return self.state.deepspeed_plugin
+
+    @property
+    def deepspeed_engine_wrapped(self) -> DeepSpeedEngineWrapper | None:
+        """DeepSpeed's engine, with its ``engine`` and ``get_global_grad_norm``; None without one."""
+        engine: DeepSpeedEngineWrapper | None = self.strategy.engine
+        return engine
+
+    @property
+    def deepspeed_config(self) -> dict[str, Any] | None:
+        """The configuration of DeepSpeed's engine; None without one."""
+        return None if self.strategy.engine is None else self.strategy.engine.config
 
     @property
     def parallelism_config(self) -> ParallelismConfig | None:
@@ -209,9 +231,34 @@ class Dimensions(Part):
         return self.is_fsdp2
 
     @property
+    def fp8_enabled(self) -> bool:
+        """True if layers compute in 8 bits."""
+        return self.fp8_backend != FP8BackendType.NO
+
+    @property
     def fp8_backend(self) -> FP8BackendType:
-        """``FP8BackendType.NO``: this version has no fp8."""
-        return FP8BackendType.NO
+        """The library that computes in 8 bits; ``FP8BackendType.NO`` without."""
+        return self.precision.fp8_backend
+
+    @property
+    def has_fp8_handler(self) -> bool:
+        """Alias of `fp8_enabled`: without a recipe, the run has the default one."""
+        return self.fp8_enabled
+
+    @property
+    def fp8_recipe_handler(self) -> FP8RecipeKwargs | None:
+        """The recipe, if it is of the older class for two libraries."""
+        return _instance(self.precision.recipe, FP8RecipeKwargs)
+
+    @property
+    def ao_recipe_handler(self) -> AORecipeKwargs | None:
+        """The recipe of torchao, if that computes in 8 bits."""
+        return _instance(self.precision.recipe, AORecipeKwargs)
+
+    @property
+    def te_recipe_handler(self) -> TERecipeKwargs | None:
+        """The recipe of Transformer Engine, if that computes in 8 bits."""
+        return _instance(self.precision.recipe, TERecipeKwargs)
 
     @property
     def should_save_model(self) -> bool:
@@ -234,8 +281,8 @@ class Dimensions(Part):
 
     @property
     def tensor_parallel_rank(self) -> int:
-        """0: this version has no tensor parallelism."""
-        return 0
+        """This process's part of the layers that tensor parallelism splits; 0 without it."""
+        return self._rank("tp")
 
     @property
     def pipeline_parallel_rank(self) -> int:
@@ -244,9 +291,23 @@ class Dimensions(Part):
 
     @property
     def context_parallel_rank(self) -> int:
-        """0: this version has no context parallelism."""
-        return 0
+        """This process's part of a sequence in `maybe_context_parallel`; 0 without it."""
+        return self._rank("cp")
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: Any) -> Any:
-        """Return ``dl`` unchanged: this version has no sequence parallelism."""
-        return dl
+        """Return this process's parts of the batches of ``dl``; without ``sp_size``, ``dl`` itself.
+
+        ``dl``: a loader that was prepared apart from ``model``, which must be prepared before this. Raises
+        `ArgumentError` with ``sp_size`` and no DeepSpeed.
+        """
+        config = self.parallelism_config
+        if config is not None and config.sp_enabled and self.deepspeed_plugin is None:
+            raise ArgumentError(
+                "deepspeed_ulysses_dl_adapter: sp_size is DeepSpeed's only with a deepspeed_plugin: pass one, or cut "
+                "batches by maybe_context_parallel"
+            )
+        return self.strategy.split_loader(dl)
+
+
+def _instance(recipe: Any, kind: type[Recipe]) -> Recipe | None:
+    return recipe if isinstance(recipe, kind) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
@@ -42,6 +43,15 @@ class Run:
         """Drop all prepared and registered objects."""
         self.models, self.optimizers, self.schedulers = [], [], []
         self.loaders, self.registered, self.evaluated = [], [], WeakSet()
+
+
+def _run_list(name: str) -> Any:
+    """Return a property for a list of the run."""
+
+    def replace(part: Part, values: Iterable[Any]) -> None:
+        getattr(part._run, name)[:] = values
+
+    return property(lambda part: getattr(part._run, name), replace)
 
 
 class Part:
@@ -86,24 +96,10 @@ class Part:
     def project_configuration(self, project: ProjectConfiguration) -> None:
         self._run.project = project
 
-    # Accelerate's names, which scripts read.
+    # Accelerate's names, which scripts read and set.
 
-    @property
-    def _models(self) -> list[torch.nn.Module]:
-        return self._run.models
-
-    @property
-    def _optimizers(self) -> list[AcceleratedOptimizer]:
-        return self._run.optimizers
-
-    @property
-    def _schedulers(self) -> list[AcceleratedScheduler]:
-        return self._run.schedulers
-
-    @property
-    def _dataloaders(self) -> list[DataLoader[Any]]:
-        return self._run.loaders
-
-    @property
-    def _custom_objects(self) -> list[Any]:
-        return self._run.registered
+    _models = _run_list("models")
+    _optimizers = _run_list("optimizers")
+    _schedulers = _run_list("schedulers")
+    _dataloaders = _run_list("loaders")
+    _custom_objects = _run_list("registered")

@@ -15,6 +15,9 @@ from accel.data.loader import PreparedLoader
 from accel.data.prepare import prepare_data_loader, skip_first_batches
 from accel.errors import ArgumentError, StateError
 from accel.parallel import sync_in_backward
+from accel.parallel.context import split_sequences
+from accel.parallel.parts import Gathered, Ulysses
+from accel.parallel.ring import Ring
 from accel.parallel.unwrap import extract_model_from_parallel
 from accel.plugins import AutocastKwargs, DataLoaderConfiguration
 from accel.precision.amp import LowPrecision
@@ -75,7 +78,7 @@ class LoadingControl(Part):
         config = self.dataloader_config
         device: torch.device = self.state.device
         prepared = prepare_data_loader(
-            data_loader,
+            self.strategy.adapt_loader(data_loader),
             device,
             *self.strategy.data_place,
             split_batches=config.split_batches,
@@ -89,6 +92,8 @@ class LoadingControl(Part):
             non_blocking=config.non_blocking,
             use_stateful_dataloader=config.use_stateful_dataloader,
             already_sharded=config.already_sharded,
+            torch_device_mesh=self.state.device_mesh,
+            copies=self.strategy.copies,
         )
         if all(candidate is not prepared for candidate in self._run.loaders):
             self._run.loaders.append(prepared)
@@ -107,8 +112,13 @@ class TrainingControl(Part):
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        """The gradient scaler; ``None`` without fp16."""
+        """The gradient scaler; ``None`` without fp16. A script may set its own, or none."""
         return self.precision.scaler
+
+    @scaler.setter
+    def scaler(self, scaler: torch.amp.GradScaler | None) -> None:
+        self.precision.finish_pending()
+        self.precision.scaler = scaler
 
     @property
     def native_amp(self) -> bool:
@@ -125,7 +135,6 @@ class TrainingControl(Part):
         if not isinstance(steps, int) or steps < 1:
             raise ArgumentError(f"gradient accumulation steps must be a positive integer, got {steps!r}")
         self.gradient_state.plugin.num_steps = steps
-        self._run.window.length = steps
 
     @property
     def sync_gradients(self) -> bool:
@@ -199,14 +208,13 @@ class TrainingControl(Part):
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Compute gradients of ``loss``, divided by the number of batches in an accumulation window.
 
+        That is the number in the current window within `accumulate`, and `gradient_accumulation_steps` elsewhere.
         ``kwargs`` are those of `torch.Tensor.backward`. Raises `ArgumentError` for a ``learning_rate``.
         """
         if "learning_rate" in kwargs:
             self.lomo_backward(loss, kwargs["learning_rate"])
         length = self._run.window.length
-        self.precision.backward(loss if length == 1 else loss / length, **kwargs)
-        if self.sync_gradients:
-            self.strategy.after_backward()
+        self.strategy.backward(loss, length, self.sync_gradients, self.precision, **kwargs)
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
         """Raise `ArgumentError`: this version has no LOMO optimizers, which step inside the backward pass."""
@@ -267,8 +275,18 @@ class TrainingControl(Part):
         buffer_seq_dims: list[int] | None = None,
         no_restore_buffers: set[torch.Tensor] | None = None,
     ) -> AbstractContextManager[None]:
-        """Return a context manager without effect: this version has no context parallelism."""
-        return nullcontext()
+        """Return a context manager that cuts ``buffers`` to this process's part, with ``cp_size`` or ``sp_size`` > 1.
+
+        ``buffer_seq_dims``: the dimension of the sequence in each. ``no_restore_buffers`` stay cut afterwards.
+        Attention in the block is to the whole sequence: call the model and `backward` in it.
+        """
+        mesh, config = self.state.device_mesh, self.state.parallelism_config
+        if mesh is None or config is None or not (config.cp_enabled or config.sp_enabled):
+            return nullcontext()
+        by_ring = config.cp_enabled and config.cp_handler.cp_comm_strategy == "alltoall"
+        kind = Ring if by_ring else Gathered
+        region = kind(mesh["cp"]) if config.cp_enabled else Ulysses(mesh["sp"])
+        return split_sequences(region, self._run.models, buffers or (), buffer_seq_dims or (), no_restore_buffers or ())
 
 
 @contextmanager

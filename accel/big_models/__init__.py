@@ -26,6 +26,7 @@ _NAMES_IN = {
     "load_offloaded_weights",
     "module_tensors": "check_tied_parameters_in_config find_tied_parameters get_non_persistent_buffers "
     "id_tensor_storage named_module_tensors retie_parameters set_module_tensor_to_device",
+    "quantised": "load_and_quantize_model",
     "offload": "OffloadedWeightsLoader PrefixedDataset extract_submodules_state_dict load_offloaded_weight "
     "offload_state_dict offload_weight save_offload_index",
     "checkpoint_shards": "load_state_dict",
@@ -82,6 +83,7 @@ __all__ = [
     "infer_auto_device_map",
     "init_empty_weights",
     "init_on_device",
+    "load_and_quantize_model",
     "load_checkpoint_and_dispatch",
     "load_checkpoint_in_model",
     "load_offloaded_weight",
@@ -164,6 +166,7 @@ if TYPE_CHECKING:
         offload_weight,
         save_offload_index,
     )
+    from accel.big_models.quantised import load_and_quantize_model
     from accel.big_models.sizes import (
         Estimate,
         calculate_maximum_sizes,

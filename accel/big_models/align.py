@@ -18,6 +18,7 @@ from accel.big_models.module_tensors import (
     named_module_tensors,
     owner_of,
     replacement,
+    scales_name,
     set_module_tensor_to_device,
     tensor_named,
 )
@@ -147,9 +148,9 @@ class AlignDevicesHook(ModelHook):
 
     def _statistics(self, name: str, value: torch.Tensor | None) -> torch.Tensor | None:
         """Return the scales that bitsandbytes keeps for an int8 weight."""
-        if value is None or value.dtype != torch.int8 or "weight" not in name or self.weights_map is None:
+        if value is None or value.dtype != torch.int8 or self.weights_map is None:
             return None
-        return self.weights_map.get(name.replace("weight", "SCB"))
+        return self.weights_map.get(scales_name(name))
 
     @not_compiled
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -222,8 +223,8 @@ class AlignDevicesHook(ModelHook):
 
 def _forget_quantised_state(module: Any) -> None:
     if type(module).__name__ == "Linear8bitLt":
-        module.state.SCB = None
-        module.state.CxB = None
+        for name in ("CB", "SCB", "CxB"):  # the last: before bitsandbytes 0.45
+            setattr(module.state, name, None)
 
 
 def offloading_hook(module: nn.Module) -> AlignDevicesHook | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ import torch
 from accel.big_models.device_map import device_of
 from accel.big_models.devices import CPU, Device, as_device
 from accel.errors import CheckpointError
-from accel.tensor_files import SafetensorsFile, StoredTensor, read_object
+from accel.tensor_files import SafetensorsFile, StoredTensor, read_index, read_object
 
 # In order of preference: safetensors, which can hold no code, is loaded if a folder has both.
 _SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
@@ -53,6 +52,11 @@ class CheckpointFiles:
                     raise CheckpointError(f"{path} lacks {first_few(missing)}, which the index lists for it")
             yield shard
 
+    def get(self, name: str) -> torch.Tensor:
+        """Return the tensor ``name``, one of `names`, from its file."""
+        paths = self.paths if self.file_of is None else (self.file_of[name],)
+        return next(shard.get(name) for shard in map(open_shard, paths) if name in shard.names())
+
     def names(self) -> list[str]:
         """Return the names of all tensors."""
         if self.file_of is not None:
@@ -83,15 +87,7 @@ def find_files(checkpoint: str | os.PathLike[str]) -> CheckpointFiles:
 
 
 def _read_index(path: Path) -> CheckpointFiles:
-    try:
-        index = json.loads(path.read_text(encoding="utf-8"))
-        weight_map = index.get("weight_map", index)
-        file_of = {str(name): path.parent / file for name, file in weight_map.items()}
-    except (OSError, ValueError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"{path} is not a checkpoint index: {error}") from error
-    foreign_name = next((file for file in weight_map.values() if os.path.basename(file) != file), None)
-    if foreign_name is not None:
-        raise CheckpointError(f"{path} names {foreign_name!r}, which is not in its folder")
+    file_of = read_index(path)
     paths = sorted(set(file_of.values()))
     missing = [file.name for file in paths if not file.is_file()]
     if missing:

@@ -32,7 +32,7 @@ from accel.big_models.offload import (
     offload_state_dict,
     read_offload_index,
 )
-from accel.big_models.sizes import direct_parts
+from accel.big_models.sizes import Dtype, direct_parts
 from accel.errors import ArgumentError, CheckpointError, StateError, one_of
 
 logger = logging.getLogger(__name__)
@@ -310,13 +310,8 @@ def load_checkpoint_and_dispatch(
     ``"balanced_low_0"`` (leave the first as empty as possible) and ``"sequential"`` (fill one after the other).
     """
     if isinstance(device_map, str):
-        device_map = _infer_map(
-            one_of(device_map, _STRATEGIES, source="device_map"),
-            model,
-            max_memory,
-            no_split_module_classes,
-            dtype,
-            offload_buffers,
+        device_map = infer_map(
+            device_map, model, max_memory, no_split_module_classes, dtype, offload_buffers=offload_buffers
         )
     load_checkpoint_in_model(
         model,
@@ -342,14 +337,18 @@ def load_checkpoint_and_dispatch(
     )
 
 
-def _infer_map(
+def infer_map(
     strategy: str,
     model: nn.Module,
     max_memory: MaxMemory | None,
     no_split: Collection[str] | None,
-    dtype: str | torch.dtype | None,
-    offload_buffers: bool,
+    dtype: Dtype | None,
+    *,
+    special_dtypes: Mapping[str, Dtype] | None = None,
+    offload_buffers: bool = False,
 ) -> dict[str, int | str]:
+    """Infer a device map by a strategy of `load_checkpoint_and_dispatch`. Raises `ArgumentError` for another name."""
+    one_of(strategy, _STRATEGIES, source="device_map")
     if strategy != "sequential":
         max_memory = dict(
             get_balanced_memory(
@@ -357,6 +356,7 @@ def _infer_map(
                 max_memory=max_memory,
                 no_split_module_classes=no_split,
                 dtype=dtype,
+                special_dtypes=special_dtypes,
                 low_zero=strategy == "balanced_low_0",
             )
         )
@@ -365,5 +365,6 @@ def _infer_map(
         max_memory=max_memory,
         no_split_module_classes=no_split,
         dtype=dtype,
+        special_dtypes=special_dtypes,
         offload_buffers=offload_buffers,
     )

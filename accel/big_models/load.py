@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,17 @@ from torch import nn
 from accel.big_models.align import align_module_device, has_offloaded_params
 from accel.big_models.checkpoint_shards import CheckpointFiles, Shard, find_files, first_few, in_memory, offload_entry
 from accel.big_models.device_map import check_tied_parameters_on_same_device, device_of, warn_if_untied
-from accel.big_models.devices import CPU, META, Device, as_device, dtype_named
+from accel.big_models.devices import CPU, META, Device, accelerator_type, as_device, dtype_named
 from accel.big_models.module_tensors import (
+    SCALES,
     find_tied_parameters,
     is_real,
+    like_parameter,
+    owner_of,
+    quantises_on_move,
+    replacement,
     retie_parameters,
+    scales_name,
     set_module_tensor_to_device,
     tensor_named,
 )
@@ -28,6 +34,7 @@ from accel.big_models.offload import (
     WeightFiles,
     alias_weight,
     load_offloaded_weight,
+    offload_weight,
     save_offload_index,
 )
 from accel.errors import ArgumentError, CheckpointError, nearest
@@ -35,7 +42,6 @@ from accel.errors import ArgumentError, CheckpointError, nearest
 logger = logging.getLogger(__name__)
 
 _BATCH = 1 << 27  # bytes
-_STATISTICS = "SCB"  # bitsandbytes' scales of an int8 weight
 
 
 def load_checkpoint_in_model(
@@ -67,13 +73,12 @@ def load_checkpoint_in_model(
     - ``offload_buffers``: offload buffers of modules on ``"disk"`` too.
     - ``broadcast_from_rank0``: only process 0 reads; ``full_state_dict`` is for models whose parameters are
       sharded.
-    - ``offload_state_dict``: no effect, as a whole file is never in memory.
+    - ``offload_state_dict``: no effect, as a whole file is never in memory. ``offload_8bit_bnb``: no effect, as
+      weights of layers of bitsandbytes are quantised, or are in the checkpoint already.
 
     Raises `CheckpointError` for a checkpoint that is missing, damaged, or shares no name with the model, and for
     a weight of another shape; `ArgumentError` for a device map that omits a weight.
     """
-    if offload_8bit_bnb:
-        raise ArgumentError("offload_8bit_bnb: accel does not quantise. Load the model through transformers")
     on_disk = device_map is not None and "disk" in device_map.values()
     if on_disk and offload_folder is None:
         raise ArgumentError("device_map has 'disk': pass offload_folder for the index of the weights there")
@@ -90,6 +95,7 @@ def load_checkpoint_in_model(
     common_names = _check_names(model, files.names(), ties, checkpoint, strict)
     placer = _WeightPlacer(
         model=model,
+        files=files,
         device_map=device_map,
         folder=None if not on_disk or offload_folder is None else Path(offload_folder),
         dtype=dtype_named(dtype),
@@ -110,6 +116,7 @@ class _WeightPlacer:
         self,
         *,
         model: nn.Module,
+        files: CheckpointFiles,
         device_map: Mapping[str, Device] | None,
         folder: Path | None,
         dtype: torch.dtype | None,
@@ -117,6 +124,9 @@ class _WeightPlacer:
         in_fp32: Collection[str],
     ) -> None:
         self._model = model
+        self._checkpoint = files
+        self._names = set(files.names())
+        self._parts_4bit = _parts_4bit(self._names)
         self._map = device_map
         self._folder = folder
         self._dtype = dtype
@@ -133,6 +143,11 @@ class _WeightPlacer:
         if old is None:
             raise CheckpointError(f"{shard.path} holds {name}, which is None in {type(self._model).__name__}")
         value = shard.get(name)
+        self._placed_names.append(name)
+        state = self._quant_state(name)
+        if state:
+            self._place_4bit(name, old, in_memory(value), state)
+            return
         if old.shape != value.shape and not hasattr(old, "quant_state"):
             saved, shape = tuple(value.shape), tuple(old.shape)
             raise CheckpointError(
@@ -144,8 +159,21 @@ class _WeightPlacer:
             self._to_disk(shard, name, value, dtype)
         else:
             target = CPU if device == "disk" else as_device(device)
-            self._to_device(shard, name, value, dtype, target)
-        self._placed_names.append(name)
+            self._to_device(name, value, dtype, target)
+
+    def _quant_state(self, name: str) -> dict[str, torch.Tensor]:
+        """Return what bitsandbytes saves beside a weight in 4 bits; empty for other weights."""
+        keys = self._parts_4bit.get(name, ())
+        return {key: in_memory(self._checkpoint.get(key)) for key in keys}
+
+    def _place_4bit(self, name: str, old: Any, value: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
+        device = self._device_for(name, old)
+        if not hasattr(old, "quant_state"):
+            raise CheckpointError(f"the checkpoint has {name} in 4 bits: load it with load_and_quantize_model")
+        if device == "disk":
+            raise ArgumentError(f"device_map puts {name} on 'disk', where weights in 4 bits cannot be")
+        owner, key = owner_of(self._model, name)
+        owner._parameters[key] = type(old).from_prequantized(value, state, device=as_device(device), module=owner)
 
     def _type_of(self, name: str, old: torch.Tensor, value: torch.Tensor) -> torch.dtype:
         if self._dtype is None:
@@ -163,19 +191,25 @@ class _WeightPlacer:
             raise ArgumentError(f"device_map has no device for {name}{nearest(name, self._map)}")
         return device
 
-    def _to_device(
-        self, shard: Shard, name: str, value: torch.Tensor, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def _to_device(self, name: str, value: torch.Tensor, dtype: torch.dtype, device: torch.device) -> None:
+        scales = self._scales(name, value)
         value = in_memory(value, device, dtype)
-        statistics = None
-        if value.dtype == torch.int8 and "weight" in name:
-            scales = name.replace("weight", _STATISTICS)
-            statistics = shard.get(scales) if scales in shard.names() else None
         set_module_tensor_to_device(
-            self._model, name, device, value=value, dtype=dtype, fp16_statistics=statistics, clear_cache=False
+            self._model, name, device, value=value, dtype=dtype, fp16_statistics=scales, clear_cache=False
         )
 
+    def _scales(self, name: str, value: torch.Tensor) -> torch.Tensor | None:
+        """Return the scales of a weight that the checkpoint has in int8."""
+        saved = value.dtype == torch.int8 and scales_name(name) in self._names
+        return in_memory(self._checkpoint.get(scales_name(name))) if saved else None
+
     def _to_disk(self, shard: Shard, name: str, value: torch.Tensor, dtype: torch.dtype) -> None:
+        old = tensor_named(self._model, name)
+        if old is not None and quantises_on_move(old):
+            assert self._folder is not None
+            scales = self._scales(name, value)
+            quantize_and_offload_8bit(self._model, in_memory(value), name, dtype, self._folder, self._index, scales)
+            return
         entry = offload_entry(shard, name) if value.dtype == dtype else None
         if entry is None:
             self._index[name] = self._files.write(in_memory(value), name, dtype)
@@ -227,7 +261,7 @@ def _check_names(
         )
     covered = common_names | {name for group in ties if common_names & set(group) for name in group}
     missing = [name for name in expected if name not in covered]
-    unexpected = [name for name in present if name not in common_names and not name.endswith(_STATISTICS)]
+    unexpected = [name for name in present if name not in common_names and not _is_quantised_part(name, common_names)]
     lines = []
     if missing:
         lines.append(f"lacks {first_few(missing)}")
@@ -238,6 +272,21 @@ def _check_names(
     if lines:
         logger.warning("%s %s", checkpoint, "; it ".join(lines))
     return common_names
+
+
+def _is_quantised_part(name: str, weights: Collection[str]) -> bool:
+    """Return True for what bitsandbytes saves beside a weight: scales, or the state of one in 4 bits."""
+    return name.endswith((SCALES, "weight_format")) or any(weight in weights for weight in _parts_4bit([name]))
+
+
+def _parts_4bit(names: Iterable[str]) -> dict[str, list[str]]:
+    """Map each weight in 4 bits to the names of its further tensors, such as its scales."""
+    parts: dict[str, list[str]] = {}
+    for name in names:
+        layer, separator, _ = name.rpartition("weight.")
+        if separator:
+            parts.setdefault(f"{layer}weight", []).append(name)
+    return parts
 
 
 def _is_sharded(model: nn.Module) -> bool:
@@ -303,16 +352,44 @@ def _batches(files: CheckpointFiles, names: Collection[str]) -> Iterator[dict[st
 def load_offloaded_weights(model: nn.Module, index: Index | None, offload_folder: str | os.PathLike[str]) -> None:
     """Load the weights in ``index`` from the files in ``offload_folder`` into ``model``, on the host."""
     for name, entry in (index or {}).items():
-        if name.endswith(_STATISTICS):
+        if name.endswith(SCALES):
             continue
         value = load_offloaded_weight(os.path.join(offload_folder, f"{name}.dat"), entry)
-        scales = name.replace("weight", _STATISTICS)
+        scales = scales_name(name)
         statistics = None
-        if scales != name and index is not None and scales in index:
+        if value.dtype == torch.int8 and index is not None and scales in index:
             statistics = load_offloaded_weight(os.path.join(offload_folder, f"{scales}.dat"), index[scales])
         set_module_tensor_to_device(
             model, name, CPU, value=in_memory(value, CPU), fp16_statistics=statistics, clear_cache=False
         )
+
+
+def quantize_and_offload_8bit(
+    model: nn.Module,
+    param: torch.Tensor,
+    param_name: str,
+    new_dtype: torch.dtype | None,
+    offload_folder: str | os.PathLike[str],
+    offload_index: Index,
+    fp16_statistics: torch.Tensor | None,
+) -> None:
+    """Write the int8 weight ``param_name`` of a layer of bitsandbytes and its scales to ``offload_folder``.
+
+    ``param`` is quantised first, as ``new_dtype``, unless ``fp16_statistics`` has its scales. Both get entries in
+    ``offload_index``; the model's weight is on the meta device afterwards. Raises `ArgumentError` for another layer.
+    """
+    owner, key = owner_of(model, param_name)
+    old: Any = owner._parameters.get(key)
+    if not hasattr(old, SCALES):
+        raise ArgumentError(f"{param_name} cannot be offloaded: it is no weight of an 8-bit layer of bitsandbytes")
+    data: Any = param
+    if fp16_statistics is None:
+        data = replacement(old, as_device(accelerator_type() or CPU), param, new_dtype, name=param_name)
+        fp16_statistics = data.SCB
+    assert fp16_statistics is not None
+    offload_weight(data.detach().cpu(), param_name, offload_folder, offload_index)
+    offload_weight(fp16_statistics.cpu(), scales_name(param_name), offload_folder, offload_index)
+    owner._parameters[key] = like_parameter(old, torch.empty_like(data, device=META))
 
 
 # The complete state dict of a model with offloaded weights.

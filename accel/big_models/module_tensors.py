@@ -12,6 +12,7 @@ from torch import nn
 from accel.big_models.devices import META, Device, as_device, check_device_same, dtype_named
 from accel.errors import ArgumentError, nearest
 
+SCALES = "SCB"
 TiedParams = dict[int, dict[torch.device, torch.Tensor]]
 
 
@@ -209,7 +210,7 @@ def replacement(
     non_blocking: bool = False,
 ) -> torch.Tensor:
     """Return ``value`` on ``target`` as a replacement for ``old``; see `set_module_tensor_to_device`."""
-    quantised = _quantises_on_move(old)
+    quantised = quantises_on_move(old)
     if old.shape != value.shape and not quantised:
         raise ArgumentError(f"{name} has shape {tuple(old.shape)}, but its new value has {tuple(value.shape)}")
     if dtype is None:
@@ -227,9 +228,14 @@ def is_real(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _quantises_on_move(old: torch.Tensor) -> bool:
+def quantises_on_move(old: torch.Tensor) -> bool:
     """Return True for parameter classes (those of bitsandbytes) that quantize when moved to an accelerator."""
     return issubclass(type(old), nn.Parameter) and type(old).to is not torch.Tensor.to
+
+
+def scales_name(weight_name: str) -> str:
+    """Return the name under which bitsandbytes saves the scales of an int8 weight."""
+    return f"{weight_name.rpartition('weight')[0]}{SCALES}"
 
 
 def _quantised(old: torch.Tensor, value: torch.Tensor, target: torch.device) -> torch.Tensor:

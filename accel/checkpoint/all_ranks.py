@@ -9,8 +9,10 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from accel import collectives
 from accel.errors import AccelError, CheckpointError, CollectiveError
 from accel.state import PartialState
+from accel.world.process_group import new_group
 
 Result = TypeVar("Result")
 _PATIENCE = timedelta(seconds=20)
@@ -32,22 +34,13 @@ def run_on_all_ranks(
     except Exception as error:
         cause = error
         result = None, str(error) if isinstance(error, AccelError) else f"{type(error).__name__}: {error}"
-    gathered: list[Any] = [result] if alone else _all_gather(result, group)
+    gathered: list[Any] = [result] if alone else collectives.all_objects(result, group=group)
     failed = [(rank, message) for rank, (_, message) in enumerate(gathered) if message is not None]
     if failed:
         rank, message = failed[0]
         location = f"process {rank}: " if len(gathered) > 1 else ""
         raise CheckpointError(f"{operation}: {location}{message}") from cause
     return [value for value, _ in gathered]
-
-
-def _all_gather(value: Any, group: Any) -> list[Any]:
-    state = PartialState()
-    if not state.use_distributed:
-        return [value]
-    gathered: list[Any] = [None] * state.num_processes
-    dist.all_gather_object(gathered, value, group=group)
-    return gathered
 
 
 def call_roll(operation: str) -> None:
@@ -101,4 +94,4 @@ def new_gloo_group() -> Any:
 
     All processes must call it. Its collectives never mix with those of the default group.
     """
-    return dist.new_group(backend="gloo") if PartialState().use_distributed else None
+    return new_group(backend="gloo") if PartialState().use_distributed else None

@@ -15,6 +15,7 @@ import torch
 from accel.checkpoint.tensors import identity
 from accel.host_memory import HostMemory
 from accel.logging import get_logger
+from accel.pytree import tensors
 
 logger = get_logger(__name__)
 
@@ -23,7 +24,6 @@ logger = get_logger(__name__)
 _PIECE = 8 << 20
 _ALIGNMENT = 64
 _COPIERS = 4
-_PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.Size, torch.dtype, torch.device)
 
 
 class Staging:
@@ -38,29 +38,23 @@ class Staging:
 
         Tensors that share memory still do. The previous copy is overwritten.
         """
-        tensors: dict[Any, torch.Tensor] = {}
-        _rebuild(value, lambda tensor: tensors.setdefault(_identity(tensor), tensor))
+        originals = tensors(value)
+        plain = {identity(tensor): tensor for tensor in originals if _is_plain(tensor)}
         offsets, end = {}, 0
-        for key, tensor in tensors.items():
-            if _is_plain(tensor):
-                offsets[key] = end
-                end += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
-        self._reserve(end)
-        copies = {
-            key: self._view(offsets[key], tensor) if key in offsets else tensor.detach().clone().cpu()
-            for key, tensor in tensors.items()
-        }
-        _fill([(copies[key], tensors[key]) for key in offsets])
-        return _rebuild(value, lambda tensor: copies[_identity(tensor)])
+        for key, tensor in plain.items():
+            offsets[key] = end
+            end += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
+        if end > self._memory.bytes.numel():
+            self._memory.free()
+            self._memory = HostMemory(end, self._device)
+        copies = {key: self._view(offsets[key], tensor) for key, tensor in plain.items()}
+        _fill([(copies[key], tensor) for key, tensor in plain.items()])
+        by_id = {id(item): copies[identity(item)] if _is_plain(item) else _copy_of_other(item) for item in originals}
+        return copy.deepcopy(value, by_id)
 
     def free(self) -> None:
         """Release the buffer; copies that are still referenced keep theirs."""
         self._memory.free()
-
-    def _reserve(self, size: int) -> None:
-        if size > self._memory.bytes.numel():
-            self._memory.free()
-            self._memory = HostMemory(size, self._device)
 
     def _view(self, offset: int, tensor: torch.Tensor) -> torch.Tensor:
         # Each tensor has its own storage: `torch.save` writes complete storages.
@@ -69,32 +63,12 @@ class Staging:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_quantized and tensor.numel() > 0
+    strided = tensor.layout is torch.strided and not tensor.is_quantized
+    return strided and not tensor.is_meta and tensor.numel() > 0
 
 
-def _identity(tensor: torch.Tensor) -> Any:
-    return identity(tensor) if _is_plain(tensor) else id(tensor)
-
-
-def _rebuild(value: Any, replace: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value if value.is_meta else replace(value)
-    if isinstance(value, _PLAIN):
-        return value
-    if isinstance(value, dict):
-        rebuilt = copy.copy(value)
-        vars_of = getattr(value, "__dict__", None)
-        if vars_of:
-            rebuilt.__dict__.update(vars_of)  # `_metadata` of a module's state dict
-        for key, item in value.items():
-            rebuilt[key] = _rebuild(item, replace)
-        return rebuilt
-    if type(value) is list:
-        return [_rebuild(item, replace) for item in value]
-    if isinstance(value, tuple):
-        items = [_rebuild(item, replace) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    return copy.deepcopy(value)
+def _copy_of_other(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.is_meta else tensor.detach().clone().cpu()
 
 
 def _fill(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -7,7 +7,10 @@ A process writes one safetensors file, ``chunks/node_<node>/rank_<rank>.safetens
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import lru_cache, partial
+from itertools import compress
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -16,7 +19,7 @@ from torch import nn
 
 from accel.checkpoint.file_names import rank_of_chunks
 from accel.errors import CheckpointError
-from accel.parallel.shares import count_versions, is_sharded
+from accel.parallel.shares import count_versions, is_sharded, share
 from accel.pytree import join_tensors, leaves, meta_tensors, split_tensors
 from accel.state import PartialState
 from accel.tensor_files import SafetensorsFile, cut
@@ -33,13 +36,26 @@ def local_offset(name: str, tensor: Any) -> tuple[Dims, torch.Tensor]:
     """
     if not is_sharded(tensor):
         return (0,) * tensor.ndim, tensor
-    placement = next((p for p in tensor.placements if type(p).__name__ not in ("Shard", "Replicate")), None)
-    if placement is not None:
-        raise CheckpointError(f"{name} is placed as {placement}: checkpoints hold only Shard and Replicate")
+    for dim, placement in enumerate(tensor.placements):
+        if type(placement).__name__ not in ("Shard", "Replicate") and not _is_cut_again(tensor, dim, placement):
+            raise CheckpointError(f"{name} is placed as {placement}: checkpoints hold only Shard and Replicate")
+    return _global_offset(tensor.shape, tensor.device_mesh, tensor.placements), share(tensor)
+
+
+def _is_cut_again(tensor: Any, dim: int, placement: Any) -> bool:
+    """Return True for the placement of `fully_shard` that cuts, in the mesh's ``dim``, shards of tensor parallelism."""
+    sizes, placements = tensor.device_mesh.shape[dim + 1 :], tensor.placements[dim + 1 :]
+    if type(placement).__name__ != "_StridedShard":
+        return False
+    pieces = math.prod(size for size, other in zip(sizes, placements, strict=True) if other.is_shard(placement.dim))
+    return bool(placement.split_factor == pieces)
+
+
+@lru_cache(maxsize=256)  # many tensors of a model have the same shape, and torch takes 0.1 ms
+def _global_offset(shape: Dims, mesh: Any, placements: tuple[Any, ...]) -> Dims:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple(offset), tensor.to_local()
+    return tuple(compute_local_shape_and_global_offset(shape, mesh, placements)[1])
 
 
 def own_name(name: str, versions: int) -> str:
@@ -72,10 +88,10 @@ def chunks_to_write(
 
 
 def _is_first_copy(tensor: Any) -> bool:
-    coordinates = tensor.device_mesh.get_coordinate()
-    return not any(
-        index for index, placement in zip(coordinates, tensor.placements, strict=True) if placement.is_replicate()
-    )
+    """Return True for the shard of process 0's mesh that is first where it is replicated."""
+    mesh = tensor.device_mesh
+    replicated = [placement.is_replicate() for placement in tensor.placements]
+    return 0 in mesh.mesh and not any(compress(mesh.get_coordinate(), replicated))
 
 
 class Chunks:
@@ -145,8 +161,8 @@ class Chunks:
             tensors[name] = buffers[id(first)]
         return tensors
 
-    def check(self, name: str, tensor: torch.Tensor) -> list[tuple[torch.Tensor, Any, tuple[slice, ...]]]:
-        """Return each part of ``tensor`` on this process, the chunk that holds it, and its place there.
+    def plan(self, name: str, tensor: torch.Tensor) -> Callable[[], None]:
+        """Return a function that copies what was saved under ``name`` to this process's part of ``tensor``.
 
         Raises `CheckpointError` if the full shapes differ or chunks of this process's part are missing.
         """
@@ -167,13 +183,11 @@ class Chunks:
             raise CheckpointError(
                 f"{self.folder}: {missing} elements of {name} are missing{self._missing_ranks_hint()}"
             )
-        return parts
+        return partial(_copy, parts)
 
-    @torch.no_grad()
     def fill(self, name: str, tensor: torch.Tensor) -> None:
-        """Copy what was saved under ``name`` to this process's part of ``tensor``. Raises as `check` does."""
-        for target, data, place in self.check(name, tensor):
-            target.copy_(cut(data if isinstance(data, torch.Tensor) else data.open(), place))
+        """Do at once what `plan` plans."""
+        self.plan(name, tensor)()
 
     def _missing_ranks_hint(self) -> str:
         parts = [name.split("/") for name in self._files]
@@ -185,6 +199,13 @@ class Chunks:
             f": it has only the chunks of rank {', '.join(map(str, ranks))} on node {', '.join(nodes)}. Load it with "
             "the processes that saved it, or save to a file system that all nodes share"
         )
+
+
+@torch.no_grad()
+def _copy(parts: Sequence[tuple[torch.Tensor, Any, tuple[slice, ...]]]) -> None:
+    """Copy to each tensor the given place of a chunk."""
+    for target, data, place in parts:
+        target.copy_(cut(data if isinstance(data, torch.Tensor) else data.open(), place))
 
 
 def _slices(common: Sequence[tuple[int, int]], start: Dims) -> tuple[slice, ...]:
@@ -283,7 +304,7 @@ def plan_optimizer(
                 keys[path],
                 owners.get(path, by_shape.get(tuple(place.shape), any_parameter)),
                 current.get(path),
-                plain=path in versions,
+                plain=path in versions and not _is_whole(place, versions[path], owners.get(path)),
             )
             for path, place in places.items()
         }
@@ -294,6 +315,11 @@ def plan_optimizer(
         optimizer.load_state_dict(state)
 
     return load
+
+
+def _is_whole(saved: torch.Tensor, versions: int, parameter: Any) -> bool:
+    """Return True for state that was not sharded because ``parameter`` was not, under tensor parallelism."""
+    return versions == 1 and parameter is not None and saved.shape == parameter.shape
 
 
 def _check_groups(saved: Sequence[Mapping[str, Any]], named: Sequence[Mapping[str, Any]], folder: str) -> None:
@@ -363,15 +389,14 @@ def plan_module(
         groups.setdefault(id(parameter), []).append(name)
     ties = {name: names for names in groups.values() for name in names}
     missing, size = [], PartialState().num_processes
-    places: dict[str, torch.Tensor] = {}
+    loads: list[Callable[[], None]] = []
     for name, value in expected.items():
         keys = [own_name(prefix + name, size), *(prefix + alias for alias in (name, *ties.get(name, ())))]
         key = next((key for key in keys if key in saved), None)
         if key is None:
             missing.append(name)
         else:
-            saved.check(key, value)
-            places[key] = value
+            loads.append(saved.plan(key, value))
     unexpected = [name for name in saved.under(prefix) if name not in expected]
     if strict and (missing or unexpected):
         raise CheckpointError(
@@ -379,8 +404,8 @@ def plan_module(
         )
 
     def load() -> None:
-        for key, value in places.items():
-            saved.fill(key, value)
+        for load_tensor in loads:
+            load_tensor()
         if extra:
             module.load_state_dict(dict(extra), strict=False)
 

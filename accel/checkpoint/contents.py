@@ -7,15 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy
 import torch
 
-from accel.checkpoint.chunks import (
-    chunks_to_write,
-    split_optimizer,
-)
+from accel.checkpoint.chunks import chunks_to_write, split_optimizer
 from accel.checkpoint.durable import Digest
 from accel.checkpoint.file_names import (
     EXTRA,
@@ -48,22 +45,19 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class Piece:
-    """One file of a checkpoint and its content."""
+    """One file of a checkpoint and its content: tensors by name for safetensors, otherwise any object."""
 
     name: str
-    kind: Literal["tensors", "object"]
     value: Any
-    metadata: dict[str, str] | None = None  # of a file of tensors
+    metadata: dict[str, str] | None = None  # of safetensors
 
     def write(self, folder: Path) -> Digest:
         """Write the file in ``folder`` and flush it to the disk."""
         path = folder / self.name
         path.parent.mkdir(parents=True, exist_ok=True)
-        return (
-            write_tensors(path, self.value, self.metadata)
-            if self.kind == "tensors"
-            else write_safe_object(path, self.value)
-        )
+        if path.suffix == ".safetensors":
+            return write_tensors(path, self.value, self.metadata)
+        return write_safe_object(path, self.value)
 
 
 @dataclass(kw_only=True)
@@ -102,22 +96,22 @@ class CheckpointContents:
     def layouts(self, weights: Mapping[int, dict[str, Any]]) -> tuple[list[Layout], list[Layout]]:
         """Return the layouts of the models and optimizers, as `Manifest` has them. ``weights``: see `shared`."""
         layout: Layout = "sharded" if self.strategy.keeps_shards else "whole"
-        models: list[Layout] = ["hook"] * len(self.models)
+        models: list[Layout] = ["engine" if self.strategy.saves(model) else "hook" for model in self.models]
         for index, state in weights.items():
             in_file = layout == "whole" or any(map(fits_safetensors, state.values()))
             models[index] = layout if in_file else "none"
-        return models, [layout] * len(self.optimizers)
+        return models, ["engine" if self.strategy.saves(item) else layout for item in self.optimizers]
 
-    def shared(self, weights: Mapping[int, dict[str, Any]], states: Sequence[dict[str, Any]]) -> Iterator[Piece]:
+    def shared(self, weights: Mapping[int, dict[str, Any]], states: Mapping[int, dict[str, Any]]) -> Iterator[Piece]:
         """Yield the files that are the same on every process.
 
-        ``weights``: the state dicts of the models, by number, without those that a hook has taken.
-        ``states``: the state dicts of the optimizers.
+        ``weights``: the state dicts of the models, by number, without those that a hook or an engine saves.
+        ``states``: the state dicts of the optimizers, likewise.
         """
         self.precision.finish_pending()
         for index, state in weights.items():
             yield from self._weights(index, state)
-        for index, state in enumerate(states):
+        for index, state in states.items():
             yield _object(numbered_name(OPTIMIZER, index), state)
         yield from self._objects()
 
@@ -159,7 +153,7 @@ class CheckpointContents:
         if tensors:
             parts, table = chunks_to_write(tensors, versions, is_writer=is_writer, every_copy=every_copy)
             node = read_int(os.environ, "GROUP_RANK", minimum=0) or 0
-            yield Piece(chunks_name(node, self.process_index), "tensors", parts, table)
+            yield Piece(chunks_name(node, self.process_index), parts, table)
         if is_writer and in_shards:
             yield from common
             yield from self._objects()
@@ -190,17 +184,17 @@ class CheckpointContents:
 
     def _weights(self, index: int, state: dict[str, Any]) -> Iterator[Piece]:
         if not self.safe:
-            yield Piece(numbered_name(WEIGHTS_NAME, index), "object", state)
+            yield Piece(numbered_name(WEIGHTS_NAME, index), state)
             return
         tensors = {key: value for key, value in state.items() if fits_safetensors(value)}
-        yield Piece(numbered_name(SAFE_WEIGHTS_NAME, index), "tensors", tensors)
+        yield Piece(numbered_name(SAFE_WEIGHTS_NAME, index), tensors)
         yield from self._extra(index, state)
 
     def _extra(self, index: int, state: dict[str, Any]) -> Iterator[Piece]:
         """Yield the file of what safetensors cannot hold: extra state, sparse buffers."""
         extra = {key: value for key, value in state.items() if not fits_safetensors(value)}
         if extra:
-            yield Piece(numbered_name(EXTRA, index), "object", extra)
+            yield Piece(numbered_name(EXTRA, index), extra)
 
     def rank_state(self, step: int, window_open: bool) -> Iterator[Piece]:
         """Yield the files of this process alone: its generators, its loaders' own state, and ``step`` of its window.
@@ -209,12 +203,12 @@ class CheckpointContents:
         """
         if window_open and not self._is_sharded:
             gradients = {key: p.grad for key, p in self.parameters() if p.grad is not None}
-            yield Piece(gradients_name(self.process_index), "object", self.strategy.on_host(gradients))
+            yield Piece(gradients_name(self.process_index), self.strategy.on_host(gradients))
         states = random_states(step, self.device)
-        loaders = [_loader_state(loader) for _, loader in self.samplers]
+        loaders = [getattr(loader, "own_state_dict", lambda: None)() for _, loader in self.samplers]
         if any(state is not None for state in loaders):
             states["loaders"] = loaders
-        yield Piece(random_states_name(self.process_index), "object", states)
+        yield Piece(random_states_name(self.process_index), states)
 
     def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Yield the parameters of all models with their names."""
@@ -225,10 +219,4 @@ class CheckpointContents:
 
 def _object(name: str, value: Any) -> Piece:
     """Return a file of a state dict, with NumPy's numbers as Python's."""
-    return Piece(
-        name, "object", map_nested(lambda leaf: leaf.item() if isinstance(leaf, numpy.generic) else leaf, value)
-    )
-
-
-def _loader_state(loader: Any) -> Any:
-    return loader.own_state_dict() if hasattr(loader, "own_state_dict") else None
+    return Piece(name, map_nested(lambda leaf: leaf.item() if isinstance(leaf, numpy.generic) else leaf, value))

@@ -178,7 +178,9 @@ def _read_metadata(folder: Path) -> Any:
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such directory")
     if not (folder / METADATA).is_file():
-        raise CheckpointError(f"{folder} is not a sharded checkpoint: it has no {METADATA}")
+        parts = sorted(path.parent.name for path in folder.glob(f"*/{METADATA}"))
+        hint = f". Pass one of its subdirectories: {', '.join(parts)}" if parts else ""
+        raise CheckpointError(f"{folder} is not a sharded checkpoint: it has no {METADATA}{hint}")
     try:
         with (folder / METADATA).open("rb") as file:
             return _Unpickler(file).load()

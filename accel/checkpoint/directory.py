@@ -7,7 +7,6 @@ First the old manifest goes, then the draft's files are moved into place, its ma
     .NAME.draft-ID    the draft of NAME, which does not exist
     NAME/.draft-ID    the draft of NAME; while its files are moved, ``.replaced`` in it has the old manifest
     .NAME.gone-ID     about to be deleted, never restored
-    .NAME.old-ID      a predecessor that an earlier accel moved aside
 
 A writer locks a file in its draft. A draft whose lock is free was given up, as is every draft on a file system without
 locks.
@@ -21,13 +20,14 @@ import os
 import re
 import secrets
 import shutil
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from accel.checkpoint.durable import digest_of, fsync_directory
+from accel.checkpoint.durable import digest_of, fsync
 from accel.checkpoint.file_names import LOCK, MANIFEST
-from accel.checkpoint.manifest import Manifest, find_damage, read_manifest
+from accel.checkpoint.manifest import Manifest, read_manifest
 from accel.errors import CheckpointError
 
 _REPLACED = ".replaced"
@@ -107,12 +107,12 @@ def discard(draft: Path, final: Path) -> None:
 
 def publish(draft: Path, final: Path, lock: IO[str] | None) -> None:
     """Make the whole ``draft`` the checkpoint in ``final``, and close its lock; the script's own files stay."""
-    fsync_directory(draft)
+    fsync(draft)
     if os.path.lexists(final):
         _move_into_place(draft, final)
     else:
         os.rename(draft, final)
-        fsync_directory(final.parent)
+        fsync(final.parent)
     if lock is not None:
         lock.close()
     (final / LOCK).unlink(missing_ok=True)
@@ -138,11 +138,16 @@ def _move_into_place(draft: Path, final: Path) -> None:
         (final / name).unlink(missing_ok=True)
         with suppress(OSError):
             os.removedirs((final / name).parent)
-    for folder in {parent for name in manifest.files for parent in (final / name).parents if final in parent.parents}:
-        fsync_directory(folder)
-    fsync_directory(final)
+    fsync_folders(final, manifest.files)
     os.rename(draft / MANIFEST, final / MANIFEST)
-    fsync_directory(final)
+    fsync(final)
+
+
+def fsync_folders(root: Path, names: Iterable[str]) -> None:
+    """Flush the entries of ``root``, and of the folders in it that hold the files ``names``."""
+    parents = {parent for name in names for parent in (root / name).parents}
+    for folder in {root} | {parent for parent in parents if root in parent.parents}:
+        fsync(folder)
 
 
 def _listed(folder: Path) -> set[str]:
@@ -155,15 +160,8 @@ def _listed(folder: Path) -> set[str]:
 
 def recover(final: Path) -> str | None:
     """Finish what a killed writer left of publishing ``final``; return one line about it if there was something."""
-    restored = next((draft.name for draft in drafts(final) if _finish(draft, final)), None)
-    for old in _entries(final.parent, rf"\.{re.escape(final.name)}\.old-{_ID}"):
-        if (final / MANIFEST).exists():
-            _return_own_files(old, final)
-            remove(old)
-        elif find_damage(old) is None:
-            os.rename(old, final)
-            restored = old.name
-    return f"{final} was being replaced when its writer was killed: restored {restored}" if restored else None
+    finished = next((draft.name for draft in drafts(final) if _finish(draft, final)), None)
+    return f"{final} was being replaced when its writer was killed: restored {finished}" if finished else None
 
 
 def _finish(draft: Path, final: Path) -> bool:
@@ -194,14 +192,6 @@ def is_half_replaced(final: Path) -> bool:
     return not (final / MANIFEST).exists() and any((draft / _REPLACED).exists() for draft in drafts(final))
 
 
-def _return_own_files(old: Path, final: Path) -> None:
-    """Move the script's own files from a predecessor back to ``final``."""
-    listed = {MANIFEST, *(name.split("/")[0] for name in _listed(old))}
-    for entry in old.iterdir():
-        if entry.name not in listed and not os.path.lexists(final / entry.name):
-            os.rename(entry, final / entry.name)
-
-
 def remove(folder: Path) -> None:
     """Delete a checkpoint so that no reader ever loads it half deleted."""
     trash = folder.with_name(f".{folder.name}.gone-{secrets.token_hex(4)}")
@@ -216,14 +206,14 @@ def remove(folder: Path) -> None:
 def numbered(parent: Path, prefix: str) -> list[tuple[int, Path]]:
     """Return the directories ``prefix<number>`` in ``parent``, sorted, after recovering interrupted ones."""
     pattern = rf"{re.escape(prefix)}\d+"
-    for name in {entry.name for entry in _entries(parent, rf"({pattern}|\.{pattern}\.(draft|old)-{_ID})")}:
+    for name in {entry.name for entry in _entries(parent, rf"({pattern}|\.{pattern}\.draft-{_ID})")}:
         recover(parent / name.removeprefix(".").partition(".")[0])
     folders = [entry for entry in _entries(parent, pattern) if entry.is_dir()]
     return sorted((int(folder.name.removeprefix(prefix)), folder) for folder in folders)
 
 
 def delete_abandoned(final: Path, prefix: str) -> None:
-    """Delete drafts and predecessors of checkpoints with lower numbers, which are never written again."""
-    for entry in _entries(final.parent, rf"\.{re.escape(prefix)}\d+\.(draft|old)-{_ID}"):
+    """Delete drafts of checkpoints with lower numbers, which are never written again."""
+    for entry in _entries(final.parent, rf"\.{re.escape(prefix)}\d+\.draft-{_ID}"):
         if int(entry.name.split(".")[1].removeprefix(prefix)) < int(final.name.removeprefix(prefix)):
             discard(entry, final)

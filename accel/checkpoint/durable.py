@@ -26,7 +26,6 @@ from accel.host_memory import HostMemory
 
 _BUFFER = 1 << 19
 _BUFFERS = 2
-_WRITERS = 1
 BLOCK = 16 << 20  # a multiple of _BUFFER
 _CPU = torch.device("cpu")
 _DIRECT: int = getattr(os, "O_DIRECT", 0)
@@ -38,79 +37,6 @@ class Digest:
 
     length: int
     crc32: str
-
-
-class _Checksum:
-    """The checksums of the blocks of a file, fed in pieces that do not cross the end of a block."""
-
-    def __init__(self) -> None:
-        self._length = 0
-        self._running = 0
-        self._blocks: list[str] = []
-
-    def feed(self, piece: memoryview) -> None:
-        self._running = zlib.crc32(piece, self._running)
-        self._length += len(piece)
-        if self._length % BLOCK == 0 and len(piece):
-            self._end_block()
-
-    def _end_block(self) -> None:
-        self._blocks.append(f"{self._running:08x}")
-        self._running = 0
-
-    def digest(self) -> Digest:
-        if self._length % BLOCK:
-            self._end_block()
-        return Digest(self._length, "".join(self._blocks))
-
-
-class _Disk:
-    """Threads that write full buffers of one file while the next buffer is filled.
-
-    Does not use `concurrent.futures`, which accepts no work once the interpreter is exiting: a background save
-    must still finish then.
-    """
-
-    def __init__(self, file: int) -> None:
-        self._file = file
-        self._work: SimpleQueue[tuple[memoryview, int] | None] = SimpleQueue()
-        self._free: SimpleQueue[memoryview] = SimpleQueue()
-        self._error: OSError | None = None
-        self._threads = [threading.Thread(target=self._run, name="accel-disk") for _ in range(_WRITERS)]
-        for thread in self._threads:
-            thread.start()
-
-    def write(self, buffer: memoryview, offset: int) -> None:
-        """Queue ``buffer`` to be written at ``offset``; `free_buffer` returns it afterwards."""
-        self._work.put((buffer, offset))
-
-    def free_buffer(self) -> memoryview:
-        """Wait for a buffer that has been written and return it. Raises the first write error."""
-        buffer = self._free.get()
-        if self._error is not None:
-            raise self._error
-        return buffer
-
-    def close(self) -> None:
-        """Wait until everything is written. Never raises: see `check`."""
-        for _ in self._threads:
-            self._work.put(None)
-        for thread in self._threads:
-            thread.join()
-
-    def check(self) -> None:
-        """Raise the first write error, if there was one."""
-        if self._error is not None:
-            raise self._error
-
-    def _run(self) -> None:
-        while (job := self._work.get()) is not None:
-            try:
-                if self._error is None:
-                    _write_at(self._file, *job)
-            except OSError as error:
-                self._error = error
-            self._free.put(job[0])
 
 
 class DurableFile:
@@ -127,12 +53,17 @@ class DurableFile:
         self._path = str(path)
         self._device = device
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        self._checksum = _Checksum()
-        self._disk: _Disk | None = None
+        self._checksums: list[int] = []  # of the blocks
         self._buffers: list[HostMemory] = []
         self._buffer: memoryview | None = None
         self._filled = 0
         self._offset = 0
+        # The next buffer is filled while a thread writes this one. `concurrent.futures` would not do: it accepts no
+        # work once the interpreter is exiting, when a background save must still finish.
+        self._thread: threading.Thread | None = None
+        self._full: SimpleQueue[tuple[memoryview, int] | None] = SimpleQueue()
+        self._free: SimpleQueue[memoryview] = SimpleQueue()
+        self._error: OSError | None = None  # the first of the thread
 
     def __enter__(self) -> DurableFile:
         return self
@@ -141,18 +72,19 @@ class DurableFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if self._disk is not None:
-                self._disk.close()
+            if self._thread is not None:
+                self._full.put(None)
+                self._thread.join()
+            if self._error is not None and (kind is None or issubclass(kind, Exception)):
+                raise self._error
             if kind is None:
                 self._finish()
-            elif self._disk is not None and issubclass(kind, Exception):
-                self._disk.check()
         except OSError as disk_error:
             disk_error.filename = self._path
             raise
         finally:
             os.close(self._file)
-            self._buffer, self._disk = None, None
+            self._buffer = self._thread = None
             for memory in self._buffers:
                 memory.free()
 
@@ -185,33 +117,48 @@ class DurableFile:
         """Do nothing: everything is on the disk at the end."""
 
     def _next_buffer(self) -> memoryview:
-        if self._disk is not None and len(self._buffers) == _BUFFERS:
-            self._buffer = self._disk.free_buffer()
+        if self._thread is not None and len(self._buffers) == _BUFFERS:
+            self._buffer = self._free.get()
+            if self._error is not None:
+                raise self._error
         else:
             self._buffers.append(HostMemory(_BUFFER, self._device))  # aligned to pages, as O_DIRECT requires
             self._buffer = self._buffers[-1].bytes.numpy().data
         return self._buffer
 
     def _send(self, buffer: memoryview) -> None:
-        if self._disk is None:
+        if self._thread is None:
             _set_direct(self._file, True)
-            self._disk = _Disk(self._file)
-        self._checksum.feed(buffer)
-        self._disk.write(buffer, self._offset)
+            self._thread = threading.Thread(target=self._write_buffers, name="accel-disk")
+            self._thread.start()
+        self._add_checksum(buffer)
+        self._full.put((buffer, self._offset))
         self._offset += _BUFFER
         self._filled = 0
         self._buffer = None
 
+    def _write_buffers(self) -> None:
+        while (job := self._full.get()) is not None:
+            try:
+                if self._error is None:
+                    _write_at(self._file, *job)
+            except OSError as error:
+                self._error = error
+            self._free.put(job[0])
+
+    def _add_checksum(self, part: memoryview) -> None:
+        if self._offset % BLOCK == 0:
+            self._checksums.append(0)
+        self._checksums[-1] = zlib.crc32(part, self._checksums[-1])
+
     def _finish(self) -> None:
-        if self._disk is not None:
-            self._disk.check()
         if self._buffer is not None:
             _set_direct(self._file, False)  # O_DIRECT writes complete sectors only
             rest = self._buffer[: self._filled]
-            self._checksum.feed(rest)
+            self._add_checksum(rest)
             _write_at(self._file, rest, self._offset)
         os.fsync(self._file)
-        self.digest = self._checksum.digest()
+        self.digest = Digest(self._offset + self._filled, "".join(f"{checksum:08x}" for checksum in self._checksums))
 
 
 def _set_direct(file: int, direct: bool) -> None:
@@ -248,19 +195,8 @@ def write_durably(path: Path, fill: Callable[[DurableFile], Any], device: torch.
 
 def digest_of(path: Path) -> Digest:
     """Read a file and return its digest."""
-    checksum = _Checksum()
-    buffer = memoryview(bytearray(_BUFFER))
-    with path.open("rb", buffering=0) as file:
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
-        filled = 0
-        while count := file.readinto(buffer[filled:]):
-            filled += count
-            if filled == _BUFFER:
-                checksum.feed(buffer)
-                filled = 0
-        checksum.feed(buffer[:filled])
-    return checksum.digest()
+    length = path.stat().st_size
+    return Digest(length, "".join(block_checksum(path, number) for number in range(-(-length // BLOCK))))
 
 
 def block_checksum(path: Path, number: int) -> str:
@@ -280,19 +216,9 @@ def block_checksum(path: Path, number: int) -> str:
     return f"{checksum:08x}"
 
 
-def fsync_and_digest(path: Path) -> Digest:
-    """Flush an existing file to the disk, and return its digest."""
+def fsync(path: Path) -> None:
+    """Flush an existing file, or the entries of a directory, to the disk."""
     handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-    return digest_of(path)
-
-
-def fsync_directory(path: Path) -> None:
-    """Flush the entries of a directory to the disk."""
-    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
     finally:

@@ -42,6 +42,11 @@ def numbered_name(name: str, index: int) -> str:
     return f"{stem}_{index}.{suffix}"
 
 
+def engine_name(index: int) -> str:
+    """Return the name of DeepSpeed's folder for model ``index``, as Accelerate's."""
+    return f"{MODEL_NAME}_{index}" if index else MODEL_NAME
+
+
 def custom_name(index: int) -> str:
     """Return the file name of the ``index``-th object of ``register_for_checkpointing``."""
     return f"custom_checkpoint_{index}.pkl"

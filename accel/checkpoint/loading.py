@@ -17,6 +17,7 @@ from accel.checkpoint.file_names import (
     EXTRA,
     OPTIMIZER,
     OUTLINE,
+    engine_name,
     gradients_name,
     numbered_name,
     random_states_name,
@@ -64,11 +65,16 @@ class Loading:
         if weights:
             self.check_weights()
         for name, item in contents.stateful:
-            self._objects.append(_loader(item, name, self._object(name)))
+            self._objects.append(_load_of(item, name, self._object(name)))
         for name, loader in contents.samplers:
-            self._objects += self._sampler(name, loader)
+            try:
+                self._objects.append(_load_of(loader, name, self._object(name)))
+            except CheckpointError as error:
+                # Accelerate pickles the sampler itself, which cannot be read safely.
+                logger.warning(f"{error}: this loader starts from the beginning")
         for index, optimizer in enumerate(contents.optimizers):
-            self._tensors.append(self._optimizer(index, optimizer))
+            if not contents.strategy.saves(optimizer):
+                self._tensors.append(self._optimizer(index, optimizer))
         self._tensors.append(self._gradients())
         name = random_states_name(contents.process_index)
         if name in self.manifest.files:
@@ -78,7 +84,36 @@ class Loading:
     def check_weights(self, hooked: Collection[int] = ()) -> None:
         """Check the weights. ``hooked``: the numbers of the models that a hook of the script has loaded."""
         for index, number in self._weight_numbers(hooked).items():
-            self._tensors += self._weights(number, self._contents.strategy.unwrap(self._contents.models[index]))
+            model, strategy = self._contents.models[index], self._contents.strategy
+            if strategy.saves(model):
+                self._check_engine(number)
+                self._tensors.append(
+                    partial(strategy.load_engine, self._folder, engine_name(number), self.manifest.num_processes)
+                )
+            else:
+                self._tensors += self._weights(number, strategy.unwrap(model))
+
+    def _check_engine(self, number: int) -> None:
+        """Raise `CheckpointError` if model ``number`` was not saved by an engine."""
+        if not any(name.startswith(f"{engine_name(number)}/") for name in self.manifest.files):
+            raise CheckpointError(
+                f"{self._folder}: model {number} was not saved by DeepSpeed or megatron-core: load it without "
+                "deepspeed_plugin or megatron_lm_plugin"
+            )
+
+    @property
+    def _engine(self) -> str:
+        """The engine of a checkpoint, and the argument to load it with."""
+        by_megatron = any(name.endswith("/common.pt") for name in self.manifest.files)
+        return "megatron-core: pass megatron_lm_plugin" if by_megatron else "DeepSpeed: pass deepspeed_plugin"
+
+    @property
+    def _gathers(self) -> str:
+        """The command that gathers the weights of DeepSpeed's files, if its script is there."""
+        script, folder = "zero_to_fp32.py", self._folder
+        return (
+            f", or gather the weights: python {folder / script} {folder} OUT" if script in self.manifest.files else ""
+        )
 
     def load(self) -> int | None:
         """Load what was checked; return the step of the accumulation window, ``None`` if this process saved none.
@@ -105,15 +140,6 @@ class Loading:
                 f"{self._folder} has no {name}: it was saved with fewer objects prepared, or by another program"
             )
         return read_object(self._folder / name, **kwargs, **(self._contents.options or {}))
-
-    def _sampler(self, name: str, loader: Any) -> Iterator[Load]:
-        try:
-            state = self._object(name)
-        except CheckpointError as error:
-            # Accelerate pickles the sampler itself, which cannot be read safely.
-            logger.warning(f"{error}: this loader starts from the beginning")
-            return
-        yield _loader(loader, name, state)
 
     def _optimizer(self, index: int, optimizer: Any) -> Load:
         sharded = index < len(self.manifest.optimizers) and self.manifest.optimizers[index] == "sharded"
@@ -146,6 +172,8 @@ class Loading:
 
     def _weights(self, number: int, target: nn.Module) -> Iterator[Load]:
         layout, name = self._layout(number), numbered_name(EXTRA, number)
+        if layout == "engine":
+            raise CheckpointError(f"{self._folder}: model {number} was saved by {self._engine}{self._gathers}")
         extra = read_object(self._folder / name) if name in self.manifest.files else {}
         strict = self._kwargs.get("strict", True)
         if layout == "hook":
@@ -164,8 +192,7 @@ class Loading:
         for buffer_name, buffer in target.named_buffers():
             key = own_name(f"buffer.{number}.{buffer_name}", PartialState().num_processes)
             if key in self._chunks:
-                self._chunks.check(key, buffer)
-                yield partial(self._chunks.fill, key, buffer)
+                yield self._chunks.plan(key, buffer)
 
     def _whole(self, number: int, target: nn.Module, state: dict[str, Any]) -> Load:
         expected = target.state_dict()
@@ -234,6 +261,10 @@ def _fitting(name: str, item: Any) -> Iterator[None]:
         ) from error
 
 
+def _load_of(item: Any, name: str, state: Any) -> Load:
+    return _fitting(name, item)(partial(item.load_state_dict, state))
+
+
 def _mismatch(module: nn.Module, state: dict[str, Any], expected: dict[str, Any], *, strict: bool) -> str | None:
     """Return how ``state`` differs from the state dict ``expected`` of ``module``, or None.
 
@@ -256,20 +287,9 @@ def _mismatch(module: nn.Module, state: dict[str, Any], expected: dict[str, Any]
 
 
 def _loads_by_own_code(part: nn.Module) -> bool:
-    overridden = type(part)._load_from_state_dict is not nn.Module._load_from_state_dict
-    return (
-        overridden
-        or type(part).load_state_dict is not nn.Module.load_state_dict
-        or bool(part._load_state_dict_pre_hooks)
-    )
-
-
-def _loader(item: Any, name: str, state: Any) -> Load:
-    def load() -> None:
-        with _fitting(name, item):
-            item.load_state_dict(state)
-
-    return load
+    kind = type(part)
+    overridden = kind._load_from_state_dict is not nn.Module._load_from_state_dict
+    return overridden or kind.load_state_dict is not nn.Module.load_state_dict or bool(part._load_state_dict_pre_hooks)
 
 
 def _retie(state: dict[str, Any], expected: dict[str, Any]) -> None:

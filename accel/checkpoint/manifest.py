@@ -16,11 +16,11 @@ from accel.checkpoint.file_names import (
     MANIFEST,
     OPTIMIZER,
     OUTLINE,
-    OWN_NAMES,
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
     WEIGHTS_INDEX_NAME,
     WEIGHTS_NAME,
+    engine_name,
     numbered_name,
     random_states_name,
     rank_of_chunks,
@@ -31,8 +31,9 @@ from accel.errors import CheckpointError
 SCHEMA = 3
 _READERS = 4
 
-# whole: in files of its own; sharded: in the chunks of all ranks; hook: saved by the script's hook; none: no tensors.
-Layout: TypeAlias = Literal["whole", "sharded", "hook", "none"]
+# whole: in files of its own; sharded: in the chunks of all ranks; hook: saved by the script's hook; none: no tensors;
+# engine: in a folder by DeepSpeed or megatron-core.
+Layout: TypeAlias = Literal["whole", "sharded", "hook", "none", "engine"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,17 +104,13 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 def unverified(folder: Path) -> Manifest:
     """Describe a checkpoint by Accelerate, which has no manifest, by the names of its files; they have no checksums."""
-    paths = (path for path in (*folder.iterdir(), *folder.glob("chunks/*/*")) if path.is_file())
+    engines = (*folder.glob(f"{engine_name(0)}/*"), *folder.glob(f"{engine_name(0)}_[0-9]*/*"))
+    paths = (path for path in (*folder.iterdir(), *folder.glob("chunks/*/*"), *engines) if path.is_file())
     files = {str(path.relative_to(folder)): Digest(path.stat().st_size, "") for path in paths}
     ranks = 0
     while random_states_name(ranks) in files:
         ranks += 1
     return Manifest(num_processes=ranks, files=files, states_layouts=False, **_layouts_by_name(files))
-
-
-def only_by_accel(files: Collection[str]) -> str | None:
-    """Return the first of ``files`` that only `save_state` of accel writes, or None."""
-    return next(filter(OWN_NAMES.fullmatch, files), None)
 
 
 def _layouts_by_name(files: Collection[str]) -> dict[str, Any]:
@@ -143,19 +140,19 @@ def _has_weights(files: Collection[str], index: int) -> bool:
 
 def find_damage(folder: Path) -> str | None:
     """Return the first problem of the checkpoint in ``folder`` in one line, or ``None`` if every file is intact."""
-    return find_size_mismatch(folder) or find_changed_file(folder)
+    return inspect(folder)[1] or find_changed_file(folder)
 
 
-def find_size_mismatch(folder: Path) -> str | None:
-    """Do as `find_damage`, but compare only the lengths of the files."""
+def inspect(folder: Path) -> tuple[Manifest | None, str | None]:
+    """Return the manifest, and the first problem as `find_damage` does, but compare only the lengths of the files."""
     try:
         manifest = read_manifest(folder)
     except CheckpointError as error:
-        return str(error)
+        return None, str(error)
     if manifest is None:
-        return f"{folder} has no {MANIFEST}"
+        return None, f"{folder} has no {MANIFEST}"
     problems = (_measure(folder / name, digest) for name, digest in manifest.files.items())
-    return next(filter(None, problems), None)
+    return manifest, next(filter(None, problems), None)
 
 
 def _measure(path: Path, digest: Digest) -> str | None:

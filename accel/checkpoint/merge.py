@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from accel.checkpoint.chunks import Chunks
-from accel.checkpoint.dcp import METADATA, DcpFolder
-from accel.checkpoint.durable import fsync_directory, reporting_full_disk
+from accel.checkpoint.dcp import DcpFolder
+from accel.checkpoint.durable import fsync, reporting_full_disk
 from accel.checkpoint.file_names import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
-from accel.checkpoint.manifest import find_damage, read_manifest
-from accel.checkpoint.tensors import why_unsavable, write_tensors
+from accel.checkpoint.manifest import find_changed_file, inspect
+from accel.checkpoint.tensors import refuse_unsavable, write_tensors
 from accel.checkpoint.torch_files import replacing, write_object
 from accel.errors import CheckpointError
 
@@ -33,32 +31,30 @@ def merge_fsdp_weights(
     nothing written.
     """
     source, folder = Path(checkpoint_dir), Path(output_path)
-    _check(source, folder, remove=remove_checkpoint_dir)
-    state = _read_chunks(source) if _has_chunks(source) else read_sharded(source)
+    by_accel = (source / "chunks").is_dir()
+    if remove_checkpoint_dir and by_accel:
+        raise CheckpointError(f"--remove_checkpoint_dir: {source} holds more than weights and is not removed")
+    if remove_checkpoint_dir and folder.resolve().is_relative_to(source.resolve()):
+        raise CheckpointError(f"--remove_checkpoint_dir would also remove {folder}: write outside {source}")
+    state = _read_chunks(source) if by_accel else _read_dcp(source)
     if safe_serialization:
-        _check_types(source, state)
+        refuse_unsavable(state, str(source), ": use --unsafe_serialization")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except FileExistsError:
         raise CheckpointError(f"{folder} is a file: pass a directory for the merged weights") from None
     path = folder / (SAFE_WEIGHTS_NAME if safe_serialization else WEIGHTS_NAME)
     with reporting_full_disk(), replacing(path) as draft:
-        if safe_serialization:
-            write_tensors(draft, state)
-        else:
-            write_object(draft, state)
-    fsync_directory(folder)
+        (write_tensors if safe_serialization else write_object)(draft, state)
+    fsync(folder)
     if remove_checkpoint_dir:
         shutil.rmtree(source)
     return path
 
 
-def _has_chunks(folder: Path) -> bool:
-    return (folder / "chunks").is_dir()
-
-
 def _read_chunks(folder: Path) -> dict[str, torch.Tensor]:
-    problem, manifest = find_damage(folder), read_manifest(folder)
+    manifest, problem = inspect(folder)
+    problem = problem or find_changed_file(folder)
     if problem is not None or manifest is None:
         raise CheckpointError(problem)
     state = Chunks.in_folder(folder, manifest.files).gathered("model.0.")
@@ -67,48 +63,14 @@ def _read_chunks(folder: Path) -> dict[str, torch.Tensor]:
     return state
 
 
-def read_sharded(folder: Path) -> dict[str, torch.Tensor]:
-    """Return all tensors of a sharded checkpoint, in full, by name; a single enclosing key is dropped.
-
-    Raises `CheckpointError`.
-    """
+def _read_dcp(folder: Path) -> dict[str, torch.Tensor]:
+    """Return all tensors, in full, by name; a first key common to all names, as in ``{"model": {…}}``, is dropped."""
     saved = DcpFolder(folder)
     state = saved.tensors.gathered("")
     if not state:
         raise CheckpointError(f"{folder} holds no tensors")
-    return _unwrapped(state, saved.paths)
-
-
-def _unwrapped(state: Mapping[str, torch.Tensor], paths: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Remove a first key common to all names, as in ``{"model": {…}}``: no loader expects it."""
-    key_paths = [paths[name] for name in state]
+    key_paths = [saved.paths[name] for name in state]
     if len({key_path[0] for key_path in key_paths}) > 1 or any(len(key_path) < 2 for key_path in key_paths):
-        return dict(state)
-    return {
-        ".".join(str(step) for step in key_path[1:]): state[name]
-        for name, key_path in zip(state, key_paths, strict=True)
-    }
-
-
-def _check(source: Path, folder: Path, *, remove: bool) -> None:
-    if not source.is_dir():
-        raise CheckpointError(f"{source}: no such directory")
-    if _has_chunks(source):
-        if remove:
-            raise CheckpointError(f"--remove_checkpoint_dir: {source} holds more than weights and is not removed")
-        return
-    if not (source / METADATA).is_file():
-        parts = sorted(path.parent.name for path in source.glob(f"*/{METADATA}"))
-        hint = f". Pass one of its subdirectories: {', '.join(parts)}" if parts else ""
-        raise CheckpointError(f"{source} is not a sharded checkpoint: it has no {METADATA}{hint}")
-    if remove and folder.resolve().is_relative_to(source.resolve()):
-        raise CheckpointError(f"--remove_checkpoint_dir would also remove {folder}: write outside {source}")
-
-
-def _check_types(source: Path, state: Mapping[str, torch.Tensor]) -> None:
-    for name, tensor in state.items():
-        problem = why_unsavable(tensor)
-        if problem is not None:
-            raise CheckpointError(
-                f"{source}: {name} is {problem}, which safetensors cannot hold: use --unsafe_serialization"
-            )
+        return state
+    names = [".".join(str(step) for step in key_path[1:]) for key_path in key_paths]
+    return dict(zip(names, state.values(), strict=True))

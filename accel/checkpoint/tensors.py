@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from accel.checkpoint.durable import Digest, DurableFile, write_durably
-from accel.errors import CheckpointError
+from accel.errors import AccelError, CheckpointError
 from accel.parallel.shares import is_sharded
 from accel.tensor_files import MAX_HEADER, TYPES, StoredTensor, alias_metadata
 
@@ -30,10 +30,7 @@ def write_tensors(
     ``fetch`` is called with each tensor in the order of `file_order`, and its result is written instead. Raises
     `CheckpointError` for tensors that the format cannot hold.
     """
-    for name, tensor in tensors.items():
-        problem = why_unsavable(tensor)
-        if problem is not None:
-            raise CheckpointError(f"{path.name}: {name} is {problem}, which safetensors cannot hold")
+    refuse_unsavable(tensors, path.name)
     unique, aliases = untie(tensors)
     offsets: dict[str, list[int]] = {}
     end = 0
@@ -55,7 +52,8 @@ def write_tensors(
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
         for tensor in file_order(unique).values():
-            _write_elements(file, tensor if fetch is None else fetch(tensor))
+            elements = tensor if fetch is None else fetch(tensor)
+            file.write_tensor(elements.detach().resolve_conj().resolve_neg().contiguous().reshape(-1))
 
     device = next((tensor.device for tensor in unique.values() if tensor.is_cuda), torch.device("cpu"))
     return write_durably(path, fill, device)
@@ -76,12 +74,17 @@ def fits_safetensors(value: Any) -> bool:
     )
 
 
-def _write_elements(file: DurableFile, tensor: torch.Tensor) -> None:
-    file.write_tensor(tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1))
+def refuse_unsavable(
+    state: Mapping[str, Any], source: str, remedy: str = "", error: type[AccelError] = CheckpointError
+) -> None:
+    """Raise ``error``, with ``source`` and ``remedy``, for a value in ``state`` that safetensors cannot hold."""
+    for name, value in state.items():
+        problem = _why_unsavable(value)
+        if problem is not None:
+            raise error(f"{source}: {name} is {problem}, which safetensors cannot hold{remedy}")
 
 
-def why_unsavable(value: Any) -> str | None:
-    """Return what ``value`` is if a safetensors file cannot hold it, else ``None``."""
+def _why_unsavable(value: Any) -> str | None:
     if not isinstance(value, torch.Tensor):
         return f"a {type(value).__name__}"
     if value.layout is not torch.strided:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.serialization import config
 
 from accel.checkpoint.durable import Digest, write_durably
 from accel.collectives.rng import device_rng_state, host_rng_state, set_device_rng_state, set_host_rng_state
@@ -23,8 +24,6 @@ def write_bytes(path: Path, data: bytes) -> Digest:
 
 def write_object(path: Path, value: Any) -> Digest:
     """Write ``value``, of any type, with `torch.save`."""
-    from torch.utils.serialization import config
-
     pinned = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     with config.patch("save.use_pinned_memory_for_d2h", pinned):  # type: ignore[attr-defined]
         return write_durably(path, lambda file: torch.save(value, file))  # type: ignore[arg-type]
@@ -35,7 +34,9 @@ def write_safe_object(path: Path, value: Any) -> Digest:
 
     Raises `CheckpointError` for a type that `read_object` would refuse.
     """
-    digest = write_object(path, value)
+    # The manifest has the file's checksums, so torch need not compute those of the zip format too.
+    with config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
+        digest = write_object(path, value)
     unsafe_globals = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     if unsafe_globals:
         raise CheckpointError(
@@ -68,15 +69,7 @@ _DEVICE_KEY = "torch_{}_manual_seed"
 
 def random_states(step: int, device: torch.device) -> dict[str, Any]:
     """Return the states of Python's, NumPy's, torch's and the device's generators, and ``step``."""
-    host = host_rng_state()
-    version, internal_state, gauss = host["random_state"]
-    states: dict[str, Any] = {
-        "step": step,
-        "random_state": (version, tuple(internal_state), gauss),
-        "torch_manual_seed": host["torch_manual_seed"],
-    }
-    if "numpy_random_seed" in host:
-        states["numpy_random_seed"] = tuple(host["numpy_random_seed"])
+    states = {"step": step, **host_rng_state()}
     if device.type in ("cuda", "xpu"):
         states[_DEVICE_KEY.format(device.type)] = getattr(torch, device.type).get_rng_state_all()
     else:
@@ -101,9 +94,8 @@ def read_random_states(path: Path) -> dict[str, Any]:
 
 def set_random_states(states: dict[str, Any], device: torch.device) -> None:
     """Restore ``states``. Raises `CheckpointError` for values that no generator has."""
-    names = ("torch_manual_seed", "random_state", "numpy_random_seed")
     try:
-        set_host_rng_state({name: states[name] for name in names if name in states})
+        set_host_rng_state(states)
         set_device_rng_state(device, _of_device(states, device))
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"random states cannot be loaded: {type(error).__name__}: {error}") from error

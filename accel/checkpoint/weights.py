@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from accel.checkpoint.durable import fsync_directory, reporting_full_disk
+from accel.checkpoint.durable import fsync, reporting_full_disk
 from accel.checkpoint.file_names import (
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
@@ -24,12 +23,12 @@ from accel.checkpoint.file_names import (
     numbered_name,
     shard_name,
 )
-from accel.checkpoint.tensors import file_order, untie, why_unsavable, write_tensors
+from accel.checkpoint.tensors import file_order, refuse_unsavable, untie, write_tensors
 from accel.checkpoint.torch_files import numpy_types, replacing, write_bytes, write_object
 from accel.errors import ArgumentError, CheckpointError
 from accel.parallel.shares import full_tensor, is_sharded
 from accel.state import PartialState
-from accel.tensor_files import SafetensorsFile, StoredTensor, alias_metadata, read_all, read_object
+from accel.tensor_files import SafetensorsFile, StoredTensor, alias_metadata, read_all, read_index, read_object
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B", re.IGNORECASE)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
@@ -96,24 +95,45 @@ def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, An
 
 
 def save_weights(
-    state: Mapping[str, Any],
-    folder: Path,
-    max_shard_size: int | str,
-    safe: bool,
-    fetch: Callable[[torch.Tensor], torch.Tensor] | None = None,
-) -> list[str]:
-    """Write ``state`` into ``folder``, in files of at most ``max_shard_size``; return the names of the files.
+    state: Mapping[str, Any], folder: Path, max_shard_size: int | str, safe: bool, writes: bool = True
+) -> None:
+    """Write ``state`` into ``folder``, in files of at most ``max_shard_size``.
 
     A reader finds the earlier weights, these, or none: all files are written as drafts. Before shards are moved into
-    place, an earlier index or single file is deleted; the new index is last. ``fetch``: see `write_tensors`. Raises
-    `ArgumentError` for values that safetensors cannot hold.
+    place, an earlier index or single file is deleted; the new index is last.
+
+    Sharded tensors are gathered one at a time, for safetensors: all processes must call it, and those that do not
+    write (``writes``) take part in gathering even if the writer fails. Raises `ArgumentError` for values that
+    safetensors cannot hold, and for a ``folder`` that is a file.
     """
     max_bytes = size_in_bytes(max_shard_size)
     aliases: dict[str, str] = {}
     if safe:
-        _refuse_objects(state)
+        refuse_unsavable(state, "save_model", ": use safe_serialization=False", ArgumentError)
         state, aliases = untie(state)
     parts = shards(state, max_bytes)
+    remaining = iter([value for part in parts for value in file_order(part).values()] if safe else [])
+
+    def write(draft: Path, part: dict[str, Any]) -> None:
+        if safe:
+            tied = {alias: owner for alias, owner in aliases.items() if owner in part}
+            write_tensors(draft, part, alias_metadata(tied), lambda _: full_tensor(next(remaining)))
+        else:
+            write_object(draft, part)
+
+    try:
+        if folder.is_file():
+            raise ArgumentError(f"save_model: {folder} must be a directory, but is a file")
+        if writes:
+            _write_parts(parts, folder, safe, write)
+    finally:
+        for value in remaining:
+            full_tensor(value)
+
+
+def _write_parts(
+    parts: Sequence[dict[str, Any]], folder: Path, safe: bool, write: Callable[[Path, dict[str, Any]], None]
+) -> None:
     pattern = SAFE_WEIGHTS_PATTERN_NAME if safe else WEIGHTS_PATTERN_NAME
     index_name = SAFE_WEIGHTS_INDEX_NAME if safe else WEIGHTS_INDEX_NAME
     names = [shard_name(pattern, number, len(parts)) for number in range(1, len(parts) + 1)]
@@ -122,62 +142,21 @@ def save_weights(
     _delete(folder, rf"\.{files}\.draft")  # a killed writer's
     with ExitStack() as moves:  # the last entered is moved into place first
         if len(parts) > 1:
-            total = sum(v.numel() * v.element_size() for v in state.values() if isinstance(v, torch.Tensor))
+            values = [value for part in parts for value in part.values() if isinstance(value, torch.Tensor)]
+            total = sum(value.numel() * value.element_size() for value in values)
             weight_map = {key: name for name, part in zip(names, parts, strict=True) for key in part}
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             draft = moves.enter_context(replacing(folder / index_name))
             write_bytes(draft, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
-            moves.callback(fsync_directory, folder)
+            moves.callback(fsync, folder)
         for name, part in zip(names, parts, strict=True):
-            draft = moves.enter_context(replacing(folder / name))
-            if safe:
-                tied = {alias: owner for alias, owner in aliases.items() if owner in part}
-                write_tensors(draft, part, alias_metadata(tied), fetch)
-            else:
-                write_object(draft, part)
+            write(moves.enter_context(replacing(folder / name)), part)
         if len(parts) > 1:
             for name in (index_name, pattern.format(suffix="")):
                 (folder / name).unlink(missing_ok=True)
-            fsync_directory(folder)
+            fsync(folder)
     _delete(folder, files, keep={*names, *([index_name] if len(parts) > 1 else [])})
-    fsync_directory(folder)
-    return names
-
-
-def save_sharded_weights(state: Mapping[str, Any], folder: Path, max_shard_size: int | str, writes: bool) -> None:
-    """Do as `save_weights` for sharded tensors, as safetensors, gathering one tensor at a time.
-
-    All processes must call it; those that do not write take part in gathering even if the writer fails.
-    """
-    max_bytes = size_in_bytes(max_shard_size)
-    _refuse_objects(state)
-    unique, _ = untie(state)
-    remaining = iter([value for part in shards(unique, max_bytes) for value in file_order(part).values()])
-    try:
-        refuse_unsavable(state, folder, max_shard_size, True)
-        if writes:
-            save_weights(state, folder, max_shard_size, True, lambda _: full_tensor(next(remaining)))
-    finally:
-        for value in remaining:
-            full_tensor(value)
-
-
-def refuse_unsavable(state: Mapping[str, Any], folder: Path, max_shard_size: int | str, safe: bool) -> None:
-    """Raise `ArgumentError` if `save_weights` could not write ``state`` or use ``folder``."""
-    if folder.is_file():
-        raise ArgumentError(f"save_model: {folder} must be a directory, but is a file")
-    size_in_bytes(max_shard_size)
-    if safe:
-        _refuse_objects(state)
-
-
-def _refuse_objects(state: Mapping[str, Any]) -> None:
-    for name, value in state.items():
-        problem = why_unsavable(value)
-        if problem is not None:
-            raise ArgumentError(
-                f"save_model: {name} is {problem}, which safetensors cannot hold: use safe_serialization=False"
-            )
+    fsync(folder)
 
 
 def _delete(folder: Path, pattern: str, keep: Collection[str] = ()) -> None:
@@ -201,7 +180,8 @@ def read_weights(folder: Path, index: int = 0, files: Collection[str] | None = N
         if numbered_name(name, index) in names:
             return read(folder / numbered_name(name, index))
         if index == 0 and index_name in names:
-            return _read_shards(folder / index_name, read)
+            files_by_name = read_index(folder / index_name)
+            return {key: value for path in sorted(set(files_by_name.values())) for key, value in read(path).items()}
     raise CheckpointError(
         f"{folder} has no {numbered_name(SAFE_WEIGHTS_NAME, index)} and no {numbered_name(WEIGHTS_NAME, index)}: "
         "it was saved with fewer objects prepared, or by another program"
@@ -218,19 +198,6 @@ def _state_dict(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} holds a {type(state).__name__}, not a state dict")
     # What is no tensor (extra state) may hold some, and goes to code that keeps them.
     return {key: value if isinstance(value, StoredTensor) else read_all(value) for key, value in state.items()}
-
-
-def _read_shards(index: Path, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-    try:
-        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index} is damaged: {error}") from error
-    state: dict[str, Any] = {}
-    for name in names:
-        if os.path.basename(name) != name:
-            raise CheckpointError(f"{index} names {name!r}, which is not in its folder")
-        state.update(read(index.with_name(name)))
-    return state
 
 
 # Files of single objects, outside checkpoints.
@@ -259,17 +226,13 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
     try:
         with reporting_full_disk(), replacing(path) as draft:
             if safe_serialization:
-                write_tensors(draft, clean_state_dict_for_safetensors(_tensors(obj)))
+                if not isinstance(obj, dict) or not all(isinstance(value, torch.Tensor) for value in obj.values()):
+                    raise ArgumentError("save(safe_serialization=True) takes a dict of tensors")
+                write_tensors(draft, clean_state_dict_for_safetensors(obj))
             else:
                 write_object(draft, obj)
     except CheckpointError as error:
         raise CheckpointError(f"saving {path}: {error}") from error
-
-
-def _tensors(obj: Any) -> dict[str, torch.Tensor]:
-    if not isinstance(obj, dict) or not all(isinstance(value, torch.Tensor) for value in obj.values()):
-        raise ArgumentError("save(safe_serialization=True) takes a dict of tensors")
-    return obj
 
 
 def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:

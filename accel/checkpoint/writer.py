@@ -17,6 +17,7 @@ from accel.checkpoint.directory import (
     delete_abandoned,
     discard,
     drafts,
+    fsync_folders,
     is_half_replaced,
     numbered,
     publish,
@@ -24,19 +25,10 @@ from accel.checkpoint.directory import (
     remove,
     start_draft,
 )
-from accel.checkpoint.durable import fsync_and_digest, fsync_directory, reporting_full_disk
-from accel.checkpoint.file_names import CHECKPOINT_PREFIX, LOCK, MANIFEST, random_states_name
+from accel.checkpoint.durable import digest_of, fsync, reporting_full_disk
+from accel.checkpoint.file_names import CHECKPOINT_PREFIX, LOCK, MANIFEST, OWN_NAMES, random_states_name
 from accel.checkpoint.loading import Loading
-from accel.checkpoint.manifest import (
-    Layout,
-    Manifest,
-    find_changed_file,
-    find_size_mismatch,
-    only_by_accel,
-    read_manifest,
-    unverified,
-    write_manifest,
-)
+from accel.checkpoint.manifest import Layout, Manifest, find_changed_file, inspect, unverified, write_manifest
 from accel.checkpoint.weights import is_writer
 from accel.errors import CheckpointError
 from accel.logging import get_logger
@@ -97,19 +89,13 @@ def copy_in(path: Path, num_processes: int) -> Copy:
     A node without a copy uses node 0's if another number of processes wrote that.
     """
     folder = environment.own_copy(path)
-    if not folder.is_dir() and folder != path and _written_by(path) not in (None, num_processes):
-        folder = path
-    problem = find_size_mismatch(folder) if folder.is_dir() else f"{folder} does not exist"
-    manifest = None if problem else read_manifest(folder)
+    if not folder.is_dir() and folder != path:
+        shared, _ = inspect(path)
+        folder = folder if shared is None or shared.num_processes == num_processes else path
+    if not folder.is_dir():
+        return Copy(folder=str(folder), problem=f"{folder} does not exist")
+    manifest, problem = inspect(folder)
     return Copy(folder=str(folder), save=manifest.save if manifest else None, problem=problem)
-
-
-def _written_by(folder: Path) -> int | None:
-    try:
-        manifest = read_manifest(folder)
-    except CheckpointError:
-        return None
-    return manifest.num_processes if manifest else None
 
 
 # The writer.
@@ -196,12 +182,9 @@ class Checkpoints:
             with self._discarding(draft, final):
                 written = self._saving(final, lambda: {p.name: p.write(draft) for p in pieces()}, group)
                 digests = {name: digest for rank in ranks for name, digest in written[rank].items()}
+                size = self.state.num_processes
                 manifest = Manifest(
-                    num_processes=self.state.num_processes,
-                    save=save,
-                    files=digests,
-                    models=layouts[0],
-                    optimizers=layouts[1],
+                    num_processes=size, save=save, files=digests, models=layouts[0], optimizers=layouts[1]
                 )
                 self._saving(final, lambda: self._publish(draft, final, manifest, names, prune), group)
                 self._last = final
@@ -226,9 +209,7 @@ class Checkpoints:
     def _copied(self, pieces: Sequence[Piece]) -> list[Piece]:
         assert self._staging is not None
         values = self._staging.copy([piece.value for piece in pieces])
-        return [
-            Piece(piece.name, piece.kind, value, piece.metadata) for piece, value in zip(pieces, values, strict=True)
-        ]
+        return [replace(piece, value=value) for piece, value in zip(pieces, values, strict=True)]
 
     @contextmanager
     def _discarding(self, draft: Path, final: Path) -> Iterator[None]:
@@ -255,14 +236,14 @@ class Checkpoints:
     def _publish(self, draft: Path, final: Path, manifest: Manifest, by_hooks: set[str], prune: bool) -> None:
         if not self.is_writer:
             return
-        files = {name: fsync_and_digest(draft / name) for name in by_hooks.difference(manifest.files)}
+        by_hooks = by_hooks.difference(manifest.files)
+        for name in by_hooks:
+            fsync(draft / name)
+        files = {name: digest_of(draft / name) for name in by_hooks}
         manifest = replace(manifest, files={**manifest.files, **files})
-        for folder in {
-            parent for name in manifest.files for parent in (draft / name).parents if parent.is_relative_to(draft)
-        }:
-            fsync_directory(folder)
+        fsync_folders(draft, manifest.files)
         write_manifest(draft, manifest)
-        problem = find_size_mismatch(draft)
+        _, problem = inspect(draft)
         if problem is not None:
             raise CheckpointError(problem)
         check_fence()
@@ -326,19 +307,21 @@ class Checkpoints:
             missing = not unfinished and not os.path.lexists(folder)
             problem = "is not a directory" if os.path.lexists(folder) else "does not exist"
             return replace(copy, problem=f"{name} {problem}{hint}", missing=missing)
-        if copy.problem is not None and ((folder / MANIFEST).exists() or is_half_replaced(path)):
-            raise CheckpointError(f"{copy.problem}{hint if is_half_replaced(path) else ''}")
-        if copy.problem is not None:
-            manifest = unverified(folder)
-            own_name = only_by_accel(manifest.files)
-            if own_name is None and not (manifest.models or manifest.optimizers or manifest.num_processes):
-                return replace(copy, problem=f"{folder} holds no checkpoint{hint}", missing=not unfinished)
-            if own_name is not None:
-                raise CheckpointError(
-                    f"{folder} has no {MANIFEST}, but {own_name}, which only accel writes: it is incomplete"
-                )
-            logger.warning(f"{folder} has no {MANIFEST}: it was not written by accel and cannot be verified")
-        return Copy(folder=copy.folder, save=copy.save)
+        if copy.problem is None:
+            return copy
+        half_replaced = is_half_replaced(path)
+        if half_replaced or (folder / MANIFEST).exists():
+            raise CheckpointError(f"{copy.problem}{hint if half_replaced else ''}")
+        manifest = unverified(folder)
+        own_name = next(filter(OWN_NAMES.fullmatch, manifest.files), None)
+        if own_name is not None:
+            raise CheckpointError(
+                f"{folder} has no {MANIFEST}, but {own_name}, which only accel writes: it is incomplete"
+            )
+        if not (manifest.models or manifest.optimizers or manifest.num_processes):
+            return replace(copy, problem=f"{folder} holds no checkpoint{hint}", missing=not unfinished)
+        logger.warning(f"{folder} has no {MANIFEST}: it was not written by accel and cannot be verified")
+        return replace(copy, problem=None)
 
     def _newest(self, missing_ok: bool) -> Path | None:
         """Return the newest checkpoint with a complete copy of the same save on every node."""

@@ -33,6 +33,11 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "cancel": ("accel.cli.cancel", "Cancel jobs: SIGTERM, then SIGKILL after the grace period"),
     "targets": ("accel.cli.targets", "List the targets that jobs can run on, or check one"),
     "prune": ("accel.cli.prune", "Delete the records and logs of ended jobs"),
+    "serve": ("accel.cli.serve", "Serve this computer's targets to other computers"),
+    "login": ("accel.cli.login", "Log in to a server"),
+    "logout": ("accel.cli.logout", "Log out of a server and revoke the token"),
+    "context": ("accel.cli.context", "List servers, or choose the current one"),
+    "token": ("accel.cli.token", "Create, list or revoke tokens of a server"),
     "config": ("accel.cli.config", "Create or edit the default configuration for `accel launch`"),
     "image": ("accel.cli.image", "Build a container image with accel, torch and a project"),
     "env": ("accel.cli.env", "Print versions, devices, configuration and targets for a bug report"),
@@ -47,6 +52,7 @@ _GROUPS = {
     "Run": ("submit", "launch", "test"),
     "Inspect": ("list", "status", "describe", "logs", "wait", "fetch", "shell"),
     "Manage": ("cancel", "targets", "prune"),
+    "Serve": ("serve", "login", "logout", "context", "token"),
     "Set up": ("config", "to-fsdp2", "image", "env", "tpu-config", "completion"),
     "Models": ("estimate-memory", "merge-weights"),
 }
@@ -75,6 +81,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         return _report(error, arguments[0] if arguments and arguments[0] in COMMANDS else "")
     finally:
+        try:
+            if sys.stderr is not None:  # closed by the caller: accel … 2>&-
+                sys.stderr.flush()
+        except (OSError, ValueError):  # nobody reads it: the interpreter's exit code would be 120
+            _forget_output(errors=True)
         if owns_process:
             gc.freeze()  # saves the interpreter's last collection, 10 ms at exit
 
@@ -122,6 +133,7 @@ _TASKS = (
     ("follow a job", "accel list; accel status, logs -f, wait, describe, fetch @last"),
     ("open a shell in a job", "accel shell @last"),
     ("cancel and delete jobs", "accel cancel JOB; accel prune --older-than 30d"),
+    ("serve targets to others", "accel serve, login, context, token, logout"),
     ("estimate memory", "accel estimate-memory MODEL"),
     ("convert checkpoints and files", "accel merge-weights, to-fsdp2"),
     ("build an image", "accel image build --tag IMAGE"),
@@ -174,6 +186,8 @@ def _unknown(name: str) -> UsageError:
 
 def _report(error: Exception, command: str) -> int:
     """Print a user's mistake as one line and return the exit code. Re-raise any other error."""
+    import contextlib
+
     from schedulers.errors import ConfigError, SchedulerError, SpecError
     from schedulers.printable import one_line
 
@@ -185,7 +199,8 @@ def _report(error: Exception, command: str) -> int:
         sys.stdout.flush()
     except OSError:
         _forget_output()
-    print(f"{prefix}: {one_line(str(error))}", file=sys.stderr)
+    with contextlib.suppress(OSError):
+        print(f"{prefix}: {one_line(str(error))}", file=sys.stderr)
     return code
 
 
@@ -204,12 +219,12 @@ def _make_output_safe() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
-def _forget_output() -> None:
-    """Redirect stdout to /dev/null, so that the interpreter's flush at exit does not fail on a pipe or full disk."""
+def _forget_output(*, errors: bool = False) -> None:
+    """Redirect stdout, or stderr, to /dev/null, so that the interpreter's flush at exit does not fail."""
     import io
 
     try:
-        descriptor = sys.stdout.fileno()
+        descriptor = (sys.stderr if errors else sys.stdout).fileno()
     except (io.UnsupportedOperation, ValueError):
         return
     devnull = os.open(os.devnull, os.O_WRONLY)

@@ -57,9 +57,9 @@ def split(
             spelled, equals, value = argument.partition("=")
             name = known.get(_dashed(spelled))
             if name is None:
-                from schedulers.errors import nearest
+                from schedulers.hints import hint
 
-                suggestion = nearest(_dashed(spelled), options)
+                suggestion = hint(_dashed(spelled), options, command)
                 raise UsageError(command, f"unknown option {spelled!r}{suggestion} ({command} --help lists them)")
             if options[name] and (equals or name not in optional_value):
                 own_options.append(f"{name}={value if equals else _next_value(command, known, name, remaining)}")

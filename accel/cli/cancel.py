@@ -26,8 +26,6 @@ EXAMPLES = """\
 Sends SIGTERM and, after the job's grace period, SIGKILL. A job that has already ended is no error: its remaining
 processes are cancelled."""
 
-KILL_ALLOWANCE_S = 60.0  # after the grace period: for SIGKILL, and until its effect is reported
-
 
 def add_arguments(parser: Parser) -> None:
     parser.add_argument("jobs", metavar="JOB", nargs="+", help="job id, unique prefix of an id, or @last")
@@ -81,7 +79,7 @@ def _request_cancel(job: Job, *, refreshed: bool) -> bool:
 
 def _wait_for_end(job: Job) -> bool:
     try:
-        job.wait(job.spec.grace_s + KILL_ALLOWANCE_S)
+        job.wait(job.cancel_timeout_s)
     except TimeoutError:
         note(f"job {job.id} has not ended yet; check it with: accel status {job.id}")
         return False

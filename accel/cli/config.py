@@ -1,6 +1,6 @@
 """`accel config`: write the default configuration file for `accel launch`, in Accelerate's place and form.
 
-For jobs on SSH, Slurm or Kubernetes it also writes the target, into `accel.yaml`.
+For jobs elsewhere (SSH, Slurm, Kubernetes, TPU, SageMaker) it also writes the target, into `accel.yaml`.
 
 The paths of the files go to stdout. `--answers FILE` replaces the terminal: one `name: answer` a line, by
 question; questions that it does not answer get the default.

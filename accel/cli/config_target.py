@@ -108,19 +108,33 @@ def _answered_options(answers: Mapping[str, Any]) -> set[str]:
 
 def _read(path: str, name: str) -> tuple[str, dict[str, Any]]:
     """Return the file's text and the entry of that name; both empty if missing."""
-    from schedulers.config.yaml_file import YamlFile
+    from schedulers.config.schema import as_written
+    from schedulers.config.yaml_file import YamlFile, read_text
     from schedulers.errors import ConfigError
 
     if not os.path.exists(path):
         return "", {}
     try:
-        document = YamlFile(path).value
+        file = YamlFile(path, core=True)
+        text = read_text(path)
+        entry = dict(((file.value or {}).get("targets") or {}).get(name) or {})
+        if entry.get("kind") in _SCHEMAS:
+            keys = ("targets", name)
+            entry = as_written(
+                _schema(entry["kind"]),
+                entry,
+                lambda path: file.spelling(*keys, *path),
+                lambda path, of_key: file.location(*keys, *path),
+            )
     except ConfigError as error:
         raise UsageError(_COMMAND, str(error)) from None
-    with open(path, encoding="utf-8-sig") as file:
-        text = file.read()
-    entry = ((document or {}).get("targets") or {}).get(name) or {}
-    return text, dict(entry)
+    return text, entry
+
+
+def _schema(kind: str) -> type:
+    module, name = _SCHEMAS[kind]
+    schema: type = getattr(importlib.import_module(module), name)
+    return schema
 
 
 def _check_name(name: str, kind: str) -> None:
@@ -163,7 +177,9 @@ def _check_sagemaker(options: Any, name: str) -> None:
     from schedulers.job import JobSpec
     from schedulers.sagemaker import request
 
-    request.build(JobSpec(argv=("it",)), options, "it", request.account_from_options(options), name)
+    request.build(
+        JobSpec(argv=("it",)), options, "it", request.Account(region=options.region or request.Account.region), name
+    )
 
 
 def _targets_by_name() -> dict[str, dict[str, Any]]:

@@ -223,6 +223,7 @@ def launch_options(settings: Mapping[str, Value]) -> dict[str, Any]:
     fields = [name for name in from_file if name == "mixed_precision" or _is_deepspeeds(BY_NAME[name])]
     options = {name: None if value.layer == "scheduler" else value.value for name, value in settings.items()}
     options["deepspeed_fields_from_accelerate_config"] = ",".join(fields)
+    options["num_processes_from_file"] = "num_processes" in from_file
     return options | {"overridden": overridden(settings, os.environ)}
 
 

@@ -70,13 +70,21 @@ def load(command: str, path: str) -> Loaded:
 
 
 def validate_file(command: str, file: Loaded) -> Configuration:
-    """Return the settings of a loaded file. Raises UsageError that begins with `file:line`."""
-    from accel.settings.config_file import BadEntry, read_document
+    """Return the settings of a loaded file, and warn about keys that nothing reads.
+
+    Raises UsageError that begins with `file:line`.
+    """
+    from accel.settings.config_file import BadEntry, read_document, unread_keys
+
+    from .output import note
 
     try:
-        return Configuration(file.path, read_document(file.document), file.location, file.document)
+        entries = read_document(file.document)
     except BadEntry as error:
         raise UsageError(command, f"{file.location(error.keys)}: {error}") from None
+    for keys in unread_keys(file.document):
+        note(f"warning: {file.location(keys)}: {'.'.join(keys)} is ignored: no version of Accelerate reads it")
+    return Configuration(file.path, entries, file.location, file.document)
 
 
 def _load(command: str, path: str) -> tuple[Any, Callable[[tuple[str, ...]], str]]:

@@ -13,7 +13,7 @@ longer has it, a line on stderr reports that, and the jobs known here are shown.
 is then an error.
 
 --json  {"jobs": […], "older": N}: each job in the shape of `accel.cli.output`, or {"id", "state":
-"damaged", "message"}; `older` counts the jobs that --limit left out.
+"damaged", "message"}; `older` counts the jobs that --limit left out. Jobs that only a server knows have "owner".
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ EXAMPLES = """\
   accel list --target cluster                    # also jobs that other machines submitted there"""
 
 STATES = ("submitting", "queued", "running", "succeeded", "failed", "cancelled", "damaged")
-COLUMNS = ("ID", "NAME", "STATE", "TARGET", "NODES", "SUBMITTED", "MESSAGE")
+COLUMNS: tuple[str, ...] = ("ID", "NAME", "STATE", "TARGET", "NODES", "SUBMITTED", "MESSAGE")
 
 
 def add_arguments(parser: Parser) -> None:
@@ -63,7 +63,12 @@ def run(args: Namespace) -> int:
     if args.json:
         print_json({"jobs": [_json(job) for job in jobs], "older": older})
         return exit_status.OK
-    print_rows(COLUMNS, (_cells(job, moment) for job in jobs), on_terminal=(_cells(job, _ago) for job in jobs))
+    owners = ["" if isinstance(job, CorruptRecord) else job.owner for job in jobs]
+    columns, shown = COLUMNS, [_cells(job, _ago) for job in jobs]
+    if any(owners):
+        columns = (*COLUMNS[:-1], "OWNER", COLUMNS[-1])
+        shown = [(*cells[:-1], owner, cells[-1]) for cells, owner in zip(shown, owners, strict=True)]
+    print_rows(columns, (_cells(job, moment) for job in jobs), on_terminal=shown)
     for warning in dict.fromkeys(job.warning for job in jobs if not isinstance(job, CorruptRecord) and job.warning):
         note(f"warning: {warning}")
     unknown = [job.id for job in jobs if not isinstance(job, CorruptRecord) and not job.path]

@@ -1,7 +1,7 @@
 """`accel logs JOB`: print or follow what a job's ranks wrote; `accel submit --follow` uses the same printer.
 
 stdout gets exactly the ranks' bytes, with `[rank N] ` before each line if there are several ranks. Messages
-of `accel launch` itself, such as its report of a failure, go to stderr.
+of `accel launch` itself, such as its report of a failure, and lines that list missing ones go to stderr.
 
 If the job has not started, a line on stderr reports that, and -f waits. A job that ended before it reached its
 target has no logs: an error with the reason, and exit code 1.
@@ -17,13 +17,13 @@ last have "partial": true. `--since CURSOR` continues exactly after the line, or
 
 from __future__ import annotations
 
-import base64
 import contextlib
+import dataclasses
 import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from schedulers.printable import printable
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Collection
 
-    from schedulers.job import Cursor, JobSpec, LogLine
+    from schedulers.job import Cursor, LogLine
     from schedulers.jobs.handle import Job
 
     from .arguments import Parser
@@ -98,7 +98,7 @@ def run(args: Namespace) -> int:
 
 def _check_ranks(job: Job, ranks: Collection[int]) -> None:
     """Raise UsageError for a rank that the job cannot have."""
-    rank_count = max_ranks(job.spec)
+    rank_count = job.spec.max_ranks
     excess = [rank for rank in ranks if rank_count is not None and rank >= rank_count]
     if excess:
         available = "one rank: 0" if rank_count == 1 else f"ranks 0 to {(rank_count or 0) - 1}"
@@ -111,7 +111,7 @@ _POLL_S = 0.75
 
 
 class LogPrinter:
-    """A printer of log lines: the ranks' to stdout, the launcher's (its report of a failure) to stderr.
+    """A printer of log lines: the ranks' to stdout, the launcher's and those that list missing lines to stderr.
 
     prefix: put `[rank N] ` before every rank's line; this also terminates an unterminated last line, which would
             otherwise run into the next rank's. None: from the first line of a rank other than 0.
@@ -122,83 +122,45 @@ class LogPrinter:
 
     def __init__(self, *, prefix: bool | None, json: bool, since: Cursor | None, flush: bool) -> None:
         from schedulers.job import Cursor
+        from schedulers.store.log_lines import LogText
 
-        self._prefix = prefix
+        self._text = LogText(prefix)
         self._json = json
         self._flush = flush
         self._cursor = Cursor.parse(str(since or ""))
-        self._unended = False
-        self._unfinished: tuple[str, int] | None = None  # source and rank of an unfinished line
         self.complete = True
         self.printed = False
 
     def print(self, lines: Iterable[LogLine]) -> None:
         for line in lines:
             self.printed = True
-            self.complete = self.complete and line.stream != "missing"
+            if line.stream == "missing":  # the target's own words
+                self.complete = False
+                line = dataclasses.replace(line, text=printable(line.text))
             if self._json:
-                self._print_json(line)
-            elif line.rank is None:
-                self._print_launcher(_bytes(line))
+                self._cursor.advance(line)
+                print_json(line.to_json() | {"cursor": str(self._cursor)}, one_line=True)
+            elif line.rank is None or line.stream == "missing":
+                self._print_launcher(line.data)
             else:
-                self._print_rank(line.rank, line)
+                sys.stdout.buffer.write(self._text.add(line))
             if self._flush:
                 sys.stdout.flush()
-        if self._prefix:
-            self._end_line()
-
-    def _print_json(self, line: LogLine) -> None:
-        self._cursor.advance(line)
-        print_json(line_json(line) | {"cursor": str(self._cursor)}, one_line=True)
-
-    def _print_rank(self, rank: int, line: LogLine) -> None:
-        if self._prefix is None and rank:
-            self._prefix = True
-        data = _bytes(line)
-        if self._prefix and self._unfinished != (line.source, rank):
-            self._end_line()
-            data = f"[rank {rank}] ".encode() + data
-        sys.stdout.buffer.write(data)
-        self._unended = not data.endswith((b"\n", b"\r"))
-        self._unfinished = (line.source, rank) if line.partial else None
+        if self._text.prefix:
+            sys.stdout.buffer.write(self._text.end())
 
     def _print_launcher(self, data: bytes) -> None:
-        if self._prefix:
-            self._end_line()
+        if self._text.prefix:
+            sys.stdout.buffer.write(self._text.end())
         sys.stdout.flush()
         # Without prefixes stdout has the job's bytes only; on a terminal, an unended line is ended through stderr.
-        sys.stderr.buffer.write(b"\n" * (self._unended and sys.stdout.isatty()) + data)
+        sys.stderr.buffer.write(b"\n" * (self._text.unended and sys.stdout.isatty()) + data)
         sys.stderr.flush()
-
-    def _end_line(self) -> None:
-        if self._unended:
-            sys.stdout.buffer.write(b"\n")
-            self._unended = False
-            self._unfinished = None
-
-
-def line_json(line: LogLine) -> dict[str, Any]:
-    """Return a line as JSON values. If it is not UTF-8, `base64` has its exact bytes; a piece is `partial`."""
-    data = _bytes(line)
-    text = data.decode(errors="replace")
-    exact = {} if text.encode() == data else {"base64": base64.b64encode(data).decode()}
-    partial = {"partial": True} if line.partial else {}
-    return {"rank": line.rank, "attempt": line.attempt, "stream": line.stream, "text": text} | exact | partial
 
 
 def has_many_ranks(job: Job, ranks: Sequence[int] | None) -> bool | None:
     """Return True if several ranks may write lines, so that each needs a prefix; None if unknown."""
-    if ranks is not None:
-        return len(set(ranks)) > 1
-    spec = job.spec
-    rank_count = max_ranks(spec)
-    return rank_count > 1 if rank_count is not None else (spec.max_nodes or spec.nodes) > 1 or None
-
-
-def max_ranks(spec: JobSpec) -> int | None:
-    """Return the job's largest world size; None if each node starts one rank per accelerator that it finds."""
-    per_node = spec.procs_per_node or spec.resources.gpus
-    return (spec.max_nodes or spec.nodes) * per_node if per_node else None
+    return job.spec.has_many_ranks if ranks is None else len(set(ranks)) > 1
 
 
 @contextlib.contextmanager
@@ -249,9 +211,3 @@ def _print_reason(job: Job, stopped: threading.Event) -> None:
 def print_how_to_stop(job: Job) -> None:
     """Print a note after Ctrl-C that the job continues, with the commands to follow and cancel it."""
     note(f"job {job.id} continues; follow it again: accel logs -f {job.id}; cancel it: accel cancel {job.id}")
-
-
-def _bytes(line: LogLine) -> bytes:
-    """Return the line's bytes. A message of the target itself is made printable."""
-    text = printable(line.text) if line.stream == "missing" else line.text
-    return text.encode("utf-8", "surrogateescape")

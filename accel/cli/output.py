@@ -135,6 +135,7 @@ def record_json(record: Record) -> dict[str, Any]:
         "native_id": record.native_id,
         **record.status.to_json(),
         "warning": record.warning,
+        **({"owner": record.owner} if record.owner else {}),
     }
 
 

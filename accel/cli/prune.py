@@ -54,8 +54,8 @@ def run(args: Namespace) -> int:
     from schedulers.store.snapshot import prune_snapshots
     from schedulers.store.store import Store
 
-    list_jobs()  # polls: the record of a job that has ended since the last poll still says running
     store = Store.default()
+    records = list_jobs(store=store)  # polls: the record of a job that has ended since the last poll still says running
     summary = prune(
         store,
         older_than_s=args.older_than,
@@ -63,8 +63,9 @@ def run(args: Namespace) -> int:
         ids=args.jobs or None,
         dry_run=args.dry_run,
         force=args.force,
+        records=records,
     )
-    remaining = [job for job in store.records() if job.id not in summary.ids]
+    remaining = [job for job in records if job.id not in summary.ids]
     problems, snapshots = list(summary.kept_reasons), []
     try:
         snapshots = prune_snapshots(store.home, remaining, dry_run=args.dry_run)

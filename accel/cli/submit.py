@@ -211,12 +211,16 @@ def _add_program(group: Group) -> None:
     group.add_argument("--config_file", metavar="FILE", help=file)
     variable = "environment variable for the job; without a value, its value here; repeatable"
     group.add_argument("--env", metavar="NAME[=VALUE]", type=arguments.environment, **_REPEATABLE, help=variable)
-    secret = "secret variable, read here from env:NAME or file:PATH (kubernetes: secret:NAME/KEY); repeatable"
+    secret = (
+        "secret variable, read here from env:NAME or file:PATH (kubernetes: secret:NAME/KEY; sagemaker: "
+        "secretsmanager:ID[#KEY] or ssm:NAME); repeatable"
+    )
     group.add_argument("--secret", metavar="NAME=REFERENCE", type=arguments.secret, **_REPEATABLE, help=secret)
 
 
 def _add_placement(group: Group) -> None:
-    group.add_argument("--target", help="name in accel.yaml, or a kind of target (default: local)")
+    target = "name in accel.yaml, SERVER/NAME, or a kind of target (default: the target of `accel context`, else local)"
+    group.add_argument("--target", help=target)
     nodes = "number of nodes (default: from --hosts, --hostfile or --config_file, else 1); 2:8 for an elastic job"
     group.add_argument("--nodes", type=arguments.nodes, metavar="N", help=nodes)
     group.add_argument("--procs-per-node", **_COUNT, help="processes per node (default: one per GPU, or 1)")
@@ -234,7 +238,9 @@ def _add_placement(group: Group) -> None:
     )
     group.add_argument("--spares", **_COUNT, help="spare hosts of an ssh target, to replace bad ones")
     group.add_argument("--interface", metavar="NAME", help="network interface between the hosts of an ssh target")
-    group.add_argument("--concurrency", **_COUNT, help="jobs that run at once on a machine (local, ssh); others queue")
+    group.add_argument(
+        "--concurrency", **_COUNT, help="jobs that run at once on a machine (local, ssh, tpu); others queue"
+    )
     group.add_argument("--snapshot", action="store_true", help="run a copy of the code as it is now (local, slurm)")
 
 

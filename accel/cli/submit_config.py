@@ -106,6 +106,8 @@ def use_keys(settings: Mapping[str, Value]) -> tuple[dict[str, Value], list[str]
     if not key_names:
         return dict(settings), []
     os.environ.update({name.upper(): str(settings[name].value) for name in key_names})
+    for name in ("AWS_SESSION_TOKEN", "AWS_SECURITY_TOKEN", "AWS_CREDENTIAL_EXPIRATION"):
+        os.environ.pop(name, None)  # of other keys
     warning = (
         f"warning: --{key_names[0]}: other users see it in the list of processes, and it holds for this process only: "
         "leave keys to AWS's credential chain (aws configure, aws sso login, AWS_PROFILE, AWS_ACCESS_KEY_ID)"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -30,8 +29,6 @@ def build_spec(args: Namespace, program: Sequence[str], defaults: LaunchDefaults
     code, workdir = places(os.getcwd(), args.code, explicit=False)
     if not os.path.isdir(code):
         raise UsageError("accel submit", f"--code: directory {code} does not exist")
-    if entry == "script":
-        _check_script(program[0], os.path.join(code, workdir))
     if defaults is None:
         defaults = _launch_defaults(args, program[0] if entry == "script" and args.code is None else "")
     args.target = _target(args, defaults)
@@ -72,9 +69,16 @@ def _launch_defaults(args: Namespace, script: str) -> LaunchDefaults:
 
 
 def _target(args: Namespace, defaults: LaunchDefaults) -> str:
-    """Return the target's name: the given one, else the file's kind. Raises UsageError if they contradict."""
+    """Return the target: --target, else the file's kind, else the target of `accel context`, else `local`.
+
+    Raises UsageError if --target and the file contradict.
+    """
+    if args.target is None and defaults.kind is None:
+        from schedulers.config.servers import read_servers
+
+        return read_servers().current_target or "local"
     if args.target is None or defaults.kind is None:
-        return str(args.target or defaults.kind or "local")
+        return str(args.target or defaults.kind)
     from schedulers.config.named_targets import known_targets
 
     kind = next((entry.kind for entry in known_targets() if entry.name == args.target), defaults.kind)
@@ -96,19 +100,6 @@ def build_sweep(args: Namespace, spec: JobSpec) -> list[JobSpec]:
 
     points = sweeps.read(args.array) if args.array is not None else sweeps.grid(merge_unique("--sweep", args.sweep))
     return sweeps.specs(spec, points)
-
-
-def _check_script(script: str, directory: str) -> None:
-    from schedulers.errors import nearest
-
-    path = os.path.join(directory, script)
-    if not script or "\0" in script or os.path.isfile(path) or os.path.isfile(os.path.join(path, "__main__.py")):
-        return  # JobSpec rejects the first two
-    problem = "it is a directory without __main__.py" if os.path.isdir(path) else "it does not exist"
-    with contextlib.suppress(OSError):
-        problem += nearest(os.path.basename(script), os.listdir(os.path.dirname(path)))
-    hint = "a module: -m; a command that is not Python: --no-python"
-    raise UsageError("accel submit", f"no script at {os.path.normpath(path)}: {problem} ({hint})")
 
 
 def merge_unique(option: str, pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:

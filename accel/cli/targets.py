@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Mapping
 
+    from schedulers.config.named_targets import NamedTarget
+
     from .arguments import Parser
 
 EXAMPLES = """\
@@ -29,9 +31,11 @@ EXAMPLES = """\
   accel targets check ssh --hosts gpu[1-4] --gpus 8
 
 Names come from accel.yaml in the project (this directory or the nearest above, up to the project's root) and in the
-user's config directory."""
+user's config directory, and from the current server (accel context)."""
 
 _CHECK = "accel targets check"
+
+_ANSWER_S = 3.0  # for which a server may take to answer
 
 COLUMNS = ("NAME", "KIND", "DEFINED IN", "OPTIONS")
 
@@ -57,7 +61,7 @@ def run(args: Namespace) -> int:
     from schedulers.config.named_targets import known_targets, skipped_files
     from schedulers.target import refused_entry_points
 
-    targets = known_targets()
+    targets = [*known_targets(), *_targets_of_server()]
     ignored = refused_entry_points()
     options = _without_secrets([dict(target.options) for target in targets])
     if args.json:
@@ -72,6 +76,31 @@ def run(args: Namespace) -> int:
     for line in ignored:
         note(f"warning: {line}")
     return exit_status.OK
+
+
+def _targets_of_server() -> list[NamedTarget]:
+    """Return the targets of the current server; none, and a note, if it does not answer soon."""
+    from schedulers.config.named_targets import NamedTarget
+    from schedulers.config.servers import read_servers
+    from schedulers.errors import SchedulerError
+
+    server = read_servers().current_server
+    if server is None:
+        return []
+    from schedulers.service.client import Client
+
+    try:
+        offered = Client(server).get("/targets", timeout_s=_ANSWER_S, attempts=1)
+    except SchedulerError as error:
+        note(f"warning: targets of {server.name} are not listed: {error}")
+        return []
+    return [
+        NamedTarget(
+            name=f"{server.name}/{target['name']}", kind="service", source=f"server {server.name} ({target['kind']})",
+            options={"url": server.url, "target": target["name"]},
+        )
+        for target in offered
+    ]  # fmt: skip
 
 
 def _check(args: Namespace) -> int:

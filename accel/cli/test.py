@@ -3,7 +3,8 @@
 stdout has a line for every check: `ok` or `FAILED`, its name, the number of processes. The exit code is 0 if
 all passed, else 1 (for a target, that of the job). The last line on stderr reports success or names the check
 that failed. Tests the configuration file that `accel launch` would read; without one, 1, 2 and 4 processes,
-the last also with sharded models (FSDP).
+the last also with sharded models (FSDP). Sizes of a `parallelism_config` are used, and then leave only the numbers
+that they make up.
 
 --json  a line each: {"check", "processes", "ok", "seconds"}; a failed one has "process" and "message" too
 """
@@ -11,6 +12,7 @@ the last also with sharded models (FSDP).
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 import signal
@@ -39,7 +41,8 @@ EXAMPLES = """\
   accel test --target cluster --num_processes 4
 
 Without --num_processes it tests the number of processes in the configuration file, else 1, 2 and 4 processes. Without
-a file it also tests 4 with sharded models (FSDP). It uses GPUs if there are enough, else the CPU."""
+a file it also tests 4 with sharded models (FSDP). With parallelism_config_tp_size: 2 in the file, it tests 2 processes;
+with FSDP too, 2 and 4. It uses GPUs if there are enough, else the CPU."""
 
 _COMMAND = "accel test"
 _COUNTS = (1, 2, 4)
@@ -81,7 +84,7 @@ def _file(args: Namespace) -> str | None:
 def launches(args: Namespace, path: str | None) -> list[list[str]]:
     """Return the flags of each launch to run. Raises UsageError."""
     from accel.launch.devices import find
-    from accel.settings.contradictions import BACKEND_SWITCHES
+    from accel.settings.contradictions import BACKEND_SWITCHES, SIZES
 
     from .launch import resolve_settings
 
@@ -102,8 +105,12 @@ def launches(args: Namespace, path: str | None) -> list[list[str]]:
 
     if args.num_processes:
         return [flags_for(args.num_processes)]
+    counts: Sequence[int] = _COUNTS
+    product = math.prod(settings[name].value for name in SIZES) if settings["use_parallelism_config"].value else 1
+    if product > 1:  # without FSDP, the sizes make up the world
+        counts = [count for count in _COUNTS if count % product == 0 and settings["use_fsdp"].value] or [product]
     sharded = [[*flags_for(_COUNTS[-1]), "--use_fsdp"]] if path is None and switches in ([], ["cpu"]) else []
-    return [*map(flags_for, _COUNTS), *sharded]
+    return [*map(flags_for, counts), *sharded]
 
 
 def _run_here(flags: Sequence[str], *, as_json: bool) -> int:

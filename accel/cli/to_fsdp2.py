@@ -87,7 +87,9 @@ def converted(file: Configuration) -> tuple[dict[str, Any], dict[str, str]]:
     for key, value in fsdp.items():
         setting = setting_of(_SECTION, key)
         name = key if setting is None else setting.file_key
-        if name in _REMOVED_KEYS:
+        if setting is None:
+            dropped[name] = "no version of Accelerate reads it"
+        elif name in _REMOVED_KEYS:
             dropped[name] = _REMOVED_KEYS[name]
         elif name in (_STRATEGY, _RESHARD):
             # FSDP 1 has a strategy here; without one, the key may already hold FSDP2's value.

@@ -10,17 +10,19 @@ if TYPE_CHECKING:
 
 
 def with_value(text: str, keys: Sequence[str], value: Any) -> str:
-    """Return `text` with `value` at the path `keys`; missing mappings on the way are created.
+    """Return the text of an accel.yaml with `value` at the path `keys`; missing mappings on the way are created.
 
     A part that has no room for it (`{a: 1}`) is rewritten without its comments. Raises yaml.YAMLError.
     """
     import yaml
 
-    document = yaml.safe_load(text)
+    from schedulers.config.yaml_file import core_values
+
+    document = core_values(text)
     expected = _set(document, keys, value)
     changed = _changed(text, yaml.compose(text, Loader=yaml.SafeLoader), document, keys, value)
     try:
-        if changed is not None and yaml.safe_load(changed) == expected:
+        if changed is not None and core_values(changed) == expected:
             return changed
     except yaml.YAMLError:
         pass

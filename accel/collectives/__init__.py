@@ -9,17 +9,16 @@ structure, shapes and types. ``ACCELERATE_DEBUG_MODE=1`` checks that first: a mi
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from accel.collectives.debug import Leaf, describe, verify
-from accel.collectives.flat_buffer import flatten, layout_of, split_flat
+from accel.collectives.debug import verify
+from accel.collectives.flat_buffer import first_elements, layout_of
 from accel.errors import ArgumentError, CollectiveError, LeafError, one_of
-from accel.pytree import collect, fields_of, honor_type, is_record, leaves, rebuild_mapping, replace_tensors
+from accel.pytree import children, collect, leaves, rebuild, replace_tensors
 from accel.state import PartialState
 from accel.world import xla
 
@@ -55,19 +54,20 @@ def gather(tensor: Any) -> Any:
     tensors = _tensor_leaves("gather", tensor)
     if not state.use_distributed or not tensors:
         return tensor
-    if state.debug:
-        verify(state, "gather", data=describe(tensor))
+    verify(state, "gather", data=tensor)
     return replace_tensors(tensor, _gather_tensors(tensors, state))
 
 
 def _gather_tensors(tensors: list[torch.Tensor], state: PartialState) -> list[torch.Tensor]:
-    layout, count = layout_of(tensors), state.num_processes
+    count = state.num_processes
     if state.backend == xla.BACKEND:
         return [_gather_one(tensor, count, state.device) for tensor in tensors]
+    layout = layout_of(tensors, count)
     packed = layout.pack(tensors, state.device)
     gathered = packed.new_empty(count * packed.numel())
     _all_gather(gathered, packed)
-    return layout.unpack(gathered, count, tensors)
+    layout.check(gathered)
+    return layout.unpack(gathered, tensors)
 
 
 def _gather_one(tensor: torch.Tensor, count: int, device: torch.device) -> torch.Tensor:
@@ -84,28 +84,28 @@ def gather_object(object: Any) -> Any:
 
     Raises `LeafError` for an object that is not iterable.
     """
-    state = PartialState()
-    if not state.use_distributed:
+    if not PartialState().use_distributed:
         return object
     joined: list[Any] = []
-    for rank, items in enumerate(_all_objects(object, state, "gather_object")):
+    for rank, items in enumerate(all_objects(object, "gather_object")):
         if not hasattr(items, "__iter__"):
             raise LeafError(f"gather_object: process {rank} passed a {type(items).__name__}: pass a list of objects")
         joined.extend(items)
     return joined
 
 
-def all_objects(value: Any) -> list[Any]:
-    """Return the picklable ``value`` of every process, in rank order."""
+def all_objects(value: Any, operation: str = "all_objects", group: Any = None) -> list[Any]:
+    """Return the picklable ``value`` of every process, in rank order.
+
+    ``operation``: its name in debug mode. ``group``: a process group of all processes, by default the world's.
+    """
     state = PartialState()
-    return _all_objects(value, state, "all_objects") if state.use_distributed else [value]
-
-
-def _all_objects(value: Any, state: PartialState, operation: str) -> list[Any]:
-    if state.debug:
+    if not state.use_distributed:
+        return [value]
+    if group is None:
         verify(state, operation)
     gathered: list[Any] = [None] * state.num_processes
-    dist.all_gather_object(gathered, value)
+    dist.all_gather_object(gathered, value, group)
     return gathered
 
 
@@ -118,20 +118,20 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
     tensors = _tensor_leaves("broadcast", tensor)
     if not state.use_distributed or not tensors:
         return tensor
-    if state.debug:
-        verify(state, "broadcast", f"from_process={from_process}", describe(tensor))
+    verify(state, "broadcast", f"from_process={from_process}", tensor)
     if state.backend == xla.BACKEND:
-        for leaf in tensors:
-            device_copy = leaf.detach().to(state.device)
+        received = [leaf.detach().to(state.device) for leaf in tensors]
+        for device_copy in received:
             dist.broadcast(device_copy, src=from_process)
-            with torch.no_grad():
-                leaf.copy_(device_copy)
-        return tensor
-    layout = layout_of(tensors)
-    packed = layout.pack(tensors, state.device)
-    dist.broadcast(packed, src=from_process)
+    else:
+        layout = layout_of(tensors)
+        packed = layout.pack(tensors, state.device)
+        dist.broadcast(packed, src=from_process)
+        layout.check(packed)
+        received = layout.split(packed)
     with torch.no_grad():
-        torch._foreach_copy_(tensors, layout.unpack_one(packed, tensors))
+        for leaf, value in zip(tensors, received, strict=True):
+            first_elements(leaf, leaf).copy_(first_elements(value, leaf))
     return tensor
 
 
@@ -139,8 +139,7 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
     """Replace the items of ``object_list``, in place, by those on process ``from_process``; lengths must be equal."""
     state = PartialState()
     if state.use_distributed:
-        if state.debug:
-            verify(state, "broadcast_object_list", f"{len(object_list)} object(s) from_process={from_process}")
+        verify(state, "broadcast_object_list", f"{len(object_list)} object(s) from_process={from_process}")
         dist.broadcast_object_list(object_list, src=from_process)
     return object_list
 
@@ -149,9 +148,9 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
     """Return ``tensor`` with each tensor reduced over all processes, times ``scale``; the originals are unchanged.
 
     ``reduction`` is ``"sum"``, ``"mean"``, ``"max"``, or ``"none"``, which only scales. One collective per data
-    type. Integers stay integers under ``"sum"`` and ``"max"`` and become floating point under ``"mean"``. Raises
-    `CollectiveError` for booleans and for the maximum of complex numbers, and `LeafError` for leaves that are no
-    tensors.
+    type. Integers stay integers under ``"sum"`` and ``"max"`` and become floating point under ``"mean"``, for which
+    16-bit floats are summed in fp32. Raises `CollectiveError` for booleans and for the maximum of complex numbers, and
+    `LeafError` for leaves that are no tensors.
     """
     kind = one_of(reduction, ("sum", "mean", "max", "none"), source="reduction")
     state = PartialState()
@@ -159,8 +158,7 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
     if kind == "none" or not state.use_distributed or not tensors:
         scaled = [leaf.clone() if scale == 1.0 else leaf * scale for leaf in tensors]
         return replace_tensors(tensor, scaled)
-    if state.debug:
-        verify(state, "reduce", f"reduction={kind!r}", describe(tensor))
+    verify(state, "reduce", f"reduction={kind!r}", tensor)
     return replace_tensors(tensor, _combine(tensors, kind, scale, state))
 
 
@@ -171,27 +169,25 @@ def _combine(tensors: list[torch.Tensor], kind: str, scale: float, state: Partia
             raise CollectiveError(f"reduce: a boolean tensor has no {kind}: convert it, for instance with .int()")
         if kind == "max" and tensor.is_complex():
             raise CollectiveError("reduce: complex numbers have no order, hence no max")
-        by_type.setdefault(tensor.dtype, []).append(index)
+        # The sum of 16-bit floats may overflow where their mean does not.
+        widened = kind == "mean" and tensor.is_floating_point() and tensor.itemsize < 4
+        by_type.setdefault(torch.float32 if widened else tensor.dtype, []).append(index)
     combined: dict[int, torch.Tensor] = {}
     with torch.no_grad():
-        for indices in by_type.values():
-            same_type = [tensors[index] for index in indices]
-            combined.update(zip(indices, _combine_same_dtype(same_type, kind, scale, state), strict=True))
+        for dtype, indices in by_type.items():
+            operands = [tensors[index].to(state.device, dtype).reshape(-1) for index in indices]
+            flat = torch.cat(operands)
+            # Complex numbers are summed as pairs of reals, which every backend supports.
+            dist.all_reduce(torch.view_as_real(flat) if flat.is_complex() else flat, _REDUCE_OPS[kind])
+            if kind == "mean":
+                flat = flat / state.num_processes
+            if scale != 1.0:
+                flat = flat * scale
+            for index, piece in zip(indices, torch.split(flat, [len(part) for part in operands]), strict=True):
+                original = tensors[index]
+                piece = piece.to(original.device, piece.dtype if original.dtype is dtype else original.dtype)
+                combined[index] = piece.view(original.shape)
     return [combined[index] for index in range(len(tensors))]
-
-
-def _combine_same_dtype(
-    tensors: list[torch.Tensor], kind: str, scale: float, state: PartialState
-) -> list[torch.Tensor]:
-    on_device = [tensor.to(state.device) for tensor in tensors]
-    flat = flatten(on_device) if len(on_device) > 1 else on_device[0].flatten().clone()
-    # Complex numbers are summed as pairs of reals, which every backend supports.
-    dist.all_reduce(torch.view_as_real(flat) if flat.is_complex() else flat, _REDUCE_OPS[kind])
-    if kind == "mean":
-        flat = flat / state.num_processes
-    if scale != 1.0:
-        flat = flat * scale
-    return [piece.to(tensor.device) for piece, tensor in zip(split_flat(flat, tensors), tensors, strict=True)]
 
 
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
@@ -210,18 +206,20 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
         warnings.warn("nested tensors cannot be padded: returned unchanged", CannotPadNestedTensorWarning, stacklevel=2)
     if not state.use_distributed or not tensors:
         return tensor
-    if state.debug:
-        verify(state, "pad_across_processes", f"dim={dim}", [_without_sizes(leaf) for leaf in describe(tensor)])
-    sizes = torch.tensor([_size_along(leaf, dim) for leaf in tensors], device=state.device)
-    all_sizes = sizes.new_empty(state.num_processes * len(tensors))
-    _all_gather(all_sizes, sizes)
-    largest: list[int] = all_sizes.view(state.num_processes, -1).amax(0).tolist()
-    padded = [_pad(leaf, size, dim, pad_index, pad_first) for leaf, size in zip(tensors, largest, strict=True)]
+    verify(state, "pad_across_processes", f"dim={dim}", tensor, sizes=False)
+    sizes = sizes_by_process(tensors, dim)
+    padded = [_pad(leaf, max(every), dim, pad_index, pad_first) for leaf, every in zip(tensors, sizes, strict=True)]
     return replace_tensors(tensor, padded)
 
 
-def _without_sizes(leaf: Leaf) -> Leaf:
-    return leaf._replace(shape=(-1,) * len(leaf.shape))
+def sizes_by_process(tensors: list[torch.Tensor], dim: int = 0) -> list[list[int]]:
+    """Return, for each of ``tensors``, its size along ``dim`` on every process; -1 where it has no such dimension."""
+    state = PartialState()
+    sizes = torch.tensor([_size_along(leaf, dim) for leaf in tensors], device=state.device)
+    all_sizes = sizes.new_empty(state.num_processes * len(tensors))
+    _all_gather(all_sizes, sizes)
+    columns: list[list[int]] = all_sizes.view(state.num_processes, -1).t().tolist()
+    return columns
 
 
 def _size_along(tensor: torch.Tensor, dim: int) -> int:
@@ -249,13 +247,10 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
     first = data[0]
     if isinstance(first, torch.Tensor):
         return torch.cat(list(data), dim=dim)
-    if isinstance(first, (list, tuple)):
-        return honor_type(first, (concatenate(column, dim) for column in zip(*data, strict=True)))
-    if isinstance(first, Mapping):
-        return rebuild_mapping(first, {key: concatenate([item[key] for item in data], dim) for key in first})
-    if is_record(first):
-        names = [name for name, _ in fields_of(first)]
-        return replace(first, **{n: concatenate([getattr(item, n) for item in data], dim) for n in names})
+    items = children(first)
+    if items is not None:
+        parts: list[Any] = [children(item) for item in data]
+        return rebuild(first, {key: concatenate([part[key] for part in parts], dim) for key in items})
     if len(data) == 1:
         return first
     raise LeafError(f"concatenate: {type(first).__name__} is not a tensor")
@@ -266,8 +261,7 @@ def gather_tensor_shape(tensor: torch.Tensor | None) -> tuple[torch.Size, torch.
 
     Raises `CollectiveError` if none or several pass one.
     """
-    _, shape, dtype = _single_holder(tensor)
-    return shape, dtype
+    return _single_holder(tensor)[1:]
 
 
 def _single_holder(tensor: torch.Tensor | None) -> tuple[int, torch.Size, torch.dtype]:

@@ -24,6 +24,10 @@ class Leaf(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
 
+    def without_sizes(self) -> Leaf:
+        """Return this leaf with -1 for each size."""
+        return self._replace(shape=(-1,) * len(self.shape))
+
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)}" + (f" at {self.path}" if self.path else "")
 
@@ -45,9 +49,15 @@ def describe(data: Any) -> list[Leaf]:
     ]
 
 
-def verify(state: PartialState, operation: str, description: str = "", data: list[Leaf] | None = None) -> None:
-    """Raise `CollectiveError` on every process unless all call ``operation`` with equal description and data."""
-    call = Call(operation, description, data or [])
+def verify(state: PartialState, operation: str, description: str = "", data: Any = (), *, sizes: bool = True) -> None:
+    """In debug mode raise `CollectiveError` on every process unless all call ``operation`` with equal description.
+
+    The types and shapes of the tensors in ``data`` must be equal too; without ``sizes`` only the numbers of dimensions.
+    """
+    if not state.debug:
+        return
+    tensors = describe(data)
+    call = Call(operation, description, tensors if sizes else [leaf.without_sizes() for leaf in tensors])
     digest = torch.tensor([crc32(repr(call[:2]).encode()), crc32(repr(call[2]).encode())], device=state.device)
     digests = [torch.empty_like(digest) for _ in range(state.num_processes)]
     dist.all_gather(digests, digest)
@@ -68,7 +78,9 @@ def _difference(calls: list[Call]) -> str:
         return start + _per_process(f"has {len(call.leaves)} tensor(s)" for call in calls)
     columns = zip(*(call.leaves for call in calls), strict=True)
     differing = next(column for column in columns if len(set(column)) > 1)
-    return start + _per_process(f"has {leaf}" for leaf in differing)
+    only_sizes = calls[0].operation == "gather" and len({leaf.without_sizes() for leaf in differing}) == 1
+    remedy = "; pad_across_processes makes sizes equal" if only_sizes else ""
+    return start + _per_process(f"has {leaf}" for leaf in differing) + remedy
 
 
 def _per_process(texts: Any) -> str:

@@ -5,42 +5,14 @@ Unlike Accelerate's functions, these also recurse into dataclasses.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from accel.errors import ArgumentError, LeafError
-from accel.pytree import (
-    fields_of,
-    honor_type,
-    is_namedtuple,
-    is_record,
-    map_nested,
-    send_to_device,
-    slice_tensors,
-    tensors,
-)
-
-__all__ = [
-    "TensorInformation",
-    "find_batch_size",
-    "find_device",
-    "get_data_structure",
-    "get_shape",
-    "honor_type",
-    "ignorant_find_batch_size",
-    "initialize_tensors",
-    "is_namedtuple",
-    "is_tensor_information",
-    "is_torch_tensor",
-    "listify",
-    "pad_input_tensors",
-    "recursively_apply",
-    "send_to_device",
-    "slice_tensors",
-]
+from accel.pytree import children, map_nested, rebuild, tensors
 
 
 @dataclass
@@ -100,12 +72,10 @@ def initialize_tensors(data_structure: Any) -> Any:
     # Checked first: a `TensorInformation` is a dataclass, which is otherwise a nest.
     if is_tensor_information(data_structure):
         return torch.empty(data_structure.shape, dtype=data_structure.dtype)
-    if isinstance(data_structure, (list, tuple)):
-        return honor_type(data_structure, (initialize_tensors(item) for item in data_structure))
-    if isinstance(data_structure, Mapping):
-        mapping = {key: initialize_tensors(item) for key, item in data_structure.items()}
-        return type(data_structure)(mapping)  # type: ignore[call-arg]
-    return data_structure
+    items = children(data_structure)
+    if items is None:
+        return data_structure
+    return rebuild(data_structure, {key: initialize_tensors(item) for key, item in items.items()})
 
 
 def find_batch_size(data: Any) -> int:
@@ -116,17 +86,12 @@ def find_batch_size(data: Any) -> int:
     """
     leaf = data
     while not isinstance(leaf, torch.Tensor):
-        if isinstance(leaf, Mapping):
-            items = list(leaf.values())
-        elif isinstance(leaf, (list, tuple)):
-            items = list(leaf)
-        elif is_record(leaf):
-            items = [value for _, value in fields_of(leaf)]
-        else:
+        items = children(leaf)
+        if items is None:
             raise LeafError(f"find_batch_size: a {type(leaf).__name__} comes first, which is not a tensor")
         if not items:
             raise ArgumentError(f"find_batch_size: an empty {type(leaf).__name__} has no batch size")
-        leaf = items[0]
+        leaf = next(iter(items.values()))
     if leaf.ndim == 0:
         raise ArgumentError("find_batch_size: a tensor without dimensions has no batch size")
     return leaf.shape[0]

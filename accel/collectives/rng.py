@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -13,23 +13,21 @@ import torch
 from accel import collectives
 from accel.enums import RNGType
 from accel.errors import one_of
-from accel.state import PartialState
+from accel.state import AcceleratorState, PartialState, is_initialized
 from accel.world import xla
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
     """Seed Python's, NumPy's and torch's generators, including those of every device.
 
-    ``device_specific`` adds the process index to the seed. ``deterministic`` makes torch refuse algorithms whose
+    ``device_specific`` adds the index of the process, or of its data share where several have the same data.
+    ``deterministic`` makes torch refuse algorithms whose
     result may differ from run to run.
     """
     if device_specific:
-        seed += PartialState().process_index
-    random.seed(seed)
-    with suppress(ImportError):  # imported here, for scripts that import numpy later
-        import numpy
-
-        numpy.random.seed(seed % 2**32)
+        config = AcceleratorState().parallelism_config if is_initialized() else None
+        seed += PartialState().process_index // (config.non_data_parallel_size if config else 1)
+    _seed_python(seed)
     torch.manual_seed(seed)
     if _on_xla():
         xla.seed(seed)
@@ -37,16 +35,33 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         torch.use_deterministic_algorithms(True)
 
 
+def _seed_python(seed: int) -> None:
+    random.seed(seed)
+    with suppress(ImportError):  # imported here, for scripts that import numpy later
+        import numpy
+
+        numpy.random.seed(seed % 2**32)
+
+
+@contextmanager
+def fork_host_rng(seed: int | None = None) -> Iterator[None]:
+    """Restore torch's CPU, Python's and NumPy's generators after the block, which begins with ``seed``, if any."""
+    state = host_rng_state()
+    if seed is not None:
+        _seed_python(seed)
+        torch.default_generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        set_host_rng_state(state)
+
+
 def host_rng_state() -> dict[str, Any]:
     """Return the states of torch's CPU, Python's and NumPy's generators, in types that a safe unpickler reads."""
-    version, internal_state, gauss = random.getstate()
-    state: dict[str, Any] = {
-        "torch_manual_seed": torch.get_rng_state(),
-        "random_state": [version, list(internal_state), gauss],
-    }
+    state: dict[str, Any] = {"torch_manual_seed": torch.get_rng_state(), "random_state": random.getstate()}
     if "numpy" in sys.modules:
         name, keys, position, has_gauss, cached = sys.modules["numpy"].random.get_state()
-        state["numpy_random_seed"] = [str(name), keys.tolist(), int(position), int(has_gauss), float(cached)]
+        state["numpy_random_seed"] = str(name), keys.tolist(), int(position), int(has_gauss), float(cached)
     return state
 
 
@@ -68,23 +83,22 @@ def device_rng_state(device: torch.device) -> torch.Tensor | None:
         return xla.rng_state()
     if device.type == "cpu":
         return None
-    module = getattr(torch, device.type)
-    state: torch.Tensor = module.get_rng_state() if device.type == "mps" else module.get_rng_state(device)
+    state: torch.Tensor = getattr(torch, device.type).get_rng_state(*_generator_arguments(device))
     return state
 
 
 def set_device_rng_state(device: torch.device, state: torch.Tensor | None) -> None:
     """Restore what `device_rng_state` returned."""
-    if state is not None and _on_xla():
+    if state is None:
+        return
+    if _on_xla():
         xla.set_rng_state(state)
-        return
-    if state is None or device.type == "cpu":
-        return
-    module = getattr(torch, device.type)
-    if device.type == "mps":
-        module.set_rng_state(state)
-    else:
-        module.set_rng_state(state, device)
+    elif device.type != "cpu":
+        getattr(torch, device.type).set_rng_state(state, *_generator_arguments(device))
+
+
+def _generator_arguments(device: torch.device) -> list[torch.device]:
+    return [] if device.type == "mps" else [device]
 
 
 def synchronize_rng_state(rng_type: RNGType | str | None = None, generator: torch.Generator | None = None) -> None:

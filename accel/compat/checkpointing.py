@@ -43,7 +43,7 @@ def save_accelerator_state(
     contents = _contents((), optimizers, schedulers, dataloaders, process_index, safe=safe_serialization)
     states = [contents.strategy.optimizer_state(optimizer) for optimizer in optimizers]
     if state.is_local_main_process if save_on_each_node else state.is_main_process:
-        for piece in contents.shared(dict(enumerate(model_states)), states):
+        for piece in contents.shared(dict(enumerate(model_states)), dict(enumerate(states))):
             _write(piece, folder)
     if scaler is not None:
         save(scaler.state_dict(), folder / SCALER_NAME, save_on_each_node)

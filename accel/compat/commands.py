@@ -12,13 +12,11 @@ from typing import Any, Literal
 
 from accel.cli import config
 from accel.cli.argv import UsageError
-from accel.cli.launch import launch_options, resolve_settings, start
+from accel.cli.launch import resolve_settings
 from accel.cli.launch_file import default_folder, default_path
 from accel.errors import ArgumentError
-from accel.launch.errors import LaunchError
 from accel.launch.flags import add_arguments
 from accel.launch.signals import run_child
-from accel.launch.worker import Program
 from accel.settings import BY_NAME, defaults
 from accel.settings.setting import typed
 
@@ -128,11 +126,6 @@ def _flags(explicit: dict[str, Any]) -> list[str]:
 
 def main() -> None:
     """Run ``accelerate-launch`` with this process's arguments; a single rank replaces this process."""
-    args = launch_command_parser().parse_args()
-    program_argv = [args.training_script, *args.training_script_args]
-    program = Program.parse(program_argv, module=args.module, command=args.no_python)
-    try:
-        code = start(launch_options(resolve_settings(_explicit(args))), program)
-    except (LaunchError, UsageError) as error:
-        raise SystemExit(f"accelerate launch: {error}") from None
-    raise SystemExit(code)
+    from accel.cli import main
+
+    raise SystemExit(main(["launch", "--compat", *sys.argv[1:]]))

@@ -19,17 +19,49 @@ from accel.precision import choose_precision
 from accel.pytree import send_to_device
 from accel.state import AcceleratorState
 from accel.training.compile import compile_regions_in_place
+from accel.training.optimizer import AcceleratedOptimizer
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 DistributedOperationException = CollectiveError
-compile_regions_fsdp2 = compile_regions_in_place
+compile_regions_fsdp2 = compile_regions_deepspeed = compile_regions_in_place
 
 
-class GatheredParameters(nullcontext[None]):
-    """A context manager for parameters partitioned by DeepSpeed. There are none here, so it does nothing."""
+class GatheredParameters:
+    """DeepSpeed's context manager that gathers sharded parameters; it does nothing in a run without DeepSpeed."""
 
-    def __init__(self, params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True):
-        super().__init__()
+    def __init__(
+        self, params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True
+    ) -> None:
+        deepspeed = sys.modules.get("deepspeed")  # if it was not imported, nothing is sharded by it
+        self.gather: AbstractContextManager[Any] = (
+            nullcontext()
+            if deepspeed is None
+            else deepspeed.zero.GatheredParameters(params, modifier_rank, fwd_module, enabled)
+        )
+
+    def __enter__(self) -> None:
+        self.gather.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.gather.__exit__(*error)
+
+
+class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
+    """An optimizer that an engine of DeepSpeed steps, so that ``step`` and ``zero_grad`` do nothing."""
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(optimizer, device_placement=False)
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Do nothing."""
+
+    def step(self) -> None:  # type: ignore[override]
+        """Do nothing."""
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """True if the engine skipped its last step because gradients overflowed."""
+        return bool(getattr(self.optimizer, "overflow", False))
 
 
 def is_peft_model(model: torch.nn.Module) -> bool:
@@ -94,7 +126,8 @@ def get_mixed_precision_context_manager(
     if not native_amp:
         return nullcontext()
     state = AcceleratorState()
-    return choose_precision(state.mixed_precision, state.device, autocast_kwargs, None).autocast(None)
+    name = "bf16" if state.mixed_precision == "fp8" else state.mixed_precision  # 8 bits are in the layers
+    return choose_precision(name, state.device, autocast_kwargs, None).autocast(None)
 
 
 def get_grad_scaler(distributed_type: Any = None, **kwargs: Any) -> torch.amp.GradScaler:

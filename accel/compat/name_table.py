@@ -46,6 +46,9 @@ TABLE: dict[str, dict[str, str]] = {
         "attach_align_device_hook_on_blocks attach_execution_device_hook CpuOffload LayerwiseCastingHook ModelHook "
         "remove_hook_from_module remove_hook_from_submodules SequentialHook UserCpuOffloadHook",
     },
+    "accelerate.inference": {
+        "accel.inference": "build_pipeline find_pippy_batch_size generate_device_map pippy_forward prepare_pippy",
+    },
     "accelerate.launchers": {"accel.launch.function": "debug_launcher notebook_launcher test_launch"},
     "accelerate.local_sgd": {"accel.local_sgd": "LocalSGD"},
     "accelerate.logging": {"accel.logging": "MultiProcessAdapter get_logger"},
@@ -81,6 +84,15 @@ TABLE: dict[str, dict[str, str]] = {
         "SwanLabTracker TensorBoardTracker TrackioTracker WandBTracker",
     },
     "accelerate.utils": {},
+    "accelerate.utils.ao": {
+        "accel.precision.float8": "convert_model_to_fp8_ao filter_first_and_last_linear_layers filter_linear_layers "
+        "find_first_last_linear_layers has_ao_layers",
+    },
+    "accelerate.utils.bnb": {
+        "accel.big_models.quantised": "get_keys_to_not_convert get_parameter_device get_quantized_model_device_map "
+        "has_4bit_bnb_layers load_and_quantize_model replace_with_bnb_layers",
+        "accel.big_models.load": "quantize_and_offload_8bit",
+    },
     "accelerate.utils.constants": {
         "accel.checkpoint.file_names": "MODEL_NAME OPTIMIZER_NAME RNG_STATE_NAME SAFE_MODEL_NAME "
         "SAFE_WEIGHTS_INDEX_NAME SAFE_WEIGHTS_NAME SAFE_WEIGHTS_PATTERN_NAME SAMPLER_NAME SCALER_NAME SCHEDULER_NAME "
@@ -102,12 +114,20 @@ TABLE: dict[str, dict[str, str]] = {
         "ProjectConfiguration TorchDynamoPlugin",
         "accel.collectives.operations": "TensorInformation",
         "accel.fp8_recipes": "AORecipeKwargs FP8RecipeKwargs MSAMPRecipeKwargs TERecipeKwargs",
-        "accel.compat.unsupported_plugins": "DeepSpeedPlugin",
+        "accel.plugins.bnb": "BnbQuantizationConfig",
+        "accel.plugins.deepspeed": "DeepSpeedPlugin",
         "accel.plugins.fsdp": "FullyShardedDataParallelPlugin",
+        "accel.plugins.megatron": "MegatronLMPlugin",
+        "accel.plugins.parallelism": "DeepSpeedSequenceParallelConfig TorchContextParallelConfig "
+        "TorchTensorParallelConfig TorchTensorParallelPlugin",
         "accel.compat.helpers": "get_module_class_from_name",
     },
     "accelerate.utils.deepspeed": {
-        "accel.compat.unsupported_plugins": "DeepSpeedSchedulerWrapper DummyOptim DummyScheduler HfDeepSpeedConfig",
+        "accel.plugins.deepspeed": "DummyOptim DummyScheduler HfDeepSpeedConfig get_active_deepspeed_plugin",
+        "accel.training.optimizer": "DeepSpeedSchedulerWrapper",
+        "accel.parallel.deepspeed_engine": "DeepSpeedEngineWrapper",
+        "accel.parallel.deepspeed_settings": "map_pytorch_optim_to_deepspeed",
+        "accel.compat.helpers": "DeepSpeedOptimizerWrapper",
     },
     "accelerate.utils.environment": {
         "accel.world.environment": "are_libraries_initialized clear_environment convert_dict_to_env_variables "
@@ -140,6 +160,11 @@ TABLE: dict[str, dict[str, str]] = {
         "is_weights_only_available is_xccl_available is_xpu_available torchao_required",
     },
     "accelerate.utils.launch": {"accel.launch.function": "PrepareForLaunch"},
+    "accelerate.utils.megatron_lm": {
+        "accel.plugins.megatron": "MegatronLMDummyScheduler",
+        "accel.parallel.megatron_engine": "AbstractTrainStep GPTTrainStep MegatronEngine "
+        "avg_losses_across_data_parallel_group gather_across_data_parallel_groups",
+    },
     "accelerate.utils.memory": {
         "accel.memory": "clear_device_cache find_executable_batch_size release_memory should_reduce_batch_size",
     },
@@ -161,9 +186,10 @@ TABLE: dict[str, dict[str, str]] = {
     "accelerate.utils.operations": {
         "accel.collectives": "broadcast broadcast_object_list CannotPadNestedTensorWarning concatenate "
         "copy_tensor_to_devices gather gather_object gather_tensor_shape pad_across_processes reduce",
-        "accel.collectives.operations": "find_batch_size find_device get_data_structure get_shape honor_type "
-        "ignorant_find_batch_size initialize_tensors is_namedtuple is_tensor_information is_torch_tensor listify "
-        "pad_input_tensors recursively_apply send_to_device slice_tensors",
+        "accel.collectives.operations": "find_batch_size find_device get_data_structure get_shape "
+        "ignorant_find_batch_size initialize_tensors is_tensor_information is_torch_tensor listify "
+        "pad_input_tensors recursively_apply",
+        "accel.pytree": "honor_type is_namedtuple send_to_device slice_tensors",
         "accel.precision.outputs": "convert_outputs_to_fp32 convert_to_fp32 ConvertOutputsToFp32",
         "accel.compat.helpers": "chained_operation DistributedOperationException GatheredParameters verify_operation",
     },
@@ -177,10 +203,14 @@ TABLE: dict[str, dict[str, str]] = {
         "accel.training.compile": "compile_regions has_compiled_regions has_repeated_blocks is_repeated_blocks",
         "accel.parallel.unwrap": "extract_model_from_parallel is_compiled_module",
         "accel.compat.commands": "write_basic_config",
-        "accel.compat.helpers": "compile_regions_fsdp2",
+        "accel.compat.helpers": "compile_regions_deepspeed compile_regions_fsdp2",
     },
     "accelerate.utils.random": {"accel.collectives.rng": "set_seed synchronize_rng_state synchronize_rng_states"},
     "accelerate.utils.tqdm": {"accel.progress": "tqdm"},
+    "accelerate.utils.transformer_engine": {
+        "accel.precision.transformer_engine": "apply_fp8_autowrap contextual_fp8_autocast convert_model "
+        "has_transformer_engine_layers",
+    },
     "accelerate.utils.versions": {"accel.world.versions": "STR_OPERATION_TO_FUNC compare_versions is_torch_version"},
 }  # fmt: skip
 
@@ -196,7 +226,7 @@ _TOP = (
     "InitProcessGroupKwargs ParallelismConfig PartialState ProfileKwargs cpu_offload cpu_offload_with_hook "
     "debug_launcher disk_offload dispatch_model find_executable_batch_size infer_auto_device_map init_empty_weights "
     "init_on_device is_rich_available load_checkpoint_and_dispatch load_checkpoint_in_model notebook_launcher "
-    "skip_first_batches synchronize_rng_states"
+    "prepare_pippy skip_first_batches synchronize_rng_states"
 ).split()
 
 

@@ -3,19 +3,65 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence, Sized
-from itertools import chain, cycle, islice
+from collections.abc import Iterator, Sequence, Sized
+from dataclasses import dataclass, replace
+from itertools import chain, count, cycle, islice, product
 from typing import Any, cast
 
 import torch
-from torch.utils.data import BatchSampler
+from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from accel.data.shard_math import Share
-from accel.data.shuffle import OrderRng, draw, is_plain_batch_sampler
-from accel.errors import DataError
+from accel.data.shuffle import OrderRng, draw, is_plain
+from accel.errors import ArgumentError, DataError
 
-__all__ = ["BatchSamplerShard", "Epoch", "Share"]
+# The samples of a process in an epoch.
+#
+# An epoch of N samples is distributed in rounds. A round is one batch for each of P processes, b samples each: in
+# round s, process r has the samples from (s·P + r)·b on. Accelerate documents this for complete batches in turn
+# as well as for split batches; only b differs.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """The share of process ``index`` of ``processes`` in an epoch of ``samples``, ``batch`` of them at a time.
+
+    ``drop_last`` drops the last round if it is incomplete. Otherwise ``even`` completes it with samples from the
+    start of the epoch; without ``even`` the last processes have a short batch in it, or none.
+    """
+
+    samples: int
+    batch: int
+    processes: int = 1
+    index: int = 0
+    even: bool = True
+    drop_last: bool = False
+
+    @property
+    def round_size(self) -> int:
+        """Samples in one round, over all processes."""
+        return self.batch * self.processes
+
+    @property
+    def steps(self) -> int:
+        """Batches of this process."""
+        full_rounds, rest = divmod(self.samples, self.round_size)
+        if self.drop_last or rest == 0:
+            return full_rounds
+        return full_rounds + (self.even or rest > self.index * self.batch)
+
+    def span(self, step: int) -> tuple[int, int]:
+        """Return first and past-the-end position of batch ``step``; positions from ``samples`` on wrap around."""
+        start = step * self.round_size + self.index * self.batch
+        end = start + self.batch
+        return (start, end) if self.even else (start, min(end, self.samples))
+
+    def real_counts(self, step: int) -> tuple[int, ...]:
+        """Return each process's number of real (not repeated) samples in round ``step``, in rank order."""
+        start = step * self.round_size
+        return tuple(
+            min(self.batch, max(0, self.samples - start - rank * self.batch)) for rank in range(self.processes)
+        )
 
 
 # Indices listed at a time: a call for each batch would cost as much as the listing itself.
@@ -67,14 +113,9 @@ class Epoch(Iterator[Any]):
 
     def __next__(self) -> Any:
         self.begin()
-        buffer = self._buffer
-        if buffer:
-            batch = buffer.popleft()
-            self._yielded += 1
-            self._fill_buffer()
-            return batch
-        batch = next(self._batches)  # type: ignore[arg-type]
+        batch = self._buffer.popleft() if self._buffer else next(self._batches)  # type: ignore[arg-type]
         self._yielded += 1
+        self._fill_buffer()
         return batch
 
     def state_dict(self) -> dict[str, int]:
@@ -100,6 +141,7 @@ class BatchSamplerShard(BatchSampler):
         otherwise `DataError`.
     ``even_batches``: see `Share`, also for dropping.
     ``shared``: draw the order from the main process's generators, with one collective per epoch.
+    ``copies``: the number of processes with the same share.
     ``own_share``: the source is this process's share already; so is one whose sampler is torch's
         `DistributedSampler`.
     """
@@ -113,6 +155,7 @@ class BatchSamplerShard(BatchSampler):
         even_batches: bool = True,
         *,
         shared: bool = False,
+        copies: int = 1,
         own_share: bool = False,
     ) -> None:
         self.batch_sampler = batch_sampler
@@ -127,6 +170,7 @@ class BatchSamplerShard(BatchSampler):
         self.with_first = False  # True if `Epoch.first` is needed even if it is skipped
         self.replay: dict[str, Any] | None = None
         self._shared = shared
+        self._copies = copies
         self._configure()
         self.epoch = Epoch(self)
 
@@ -141,24 +185,19 @@ class BatchSamplerShard(BatchSampler):
         source = self.batch_sampler
         self._processes = 1 if self.own_share else self.num_processes
         self._index = 0 if self.own_share else self.process_index
-        self._plain = is_plain_batch_sampler(source)
+        self._plain = is_plain(source, BatchSampler)
         self._split = self.split_batches and self._processes > 1
         self.sampler: Any = getattr(source, "sampler", None)
         self.batch_size: Any = getattr(source, "batch_size", None)
         self.drop_last = bool(getattr(source, "drop_last", False))
-        self.own_batch_size = self._own_batch_size()
-        self.rng = OrderRng([self.sampler, source], shared=self._shared and self._processes > 1)
-
-    def _own_batch_size(self) -> int | None:
-        size = self.batch_size
-        if not isinstance(size, int):
-            if self._split:
-                kind = type(self.batch_sampler).__name__
+        self.own_batch_size = self.batch_size if isinstance(self.batch_size, int) else None
+        if self._split:
+            if self.own_batch_size is None:
+                kind = type(source).__name__
                 raise DataError(f"split_batches needs a batch sampler with a batch_size, but {kind} has none")
-            return None
-        if not self._split:
-            return size
-        return batch_size_per_rank(size, self._processes)
+            self.own_batch_size = batch_size_per_rank(self.own_batch_size, self._processes)
+        several = not self.own_share and self.num_processes * self._copies > 1
+        self.rng = OrderRng([self.sampler, source], shared=self._shared and several)
 
     def set_sampler(self, sampler: Any) -> None:
         """Replace the sampler inside, from the next epoch on."""
@@ -184,10 +223,7 @@ class BatchSamplerShard(BatchSampler):
         """Return the number of this process's batches in a full epoch."""
         if self._plain or self._split:
             return self.share(self.samples).steps
-        full_rounds, rest = divmod(len(self.batch_sampler), self._processes)
-        if rest == 0 or self.drop_last:
-            return full_rounds
-        return full_rounds + (self.even_batches or rest > self._index)
+        return replace(self.share(len(self.batch_sampler)), batch=1).steps
 
     @property
     def total_length(self) -> int:
@@ -211,21 +247,18 @@ class BatchSamplerShard(BatchSampler):
 
     def set_epoch(self, epoch: int) -> None:
         """Pass ``epoch`` to the samplers inside that have ``set_epoch``."""
-        for part in (self.batch_sampler, self.sampler):
-            listener = getattr(part, "set_epoch", None)
-            if listener is not None:
-                listener(epoch)
+        pass_epoch(epoch, self.batch_sampler, self.sampler)
 
     def produce(self, epoch: Epoch, skip: int) -> Iterator[Any]:
         """Draw an order and yield this process's batches of it from number ``skip`` on."""
         source = self.batch_sampler
         if not self._plain:
-            return self._walk(chain.from_iterable(source), epoch, skip) if self._split else self._deal(epoch, skip)
+            return self._deal(self._cut(chain.from_iterable(source)) if self._split else iter(source), epoch, skip)
         if isinstance(self.sampler, DistributedSampler):
             epoch.last_counts = _distributed_counts(self.sampler, self.share(len(self.sampler)))
-        order = draw(cast(Iterable[Any], self.sampler))
+        order = draw(self.sampler, epoch.order.get("seed"))
         if isinstance(order, Iterator):
-            return self._walk(order, epoch, skip)
+            return self._deal(self._cut(order), epoch, skip)
         share = self.share(len(order))
         epoch.total = max(share.steps, skip)
         if share.steps and not self.own_share:
@@ -234,34 +267,14 @@ class BatchSamplerShard(BatchSampler):
             epoch.first = _indices(order, *share.span(0), share.samples)
         return _pick(cast(Sequence[int], order), share, skip)
 
-    def _walk(self, samples: Iterator[Any], epoch: Epoch, skip: int) -> Iterator[list[Any]]:
-        share = self.share(0)
-        own_slice = slice(self._index * share.batch, (self._index + 1) * share.batch)
-        head: list[Any] = []
-        for step in _forever():
-            round_samples = list(islice(samples, share.round_size))
-            head = head or round_samples
-            epoch.first = head[own_slice]
-            if len(round_samples) == share.round_size:
-                if step >= skip:
-                    yield round_samples[own_slice]
-                continue
-            if round_samples and not self.drop_last:
-                if not self.own_share:
-                    epoch.last_counts = self.share(len(round_samples)).real_counts(0)
-                if share.even:
-                    round_samples = [*round_samples, *islice(cycle(head), share.round_size - len(round_samples))]
-                if step >= skip and round_samples[own_slice]:
-                    yield round_samples[own_slice]
-            elif step > 0 and not self.own_share:
-                epoch.last_counts = (share.batch,) * self._processes
-            return
+    def _cut(self, samples: Iterator[Any]) -> Iterator[list[Any]]:
+        return iter(lambda: list(islice(samples, self.own_batch_size)), [])
 
-    def _deal(self, epoch: Epoch, skip: int) -> Iterator[Any]:
-        batches, processes = iter(self.batch_sampler), self._processes
+    def _deal(self, batches: Iterator[Any], epoch: Epoch, skip: int) -> Iterator[Any]:
+        processes = self._processes
         head: list[Any] = []
         round_batches = list(islice(batches, processes))
-        for step in _forever():
+        for step in count():
             next_batches = list(islice(batches, processes)) if len(round_batches) == processes else []
             head = head or round_batches
             epoch.first = next(iter(head), None)
@@ -277,7 +290,7 @@ class BatchSamplerShard(BatchSampler):
         complete = len(round_batches) == self._processes and self._full(round_batches[-1])
         if self.drop_last and not complete:
             return
-        if not self.own_share:
+        if not self.own_share and (self.even_batches or self._index < len(round_batches)):
             sizes = [len(batch) if isinstance(batch, Sized) else 1 for batch in round_batches]
             epoch.last_counts = (*sizes, *[0] * (self._processes - len(round_batches)))
         if self.even_batches and self._processes > 1 and not complete:
@@ -297,6 +310,31 @@ class BatchSamplerShard(BatchSampler):
         return [flat[start : start + size] for start in range(0, len(flat), size)]
 
 
+class SkipBatchSampler(BatchSamplerShard):
+    """The batches of ``batch_sampler`` without the first ``skip_batches``, which are not computed if possible."""
+
+    def __init__(self, batch_sampler: Any, skip_batches: int = 0) -> None:
+        if skip_batches < 0:
+            raise ArgumentError(f"SkipBatchSampler: skip_batches must be 0 or more, got {skip_batches}")
+        super().__init__(batch_sampler)
+        self.skip = self.skip_batches = skip_batches
+
+    def __iter__(self) -> Iterator[Any]:
+        if isinstance(self.batch_sampler, BatchSamplerShard):
+            return islice(iter(self.batch_sampler), self.skip_batches, None)
+        return super().__iter__()
+
+    def __len__(self) -> int:
+        return max(0, self.total_length - self.skip_batches)
+
+
+def pass_epoch(epoch: int, *parts: Any) -> None:
+    """Pass ``epoch`` to each of ``parts`` that has ``set_epoch``."""
+    for part in parts:
+        if hasattr(part, "set_epoch"):
+            part.set_epoch(epoch)
+
+
 def batch_size_per_rank(size: int, processes: int) -> int:
     """Return one process's part of a batch of ``size``. Raises `DataError` if it is not divisible."""
     part, rest = divmod(size, processes)
@@ -307,10 +345,6 @@ def batch_size_per_rank(size: int, processes: int) -> int:
             f"nearest {'are' if lower else 'is'} {lower}{size + processes - rest}"
         )
     return part
-
-
-def _forever() -> Iterator[int]:
-    return iter(range(2**63))
 
 
 def _pick(order: Sequence[int] | torch.Tensor, share: Share, skip: int) -> Iterator[list[int]]:
@@ -334,15 +368,13 @@ def _pick(order: Sequence[int] | torch.Tensor, share: Share, skip: int) -> Itera
 
 
 def _indices(order: Any, start: int, end: int, samples: int) -> list[int]:
-    if type(order) is range and end <= samples:
+    if type(order) in (range, list) and end <= samples:
         return list(order[start:end])
     if end > samples:
         return [int(order[position % samples]) for position in range(start, end)]
     if isinstance(order, torch.Tensor):
         indices: list[int] = order[start:end].tolist()
         return indices
-    if isinstance(order, list):
-        return order[start:end]
     return [order[position] for position in range(start, end)]
 
 
@@ -362,36 +394,24 @@ def _distributed_counts(sampler: DistributedSampler[Any], share: Share) -> tuple
 _DATA_DIMENSIONS = ("dp", "fsdp", "dp_replicate", "dp_shard")
 
 
-def data_place(mesh: Any) -> tuple[int, int] | None:
-    """Return the number of data shares in a device mesh, and this process's index; ``None`` without a mesh."""
-    if mesh is None:
-        return None
-    return _share_at(mesh, mesh.get_coordinate())
-
-
-def _share_at(mesh: Any, coordinates: Any) -> tuple[int, int]:
-    shares, index = 1, 0
-    for name, size, coordinate in zip(mesh.mesh_dim_names or (), mesh.mesh.shape, coordinates, strict=False):
-        if name in _DATA_DIMENSIONS:
-            shares, index = shares * size, index * size + int(coordinate)
-    return shares, index
-
-
 def shares_by_rank(mesh: Any, processes: int) -> list[int]:
     """Return the index of each rank's data share: the rank itself, or by its position in ``mesh``."""
     if mesh is None:
         return list(range(processes))
     shares = [0] * processes
-    for coordinates in _all_coordinates(tuple(mesh.mesh.shape)):
-        shares[int(mesh.mesh[coordinates])] = _share_at(mesh, coordinates)[1]
+    sizes, names = mesh.mesh.shape, mesh.mesh_dim_names or ()
+    for coordinates in product(*map(range, sizes)):
+        index = 0
+        for name, size, coordinate in zip(names, sizes, coordinates, strict=False):
+            index = index * size + coordinate if name in _DATA_DIMENSIONS else index
+        shares[int(mesh.mesh[coordinates])] = index
     return shares
 
 
-def _all_coordinates(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-    rows: list[tuple[int, ...]] = [()]
-    for size in shape:
-        rows = [(*row, coordinate) for row in rows for coordinate in range(size)]
-    return rows
+def get_sampler(dataloader: DataLoader[Any]) -> Any:
+    """Return the sampler inside ``dataloader``, prepared or not; ``None`` if its batch sampler has none."""
+    batch_sampler = dataloader.sampler if isinstance(dataloader.sampler, BatchSampler) else dataloader.batch_sampler
+    return getattr(batch_sampler, "sampler", None)
 
 
 def is_presharded(dataloader: Any) -> bool:
@@ -400,8 +420,7 @@ def is_presharded(dataloader: Any) -> bool:
     Detects torch's `DistributedSampler`, and a stream of the ``datasets`` library after its
     ``split_dataset_by_node``. Anything else needs ``already_sharded=True``.
     """
-    batch_sampler = dataloader.sampler if isinstance(dataloader.sampler, BatchSampler) else dataloader.batch_sampler
-    if isinstance(getattr(batch_sampler, "sampler", None), DistributedSampler):
+    if isinstance(get_sampler(dataloader), DistributedSampler):
         return True
     return is_datasets_stream(dataloader.dataset) and getattr(dataloader.dataset, "_distributed", None) is not None
 

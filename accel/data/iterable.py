@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import IterableDataset
 
-from accel.data.batch_sampler import batch_size_per_rank
-from accel.data.shard_math import Share
+from accel.data.batch_sampler import Share, batch_size_per_rank, pass_epoch
 
 
 class LastRoundItem(NamedTuple):
@@ -57,55 +56,34 @@ class IterableDatasetShard(IterableDataset[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Pass ``epoch`` to the data set if that has ``set_epoch``."""
-        if hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(epoch)
-
-    @property
-    def _round(self) -> int:
-        return self._part * self.num_processes
+        pass_epoch(epoch, self.dataset)
 
     def __len__(self) -> int:
-        samples = len(self.dataset)
         share = Share(
-            samples=samples, batch=self._part, processes=self.num_processes, index=self.process_index,
+            samples=len(self.dataset), batch=self._part, processes=self.num_processes, index=self.process_index,
             even=self.even_batches, drop_last=self.drop_last,
         )  # fmt: skip
-        full_rounds = samples // self._round
-        if share.steps == full_rounds:
-            return full_rounds * self._part
-        start, end = share.span(full_rounds)
-        return full_rounds * self._part + end - start
+        start, end = share.span(share.steps - 1)
+        return (share.steps - 1) * self._part + end - start if share.steps else 0
 
     def __iter__(self) -> Iterator[Any]:
-        items = iter(self.dataset)
+        items, size = iter(self.dataset), self._part * self.num_processes
         own_slice = slice(self.process_index * self._part, (self.process_index + 1) * self._part)
         head: list[Any] = []
-        while len(round_samples := list(islice(items, self._round))) == self._round:
+        while len(round_samples := list(islice(items, size))) == size:
             head = head or round_samples
             yield from round_samples[own_slice]
         if round_samples and not self.drop_last:
             real = len(round_samples)
             if self.even_batches:
-                round_samples.extend(islice(cycle(head or round_samples[:]), self._round - real))
+                round_samples.extend(islice(cycle(head or round_samples[:]), size - real))
             yield from (LastRoundItem(item, real) if self.marks else item for item in round_samples[own_slice])
 
 
-class LastRoundCollate:
-    """A collate function for `IterableDatasetShard`; a batch with marked items becomes one `LastRoundItem`."""
-
-    def __init__(self, collate: Callable[[Any], Any]) -> None:
-        self.collate = collate
-
-    def __call__(self, items: Any) -> Any:
-        """Collate the items; if any is marked, return a `LastRoundItem`."""
-        if isinstance(items, LastRoundItem):
-            return LastRoundItem(self.collate(items.item), items.real)
-        real = (
-            next((item.real for item in items if isinstance(item, LastRoundItem)), None)
-            if isinstance(items, list)
-            else None
-        )
-        if real is None:
-            return self.collate(items)
-        samples = [item.item if isinstance(item, LastRoundItem) else item for item in items]
-        return LastRoundItem(self.collate(samples), real)
+def collate_last_round(collate: Callable[[Any], Any], items: Any) -> Any:
+    """Collate the items of an `IterableDatasetShard`; marked ones become one `LastRoundItem`."""
+    if isinstance(items, LastRoundItem):
+        return LastRoundItem(collate(items.item), items.real)
+    if isinstance(items, list) and items and isinstance(items[0], LastRoundItem):
+        return LastRoundItem(collate([item.item for item in items]), items[0].real)
+    return collate(items)

@@ -4,31 +4,22 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
+from importlib import import_module
+from itertools import islice
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
-from accel.collectives.rng import host_rng_state, set_host_rng_state, synchronize_rng_states
-from accel.data.batch_sampler import BatchSamplerShard
+from accel.collectives.rng import fork_host_rng, synchronize_rng_states
+from accel.data.batch_sampler import BatchSamplerShard, Share, get_sampler, pass_epoch
 from accel.data.iterable import IterableDatasetShard, LastRoundItem
 from accel.data.loader_state import Progress
 from accel.data.rows import count_rows
-from accel.data.shard_math import Share
 from accel.data.shuffle import OrderRng
-from accel.data.torch_loader import (
-    Lookahead,
-    blank,
-    get_sampler,
-    make_loader,
-    preserve_rng,
-    set_attributes,
-    stateful_kind,
-    to_device_fn,
-    window_depth,
-)
+from accel.data.torch_loader import Lookahead, make_loader, preserve_rng, set_attributes, to_device_fn, window_depth
 from accel.enums import RNGType
 from accel.errors import ArgumentError
 from accel.state import GradientState
@@ -41,8 +32,6 @@ class PreparedLoader(DataLoader[Any]):
     torchdata loader inside resumes from its own state.
     """
 
-    _drop_last: bool
-    _non_blocking: bool
     end_of_dataloader: bool = False
 
     def __init__(
@@ -57,55 +46,51 @@ class PreparedLoader(DataLoader[Any]):
         *,
         device: torch.device | None = None,
         non_blocking: bool = False,
-        drop_last: bool | None = None,
         rng_types: Sequence[RNGType | str] | None = None,
         synchronized_generator: torch.Generator | None = None,
-        processes: int = 1,
-        index: int = 0,
+        processes: int | None = None,
+        index: int | None = None,
         resumes: bool = False,
         shared: bool = False,
+        mesh: Any = None,
+        skip_batches: int = 0,
+        iteration: int = 0,
     ) -> None:
         self.base_dataloader = base
         self.batches = batches
         self.device = device
-        self._non_blocking = non_blocking
-        self._drop_last = bool(base.drop_last if drop_last is None else drop_last)
+        self.non_blocking = non_blocking
         self.rng_types = rng_types
         self.synchronized_generator = synchronized_generator
-        self.processes = processes
-        self.process_index = index
+        self.processes = processes or (1 if batches is None else batches.num_processes)
+        self.process_index = index or (0 if batches is None else batches.process_index)
         self.stateful_base = hasattr(base, "load_state_dict")
         if batches is not None:
             batches.counted = self.stateful_base
-        self.resumes = resumes or self.stateful_base
-        self.skip_batches = 0
+        self.use_stateful_dataloader = resumes or self.stateful_base  # True: an interrupted epoch resumes by itself
+        self.torch_device_mesh = mesh
+        self.skip_batches = skip_batches
         self.progress = Progress()
+        self.iteration = iteration
         self.gradient_state = GradientState()
         self._stream_rng = OrderRng([self._source, base], shared=shared)
-        self._real: int | None = None
-        self._total: int | None = None
-        if self.resumes:
-            kind: Any = type(self)
-            self.__class__ = stateful_kind(kind)
+        self.reset()
+        if self.use_stateful_dataloader:
+            with suppress(ImportError):
+                kind: Any = type(self)
+                self.__class__ = import_module("accel.data.stateful").stateful_kinds.get(kind, kind)
+
+    @classmethod
+    def wrap(cls, base: DataLoader[Any], batches: BatchSamplerShard | None, **kwargs: Any) -> PreparedLoader:
+        """Return a loader around ``base`` itself; ``kwargs``: see `_set_up`."""
+        loader = cls.__new__(cls)
+        loader._set_up(base, batches, **kwargs)
+        return loader
 
     def __getattr__(self, name: str) -> Any:
         if name == "base_dataloader":
             raise AttributeError(name)
         return getattr(self.base_dataloader, name)
-
-    @property
-    def use_stateful_dataloader(self) -> bool:
-        """True if a loader that was saved in mid-epoch resumes there by itself."""
-        return self.resumes
-
-    def __reduce__(self) -> Any:
-        return blank, (getattr(type(self), "plain_kind", type(self)), self.resumes), self.__getstate__()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "gradient_state"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, gradient_state=GradientState())
 
     def __len__(self) -> int:
         """Return the number of batches of one iteration. Raises `TypeError` for an iterable data set without length."""
@@ -115,14 +100,9 @@ class PreparedLoader(DataLoader[Any]):
         return len(self.base_dataloader) if self.batches is None else len(self.batches)
 
     @property
-    def non_blocking(self) -> bool:
-        """True if copies to the device are asynchronous."""
-        return self._non_blocking
-
-    @property
     def iteration(self) -> int:
         """The number of the current epoch, or of the next one."""
-        return self.progress.epoch
+        return self.progress.here.epoch
 
     @iteration.setter
     def iteration(self, epoch: int) -> None:
@@ -130,8 +110,11 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def position(self) -> int:
-        """Batches yielded in the current epoch, including skipped ones: the number to skip on resuming."""
-        return self.progress.position
+        """Batches yielded in the current epoch, including skipped ones: the number to skip on resuming.
+
+        After a look at the first batch it is what it was before.
+        """
+        return self.progress.here.position
 
     @property
     def batches_left(self) -> int | None:
@@ -141,7 +124,7 @@ class PreparedLoader(DataLoader[Any]):
         """
         if self._total is None:
             return None
-        return self._total - self.progress.position + 1
+        return self._total - self.progress.here.position + 1
 
     @property
     def total_batch_size(self) -> int:
@@ -177,30 +160,19 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def remainder(self) -> int:
-        """Samples in the last round if it is incomplete, otherwise 0; -1 before it is known."""
-        counts = self.real_counts()
-        if counts is None:
-            return -1 if self.batches is None and not self.end_of_dataloader else 0
-        total = sum(counts)
+        """Samples in the last round if it is incomplete, otherwise 0; -1 before it."""
+        if self._counts is None:
+            return 0 if self.end_of_dataloader else -1
+        total = sum(self._counts)
         return 0 if total == self.total_batch_size else total
 
     def real_counts(self) -> tuple[int, ...] | None:
-        """Return the number of real (not repeated) samples in the last round by process; ``None`` if all or unknown."""
-        if self.batches is not None:
-            return self.batches.epoch.last_counts
-        if self._real is None:
-            return None
-        return Share(samples=self._real, batch=self.nominal_rows, processes=self.processes).real_counts(0)
-
-    def present_counts(self) -> tuple[int, ...] | None:
-        """Return `real_counts` of the current batch; ``None`` if no sample in it is known to be a repetition."""
-        return self.real_counts() if self.end_of_dataloader else None
+        """Return the number of real (not repeated) samples in the current batch by process; ``None`` if all are."""
+        return self._counts
 
     def last_rows(self) -> int:
-        """Return the samples in this process's part of the last round, including repetitions."""
-        if self.batches is None:
-            return self._real or self.nominal_rows if self.processes == 1 else self.nominal_rows
-        return self.batches.last_rows()
+        """Return the samples in this process's part of the current batch, including repetitions."""
+        return self._rows or self.nominal_rows
 
     @property
     def nominal_rows(self) -> int:
@@ -223,29 +195,24 @@ class PreparedLoader(DataLoader[Any]):
         self._pass_epoch()
 
     def _pass_epoch(self) -> None:
-        if self.batches is not None:
-            self.batches.set_epoch(self.progress.epoch)
-        dataset = self.base_dataloader.dataset
-        if hasattr(dataset, "set_epoch"):
-            dataset.set_epoch(self.progress.epoch)
+        pass_epoch(self.iteration, self.batches, self.base_dataloader.dataset)
 
     def skipping(self, batches: int) -> PreparedLoader:
         """Return a view of this loader that skips the first ``batches`` of every epoch but counts them."""
-        if batches < 0:
-            raise ArgumentError(f"skip_first_batches: num_batches must be 0 or more, got {batches}")
         view = copy.copy(self)
         view.skip_batches = self.skip_batches + batches
         return view
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         progress, base = self.progress, self.base_dataloader
-        finished = self.resumes and progress.resumed and progress.ended
-        start, replay, inner = progress.begin()
-        resumed = replay is not None
-        skip = progress.position = max(self.skip_batches, start) if self.resumes else self.skip_batches
+        start = progress.begin()
+        here, resumed = progress.here, start.order is not None
+        finished = self.use_stateful_dataloader and start.ended
+        skip = here.position = max(self.skip_batches, start.position if self.use_stateful_dataloader else 0)
         continues = resumed and not finished
-        if inner is not None and self.stateful_base and (skip == start if continues else self._reuses_dataset):
-            base.load_state_dict(inner)  # type: ignore[attr-defined]
+        inner_fits = skip == start.position if continues else self._reuses_dataset
+        if start.inner is not None and self.stateful_base and inner_fits:
+            base.load_state_dict(start.inner)  # type: ignore[attr-defined]
             if continues:
                 skip = 0
             else:  # the epoch is over: only the data set's state matters, from which the next epoch starts
@@ -255,23 +222,25 @@ class PreparedLoader(DataLoader[Any]):
         if self.rng_types and not resumed:
             synchronize_rng_states(self.rng_types, self.synchronized_generator)
         self.reset()
-        rng_state = host_rng_state()
-        source = iter(()) if finished else self._open(skip, replay)
-        if resumed:  # these draws were already made before the checkpoint
-            set_host_rng_state(rng_state)
+        with fork_host_rng() if resumed else nullcontext():  # draws of a resumed epoch were made before the checkpoint
+            source = iter(()) if finished else self._open(skip, start.order)
         self.gradient_state._add_dataloader(self)
+        batches = source if self.device is None else map(to_device_fn(self.device, self.non_blocking), source)
         try:
-            yield from source if self.device is None else map(to_device_fn(self.device, self._non_blocking), source)
+            yield from islice(batches, 1)
+            progress.count_epoch(here)
+            yield from batches
+            progress.finish(here)
         finally:
+            progress.leave(here)
             self.end()
             if isinstance(source, Generator):
                 source.close()
-        progress.finish()
 
     def _iterate_base(self) -> Iterator[Any]:
         """Start an iteration of the loader inside. Persistent workers draw their seed only in the first epoch."""
         base = self.base_dataloader
-        restarts = base.persistent_workers and base._iterator is None and self.progress.epoch > 0
+        restarts = base.persistent_workers and base._iterator is None and self.iteration > 0
         with preserve_rng(base) if restarts else nullcontext():
             return iter(base)
 
@@ -284,7 +253,9 @@ class PreparedLoader(DataLoader[Any]):
     def reset(self) -> None:
         """Clear the end of the last epoch."""
         self.end_of_dataloader = False
-        self._real = self._total = None
+        self._total: int | None = None
+        self._counts: tuple[int, ...] | None = None
+        self._rows: int | None = None
 
     def begin(self) -> None:
         """Become the active loader of `GradientState`, at the start of an epoch. Iteration calls it."""
@@ -301,21 +272,22 @@ class PreparedLoader(DataLoader[Any]):
 
     def _count(self, lookahead: Lookahead) -> None:
         """Count a batch that ``lookahead`` yielded; set the end and the length if they are known."""
-        self.progress.position += 1
-        self.progress.inner = lookahead.snapshot_here
+        here = self.progress.here
+        here.position += 1
+        here.inner = lookahead.snapshot_here
         if lookahead.exhausted:
-            self._total = self.progress.position + len(lookahead)
-            self.end_of_dataloader = self.progress.ended = not len(lookahead)
+            self._total = here.position + len(lookahead)
+            self.end_of_dataloader = here.ended = not len(lookahead)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loader's state for a checkpoint, in types that a safe unpickler reads.
 
         ``epoch``, ``position``: the epoch, and the batches yielded in it.
-        ``order``: the random state that its order was drawn from.
+        ``order``: the number, or the random states, that its order was drawn from.
         ``loader``: the state of a torchdata loader inside, as of reading the batch yielded last.
         ``generators``, ``seeds``: the random states and seeds of samplers and data sets.
         """
-        state = {**self.progress.state_dict(), "generators": self._rng.generator_states(), "seeds": self._rng.seeds()}
+        state = {**self.progress.state_dict(), **self._rng.state_dict()}
         state.update(process=self.process_index, round=self.total_batch_size)
         inner = self.own_state_dict()
         return state if inner is None else {**state, "loader": inner}
@@ -336,15 +308,14 @@ class PreparedLoader(DataLoader[Any]):
         if "epoch" not in state_dict:
             raise ArgumentError("load_state_dict: not the state of a prepared loader: pass what state_dict() returned")
         self.progress.load_state_dict(state_dict, self.process_index, self.total_batch_size)
-        self._rng.set_generator_states(state_dict["generators"])
-        self._rng.set_seeds(state_dict.get("seeds", []))
+        self._rng.load_state_dict(state_dict)
         set_attributes(self.base_dataloader, _iterator=None)  # persistent workers restart, as in a new process
 
     def own_state_dict(self) -> Any:
         """Return the state of a torchdata loader inside, which may differ by process; ``None`` if not needed."""
         progress, base = self.progress, self.base_dataloader
-        if not self.stateful_base or progress.inner is not None:
-            return progress.inner
+        if not self.stateful_base or progress.saved.inner is not None:
+            return progress.saved.inner
         needed = progress.running or (self._reuses_dataset and base._iterator is not None)
         return base.state_dict() if needed else None  # type: ignore[attr-defined]
 
@@ -381,22 +352,12 @@ class DataLoaderShard(PreparedLoader):
             batches,
             device=device,
             non_blocking=_non_blocking,
-            drop_last=_drop_last or base.drop_last,
             rng_types=rng_types,
             synchronized_generator=synchronized_generator,
-            processes=1 if batches is None else batches.num_processes,
-            index=0 if batches is None else batches.process_index,
+            mesh=torch_device_mesh,
+            skip_batches=skip_batches,
+            iteration=iteration,
         )
-        self.torch_device_mesh = torch_device_mesh
-        self.skip_batches = skip_batches
-        self.iteration = iteration
-
-    @classmethod
-    def wrap(cls, base: DataLoader[Any], batches: BatchSamplerShard | None, **kwargs: Any) -> DataLoaderShard:
-        """Return a loader around ``base`` itself; ``kwargs``: see `PreparedLoader._set_up`."""
-        loader = cls.__new__(cls)
-        loader._set_up(base, batches, **kwargs)
-        return loader
 
     def _open(self, skip: int, replay: dict[str, Any] | None) -> Iterator[Any]:
         if self.batches is None:
@@ -406,26 +367,27 @@ class DataLoaderShard(PreparedLoader):
         source = self._iterate_base()
         epoch = self.batches.epoch
         epoch.begin()
-        self.progress.order = epoch.order
-        self._total = epoch.total
+        self.progress.here.order = epoch.order
         return self._follow(source)
 
     def _follow(self, source: Iterator[Any]) -> Iterator[Any]:
-        assert self.batches is not None
-        epoch, progress = self.batches.epoch, self.progress
-        total = epoch.total
-        for position, batch in enumerate(source, progress.position + 1):
-            progress.position = position
-            if total is None:
-                total = self._total = epoch.total
-            if total is not None and position >= total:
-                self.end_of_dataloader = progress.ended = True
+        batches, here = self.batches, self.progress.here
+        assert batches is not None
+        epoch = batches.epoch
+        for batch in source:
+            here.position += 1
+            if self._total is None:
+                self._total = epoch.total
+            if here.position == self._total:
+                self.end_of_dataloader = here.ended = True
+                self._counts = epoch.last_counts
+                self._rows = batches.last_rows() if epoch.last_counts else None
             yield batch
 
     def _stream(self, skip: int, replay: dict[str, Any] | None) -> Iterator[Any]:
         base = self.base_dataloader
         # Draws in this block are repeated on resuming: an order drawn at the start, the seeds of workers.
-        with self._stream_rng.drawing(replay) as self.progress.order:
+        with self._stream_rng.drawing(replay) as self.progress.here.order:
             source = self._iterate_base()
             for _ in range(skip):
                 next(source, None)
@@ -437,8 +399,11 @@ class DataLoaderShard(PreparedLoader):
     def _look_ahead(self, lookahead: Lookahead) -> Iterator[Any]:
         for batch in lookahead:
             self._count(lookahead)
+            real = None
             if isinstance(batch, LastRoundItem):
-                batch, self._real = batch
+                batch, real = batch
             elif self.end_of_dataloader and self.processes == 1 and self.base_dataloader.batch_size is not None:
-                self._real = count_rows(batch)
+                real = self._rows = count_rows(batch)
+            if real is not None and self.end_of_dataloader:
+                self._counts = Share(samples=real, batch=self.nominal_rows, processes=self.processes).real_counts(0)
             yield batch

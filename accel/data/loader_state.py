@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from accel.logging import get_logger
@@ -9,69 +10,76 @@ from accel.logging import get_logger
 logger = get_logger(__name__)
 
 
-class Progress:
-    """Epoch and position of a loader, shared by it and its views that skip.
+@dataclass
+class Place:
+    """A place in an epoch.
 
-    ``position``: the batches yielded in the current epoch, including skipped ones.
-    ``order``: the random state that the epoch's order was drawn from; ``None`` between epochs.
-    ``resumed``: True if the current epoch was loaded and has not begun.
-    ``ended``: True if the current epoch has yielded its last batch.
+    ``position``: the batches yielded, including skipped ones.
+    ``order``: what the epoch's order was drawn from; ``None`` before it begins.
+    ``ended``: True if the epoch has yielded its last batch.
     ``inner``: the state of a torchdata loader inside: to be restored, or as of the batch yielded last.
     """
 
+    epoch: int = 0
+    position: int = 0
+    order: dict[str, Any] | None = None
+    ended: bool = False
+    inner: Any = None
+
+
+class Progress:
+    """Epoch and position of a loader, shared by it and its views that skip.
+
+    ``here``: the current place. ``next``: where the next iteration begins: at the start of the current one if that
+    yields no second batch, otherwise in the next epoch. ``saved``: what a checkpoint keeps: ``here``, or the place
+    where an iteration of one batch was left.
+    """
+
     def __init__(self) -> None:
-        self.epoch = 0
-        self.position = 0
-        self.order: dict[str, Any] | None = None
-        self.resumed = False
-        self.ended = False
-        self.inner: Any = None
+        self._go_to(Place())
         self._same_round = True
+
+    def _go_to(self, place: Place) -> None:
+        self.here = self.next = self.saved = place
 
     @property
     def running(self) -> bool:
         """True if the current epoch has begun in this process."""
-        return self.order is not None and not self.resumed
+        return self.saved is not self.next
 
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the next one, unless that is the one being resumed."""
-        if epoch != self.epoch:
-            self.inner = None
-        elif self.resumed:
-            return
-        self._next_epoch(epoch)
+        self._go_to(self.next if epoch == self.next.epoch else Place(epoch))
 
-    def _next_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-        self.position = 0
-        self.order = None
-        self.resumed = self.ended = False
+    def begin(self) -> Place:
+        """Begin an iteration; return its first place, which has an ``order`` if it resumes an epoch."""
+        self.here = self.saved = Place(self.next.epoch, order={})
+        return self.next
 
-    def begin(self) -> tuple[int, dict[str, Any] | None, Any]:
-        """Begin an epoch.
+    def count_epoch(self, here: Place) -> None:
+        """Advance to the next epoch if the iteration at ``here`` is the current one."""
+        if here is self.here:
+            self.next = Place(here.epoch + 1)
 
-        Returns its position and the random state to draw its order from (0 and ``None`` unless it is resumed), and
-        the state to restore in the loader inside.
-        """
-        start = (self.position, self.order) if self.resumed else (0, None)
-        inner, self.inner = self.inner, None
-        self._next_epoch(self.epoch + self.running)  # an epoch that was left by `break` counts
-        self.order = {}
-        return *start, inner
+    def leave(self, here: Place) -> None:
+        """End the iteration at ``here``; one that was left at its first batch is repeated by the next."""
+        if here is self.here and self.next.epoch == here.epoch:
+            self.here = self.next
 
-    def finish(self) -> None:
-        """End the epoch and move on to the next."""
-        self.inner = None
-        self._next_epoch(self.epoch + 1)
+    def finish(self, here: Place) -> None:
+        """End the epoch at ``here`` and move on to the next."""
+        if here is self.here:
+            self._go_to(self.next)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
+        saved = self.saved
         return {
-            "epoch": self.epoch,
-            "position": self.position,
-            "order": self.order or {},
-            "in_epoch": self.order is not None,
-            "ended": self.ended,
+            "epoch": saved.epoch,
+            "position": saved.position,
+            "order": saved.order or {},
+            "in_epoch": saved.order is not None,
+            "ended": saved.ended,
         }
 
     def load_state_dict(self, state: dict[str, Any], process: int = 0, round_size: int = 1) -> None:
@@ -80,20 +88,20 @@ class Progress:
         The state of a loader inside is used if it was ``process``'s own. With another ``round_size`` the position is
         the one after the same samples, or the last one before.
         """
-        self._next_epoch(state["epoch"])
-        self.resumed = state["in_epoch"]
-        if self.resumed:
-            self.position = _rescaled_position(state["position"], state.get("round", round_size), round_size)
-            self.order = state["order"]
-            self.ended = state.get("ended", False)
-        self._same_round = state.get("round", round_size) == round_size
-        same_process = self._same_round and state.get("process", process) == process
-        self.inner = state.get("loader") if same_process else None
+        old_size = state.get("round", round_size)
+        self._same_round = old_size == round_size
+        place = Place(state["epoch"])
+        if state["in_epoch"]:
+            place.position = _rescaled_position(state["position"], old_size, round_size)
+            place.order, place.ended = state["order"], state.get("ended", False)
+        self._go_to(place)
+        if state.get("process", process) == process:
+            self.set_inner(state.get("loader"))
 
     def set_inner(self, state: Any) -> None:
         """Set the state of the loader inside, unless it was saved with another round size."""
         if self._same_round and state is not None:
-            self.inner = state
+            self.next.inner = state
 
 
 def _rescaled_position(position: int, old_size: int, new_size: int) -> int:

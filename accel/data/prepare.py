@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, cast
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
 from accel import collectives
 from accel.data.batch_sampler import (
-    BatchSamplerShard,
+    SkipBatchSampler,
     batch_size_per_rank,
-    data_place,
     is_datasets_stream,
     is_presharded,
+    shares_by_rank,
 )
 from accel.data.dispatcher import DataLoaderDispatcher
-from accel.data.iterable import IterableDatasetShard, LastRoundCollate
+from accel.data.iterable import IterableDatasetShard, collate_last_round
 from accel.data.loader import DataLoaderShard, PreparedLoader
-from accel.data.shuffle import SeedableRandomSampler, is_plain_batch_sampler, is_plain_shuffle
+from accel.data.shuffle import SeedableRandomSampler, is_plain
 from accel.data.torch_loader import set_attributes, share_sampler
 from accel.enums import RNGType
 from accel.errors import ArgumentError, DataError
@@ -46,6 +46,7 @@ def prepare_data_loader(
     torch_device_mesh: Any = None,
     *,
     already_sharded: bool = False,
+    copies: int = 1,
 ) -> PreparedLoader:
     """Return a loader of the share of process ``process_index`` of ``num_processes`` in ``dataloader``.
 
@@ -60,6 +61,7 @@ def prepare_data_loader(
         moved to the device.
     ``torch_device_mesh``: processes that differ only in dimensions other than ``dp``, ``dp_replicate``,
         ``dp_shard`` and ``fsdp`` see the same data.
+    ``copies``: the number of processes with each share, all of which must call this function.
 
     For the other arguments see `DataLoaderConfiguration`. Raises `DataError` for a loader that cannot be sharded
     like this.
@@ -67,19 +69,19 @@ def prepare_data_loader(
     if isinstance(dataloader, PreparedLoader):
         return dataloader
     world = PartialState()
-    position = data_place(torch_device_mesh) or (world.num_processes, world.process_index)
-    processes = position[0] if num_processes is None else num_processes
-    index = position[1] if process_index is None else process_index
+    shares = shares_by_rank(torch_device_mesh, world.num_processes)
+    processes = max(shares) + 1 if num_processes is None else num_processes
+    index = shares[world.process_index] if process_index is None else process_index
     kinds = [str(kind) for kind in (["generator"] if rng_types is None else rng_types)]
     presharded = already_sharded or is_presharded(dataloader)
-    shared = "generator" in kinds and processes > 1 and not presharded
+    several = processes * copies > 1
+    shared = "generator" in kinds and several and not presharded
     base = copy.copy(dataloader)
     if use_seedable_sampler:
-        _make_seedable(base, data_seed, distributed=processes > 1)
+        _make_seedable(base, data_seed, distributed=several)
     kwargs: dict[str, Any] = {
         "device": device if put_on_device else None,
         "non_blocking": non_blocking,
-        "drop_last": base.drop_last or getattr(base.batch_sampler, "drop_last", False),
         "rng_types": [kind for kind in kinds if kind != "generator"],
         "processes": processes,
         "index": index,
@@ -89,14 +91,15 @@ def prepare_data_loader(
         batches = None if isinstance(base.dataset, IterableDataset) else share_sampler(base)
         return DataLoaderDispatcher.wrap(
             base, batches, split=split_batches, even=even_batches, slice_fn=slice_fn_for_dispatch,
-            mesh=torch_device_mesh, **kwargs,
+            mesh=torch_device_mesh, drop_last=base.drop_last or getattr(base.batch_sampler, "drop_last", False),
+            **kwargs,
         )  # fmt: skip
     if isinstance(base.dataset, IterableDataset):
         _share_stream(base, 1 if presharded else processes, index, split_batches, even_batches)
         return DataLoaderShard.wrap(base, None, shared=shared, **kwargs)
     batches = share_sampler(
         base, num_processes=processes, process_index=index, split_batches=split_batches, even_batches=even_batches,
-        shared="generator" in kinds, own_share=presharded,
+        shared="generator" in kinds, copies=copies, own_share=presharded,
     )  # fmt: skip
     return DataLoaderShard.wrap(base, batches, **kwargs)
 
@@ -104,13 +107,13 @@ def prepare_data_loader(
 def _dispatches(
     base: DataLoader[Any], requested: bool | None, processes: int, presharded: bool, put_on_device: bool, mesh: Any
 ) -> bool:
-    if requested and presharded:
+    if presharded:
+        if not requested:
+            return False
         raise DataError(
             "dispatch_batches=True makes the main process read for all, but this loader is one process's share: "
             "remove dispatch_batches, or pass a loader of the complete data set"
         )
-    if presharded:
-        return False
     if processes == 1:
         return bool(requested) and PartialState().num_processes == 1
     if requested is None:
@@ -138,13 +141,13 @@ def _share_stream(base: DataLoader[Any], processes: int, index: int, split: bool
     if shard.split_batches:
         size = batch_size_per_rank(size, processes)
         set_attributes(base, batch_size=size, batch_sampler=BatchSampler(base.sampler, size, base.drop_last))
-    set_attributes(base, dataset=shard, collate_fn=LastRoundCollate(base.collate_fn))
+    set_attributes(base, dataset=shard, collate_fn=partial(collate_last_round, base.collate_fn))
 
 
 def _make_seedable(base: DataLoader[Any], seed: int | None, distributed: bool) -> None:
     """Replace a random sampler in ``base`` by one that depends on a seed and the epoch alone."""
     batch_sampler: Any = base.batch_sampler
-    if not is_plain_batch_sampler(batch_sampler) or not is_plain_shuffle(batch_sampler.sampler):
+    if not is_plain(batch_sampler, BatchSampler) or not is_plain(batch_sampler.sampler, RandomSampler):
         return
     if seed is None:
         seed = torch.initial_seed() % 2**62
@@ -160,42 +163,6 @@ def _make_seedable(base: DataLoader[Any], seed: int | None, distributed: bool) -
 
 
 # Skipping the first batches of a loader.
-
-
-class SkipBatchSampler(BatchSampler):
-    """The batches of ``batch_sampler`` without the first ``skip_batches``, which are not computed if possible."""
-
-    def __init__(self, batch_sampler: Any, skip_batches: int = 0) -> None:
-        if skip_batches < 0:
-            raise ArgumentError(f"SkipBatchSampler: skip_batches must be 0 or more, got {skip_batches}")
-        self.batch_sampler = batch_sampler
-        self.skip_batches = skip_batches
-        self.sampler: Any = getattr(batch_sampler, "sampler", None)
-        self.batch_size: Any = getattr(batch_sampler, "batch_size", None)
-        self.drop_last = bool(getattr(batch_sampler, "drop_last", False))
-
-    def __iter__(self) -> Iterator[Any]:
-        source = self.batch_sampler
-        if isinstance(source, BatchSamplerShard):
-            return islice(iter(source), self.skip_batches, None)
-        shard = BatchSamplerShard(source)
-        shard.skip = self.skip_batches
-        return iter(shard)
-
-    def __len__(self) -> int:
-        return max(0, self.total_length - self.skip_batches)
-
-    @property
-    def total_length(self) -> int:
-        """Batches including those skipped."""
-        return len(self.batch_sampler)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Pass ``epoch`` to the samplers inside that have ``set_epoch``."""
-        for part in (self.batch_sampler, self.sampler):
-            listener = getattr(part, "set_epoch", None)
-            if listener is not None:
-                listener(epoch)
 
 
 class SkipDataLoader(DataLoaderShard):
@@ -216,17 +183,13 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
     All settings are kept. If the sampler can be indexed, skipping reads nothing. A prepared loader and the
     returned one share epoch and position. Raises `ArgumentError` for a negative number.
     """
-    if isinstance(dataloader, PreparedLoader):
-        return dataloader.skipping(num_batches)
     if num_batches < 0:
         raise ArgumentError(f"skip_first_batches: num_batches must be 0 or more, got {num_batches}")
+    skipping = getattr(dataloader, "skipping", None)  # of a prepared loader
+    if skipping is not None:
+        return cast("DataLoader[Any]", skipping(num_batches))
     base = copy.copy(dataloader)
     if isinstance(base.dataset, IterableDataset):
-        loader = DataLoaderShard.wrap(base, None)
-        loader.skip_batches = num_batches
-        return loader
-    if base.batch_sampler is None:
-        set_attributes(base, sampler=SkipBatchSampler(base.sampler, num_batches))
-    else:
-        set_attributes(base, batch_sampler=SkipBatchSampler(base.batch_sampler, num_batches))
+        return DataLoaderShard.wrap(base, None, skip_batches=num_batches)
+    share_sampler(base, SkipBatchSampler, skip_batches=num_batches)
     return base

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from accel.errors import DataError
-from accel.pytree import find_batch_size, honor_type, is_record, map_nested
-from accel.state import GradientState
+from accel.data.batch_sampler import is_presharded
+from accel.errors import CollectiveError, DataError
+from accel.gradient_state import ActiveLoader
+from accel.pytree import children, find_batch_size, is_record, map_nested, rebuild
 
 
 def count_rows(batch: Any) -> int | None:
@@ -22,11 +22,8 @@ def count_rows(batch: Any) -> int | None:
 def _list_lengths(data: Any) -> Iterator[int]:
     if _is_object_list(data):
         yield len(data)
-    elif isinstance(data, (list, tuple)):
-        for item in data:
-            yield from _list_lengths(item)
-    elif isinstance(data, Mapping):
-        for item in data.values():
+    else:
+        for item in (children(data) or {}).values():
             yield from _list_lengths(item)
 
 
@@ -51,7 +48,8 @@ def take_rows(batch: Any, rows: slice, process_index: int | None = None, num_pro
             return data[rows] if data.ndim else data
         if _is_object_list(data):
             return data[rows] if len(data) == size else data
-        return _rebuild(data, [cut(item) for item in _items(data)]) if _is_nest(data) else data
+        items = children(data)
+        return data if items is None else rebuild(data, {key: cut(item) for key, item in items.items()})
 
     return cut(batch)
 
@@ -67,101 +65,85 @@ def _join(parts: list[Any], sizes: list[int | None]) -> Any:
     if any(type(part) is not type(first) for part in parts):
         raise DataError(f"batches of different types cannot be joined: {', '.join(type(p).__name__ for p in parts)}")
     if isinstance(first, torch.Tensor) and first.ndim:
-        return _join_tensors(parts)
+        if any(part.shape[1:] != first.shape[1:] for part in parts):
+            listing = ", ".join(str(list(part.shape)) for part in parts)
+            raise DataError(f"batches of different shapes cannot be joined: {listing}")
+        return torch.cat(parts)
     if _is_object_list(first):
         if all(len(part) == size for part, size in zip(parts, sizes, strict=True)):
             return type(first)(item for part in parts for item in part)
-    elif _is_nest(first):
-        rows = [_items(part) for part in parts]
-        if any(len(row) != len(rows[0]) for row in rows) or any(_keys(part) != _keys(first) for part in parts):
+    elif (items := children(first)) is not None:
+        rows: list[Any] = [children(part) for part in parts]
+        if any(list(row) != list(items) for row in rows):
             raise DataError("batches of different keys cannot be joined")
-        return _rebuild(first, [_join(list(column), sizes) for column in zip(*rows, strict=True)])
-    if all(_equal(part, first) for part in parts):
+        return rebuild(first, {key: _join([row[key] for row in rows], sizes) for key in items})
+    if all(torch.equal(part, first) if isinstance(first, torch.Tensor) else part == first for part in parts):
         return first
     raise DataError(f"batches cannot be joined: they hold different values of type {type(first).__name__}, not rows")
-
-
-def _join_tensors(parts: list[torch.Tensor]) -> torch.Tensor:
-    shapes = {tuple(part.shape[1:]) for part in parts}
-    if len(shapes) > 1:
-        listing = ", ".join(str(list(part.shape)) for part in parts)
-        raise DataError(f"batches of different shapes cannot be joined: {listing}")
-    return torch.cat(parts)
-
-
-def _equal(first: Any, second: Any) -> bool:
-    return torch.equal(first, second) if isinstance(first, torch.Tensor) else bool(first == second)
-
-
-def _is_nest(data: Any) -> bool:
-    return isinstance(data, (list, tuple, Mapping)) or is_record(data)
-
-
-def _keys(data: Any) -> list[Any] | None:
-    return list(data) if isinstance(data, Mapping) else None
-
-
-def _items(data: Any) -> list[Any]:
-    if isinstance(data, Mapping):
-        return list(data.values())
-    if is_record(data):
-        return [getattr(data, field.name) for field in dataclasses.fields(data) if field.init]
-    return list(data)
-
-
-def _rebuild(like: Any, items: list[Any]) -> Any:
-    if isinstance(like, Mapping):
-        mapping = dict(zip(like, items, strict=True))
-        return mapping if type(like) is dict else type(like)(mapping)  # type: ignore[call-arg]
-    if is_record(like):
-        names = [field.name for field in dataclasses.fields(like) if field.init]
-        return dataclasses.replace(like, **dict(zip(names, items, strict=True)))
-    return honor_type(like, iter(items))
 
 
 # Dropping the rows of gathered results that stem from repeated samples.
 
 
-def last_counts(state: GradientState) -> tuple[int, ...] | None:
-    """Return the real samples by process in the active loader's current batch; None if all are real."""
-    loader = state.active_dataloader
-    return None if loader is None else loader.present_counts()
+def last_counts(loader: ActiveLoader) -> tuple[int, ...] | None:
+    """Return the real samples by process in the current batch of ``loader``; ``None`` if all are real.
+
+    Raises `CollectiveError` if a process has no batch.
+    """
+    counts = loader.real_counts()
+    if counts is not None and 0 in counts and not loader.even_batches and not is_presharded(loader):
+        raise CollectiveError(
+            f"gather_for_metrics: process {counts.index(0)} has no batch in the last round, because of "
+            "even_batches=False: set even_batches=True, or gather after the loop"
+        )
+    return counts
 
 
-def without_repetitions(gathered: Any, counts: tuple[int, ...], rows: int, nominal: int | None = None) -> Any:
+def without_repetitions(
+    gathered: Any,
+    counts: tuple[int, ...],
+    rows: int,
+    nominal: int | None = None,
+    sizes: Sequence[Sequence[int]] | None = None,
+) -> Any:
     """Keep only the rows of real samples in each gathered tensor.
 
     Process r contributed ``rows`` samples; the first ``counts[r]`` are real. A tensor with k rows per sample
     keeps k rows for each. A tensor with ``nominal`` rows per process, as complete batches have, though ``rows``
     are fewer, is one number that the script repeated for each expected sample: it keeps one row per real sample.
     A tensor with any other number of rows is not about samples (a loss per process, for example) and stays.
+
+    ``sizes``: the rows of each tensor on each process before padding; if they differ, only the padding is dropped.
     """
     nominal = rows if nominal is None else nominal
     if rows == nominal and all(count == rows for count in counts):
         return gathered
 
-    def keep(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or leaf.ndim == 0 or leaf.shape[0] % len(counts) or not leaf.shape[0]:
+    unpadded = iter(sizes or ())
+
+    def keep(leaf: torch.Tensor) -> torch.Tensor:
+        own_sizes = next(unpadded, ())
+        if leaf.ndim == 0 or leaf.shape[0] % len(counts) or not leaf.shape[0]:
             return leaf
         local_rows = leaf.shape[0] // len(counts)
+        if len(set(own_sizes)) > 1:
+            return _heads(leaf, own_sizes)
         if local_rows == nominal != rows and (local_rows % rows or _is_repeated(leaf, len(counts))):
             per_sample = 1
         elif local_rows % rows == 0:
             per_sample = local_rows // rows
         else:
             return leaf
-        return torch.cat(
-            [leaf[rank * local_rows : rank * local_rows + count * per_sample] for rank, count in enumerate(counts)]
-        )
+        return _heads(leaf, [count * per_sample for count in counts])
 
     return map_nested(keep, gathered)
+
+
+def _heads(leaf: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+    """Keep the first ``sizes[r]`` of the rows that process r contributed to ``leaf``."""
+    return torch.cat([part[:size] for part, size in zip(leaf.chunk(len(sizes)), sizes, strict=True)])
 
 
 def _is_repeated(leaf: torch.Tensor, processes: int) -> bool:
     by_process = leaf.reshape(processes, -1)
     return leaf.ndim == 1 and bool((by_process == by_process[:, :1]).all())
-
-
-def own_part(items: Any, counts: tuple[int, ...], rank: int) -> Any:
-    """Return ``items``, this process's list of one object per sample, without repeated samples."""
-    return items[: counts[rank]] if isinstance(items, (list, tuple)) else items

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, cast
 
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler
 
 from accel import collectives
-from accel.collectives.rng import host_rng_state, set_host_rng_state
+from accel.collectives.rng import fork_host_rng, host_rng_state, set_host_rng_state
 
 # torchdata's versions of torch's samplers, which its loader creates in place of torch's.
 _TORCHDATA = "torchdata.stateful_dataloader.sampler"
-
-
-@runtime_checkable
-class Indexable(Protocol):
-    """A sampler with random access."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Any: ...
 
 
 class SeedableRandomSampler(RandomSampler):
@@ -62,18 +53,13 @@ class SeedableRandomSampler(RandomSampler):
         return _permutations(self, self.generator)
 
 
-def is_plain_batch_sampler(item: Any) -> bool:
-    """Return True for torch's own `BatchSampler` or torchdata's: batches of one size, samples in order."""
-    return type(item) is BatchSampler or _is_torchdata(item, "BatchSampler")
+def is_plain(item: Any, kind: type) -> bool:
+    """Return True if ``item`` is of torch's class ``kind``, or torchdata's of that name, but not of a subclass."""
+    return type(item) is kind or (type(item).__module__, type(item).__name__) == (_TORCHDATA, kind.__name__)
 
 
-def is_plain_shuffle(item: Any) -> bool:
-    """Return True for torch's own `RandomSampler` or torchdata's, but not for a subclass."""
-    return type(item) is RandomSampler or _is_torchdata(item, "RandomSampler")
-
-
-def _is_torchdata(item: Any, name: str) -> bool:
-    return type(item).__module__ == _TORCHDATA and type(item).__name__ == name
+def _is_indexable(item: Any) -> bool:
+    return hasattr(item, "__len__") and hasattr(item, "__getitem__")
 
 
 def _permutations(sampler: Any, generator: torch.Generator) -> torch.Tensor:
@@ -87,109 +73,109 @@ def _permutations(sampler: Any, generator: torch.Generator) -> torch.Tensor:
     return permutations[0] if len(permutations) == 1 else torch.cat(permutations)
 
 
-def draw(sampler: Iterable[Any]) -> Sequence[int] | torch.Tensor | Indexable | Iterator[Any]:
-    """Draw the order of one epoch: indexable if the sampler allows it, otherwise an iterator."""
+def draw(sampler: Any, seed: int | None = None) -> Sequence[int] | torch.Tensor | Iterator[Any]:
+    """Draw the order of one epoch: indexable if the sampler allows it, otherwise an iterator.
+
+    ``seed``: the number that torch's `RandomSampler` draws if it has no ``generator``.
+    """
     if isinstance(sampler, SeedableRandomSampler):
         return sampler.draw()
     if type(sampler) is SequentialSampler:
         return range(len(sampler))
-    if is_plain_shuffle(sampler) and not sampler.replacement:  # type: ignore[attr-defined]
-        return _permutations(sampler, sampler.generator or _fresh_generator())  # type: ignore[attr-defined]
-    if isinstance(sampler, Indexable):
-        return sampler
-    return iter(sampler)
+    if is_plain(sampler, RandomSampler) and not sampler.replacement:
+        generator = sampler.generator if seed is None else _seeded(seed)
+        return _permutations(sampler, generator or _seeded(_draw_seed()))
+    return cast(Sequence[int], sampler) if _is_indexable(sampler) else iter(sampler)
 
 
-def _fresh_generator() -> torch.Generator:
-    seed = int(torch.empty((), dtype=torch.int64).random_().item())
+def _draw_seed() -> int:
+    return int(torch.empty((), dtype=torch.int64).random_().item())
+
+
+def _seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
 class OrderRng:
-    """The random state that orders are drawn from: saved, synchronized over all processes, and replayed.
+    """The random state from which epochs' orders are drawn: the same on all processes, and restored on resuming.
 
-    ``owners``: samplers or data sets whose ``generator`` may be used, as well as the global generators.
+    It is one number an epoch, which torch's `RandomSampler` draws, and the states of the owners' own generators. For a
+    script's samplers and streams it is the states of the global generators.
+
+    ``owners``: samplers, or a data set and its loader.
+    ``shared``: use the main process's numbers and states.
     """
 
     def __init__(self, owners: Sequence[Any], *, shared: bool) -> None:
         self._owners = owners
         self._shared = shared
-        self._fixed = all(_draws_nothing(owner) for owner in owners)
 
     def generators(self) -> list[torch.Generator]:
         """Return the owners' own generators."""
         candidates = [getattr(owner, "generator", None) for owner in self._owners]
         return [generator for generator in candidates if isinstance(generator, torch.Generator)]
 
-    def capture(self) -> dict[str, Any]:
-        """Return the state of all generators in types that a safe unpickler reads; empty if an order needs none."""
-        if self._fixed:
-            return {}
-        return {"host": host_rng_state(), "generators": self.generator_states()}
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of the owners' own generators, and the seeds of each `SeedableRandomSampler`."""
+        return {
+            "generators": [generator.get_state() for generator in self.generators()],
+            "seeds": [owner.initial_seed for owner in self._seedable()],
+        }
 
-    def generator_states(self) -> list[torch.Tensor]:
-        """Return the state of the owners' own generators."""
-        return [generator.get_state() for generator in self.generators()]
-
-    def set_generator_states(self, states: list[torch.Tensor]) -> None:
-        """Restore what `generator_states` returned."""
-        for generator, state in zip(self.generators(), states, strict=False):
-            generator.set_state(state)
-
-    def seeds(self) -> list[int]:
-        """Return the seeds of owners that draw only from a seed and the epoch."""
-        return [owner.initial_seed for owner in self._seedable()]
-
-    def set_seeds(self, seeds: list[int]) -> None:
-        """Restore what `seeds` returned."""
-        for owner, seed in zip(self._seedable(), seeds, strict=False):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        for generator, generator_state in zip(self.generators(), state["generators"], strict=False):
+            generator.set_state(generator_state)
+        for owner, seed in zip(self._seedable(), state.get("seeds", []), strict=False):
             owner.initial_seed = seed
 
     def _seedable(self) -> list[SeedableRandomSampler]:
         return [owner for owner in self._owners if isinstance(owner, SeedableRandomSampler)]
 
+    def _start(self) -> dict[str, Any]:
+        drawing = [owner for owner in self._owners if not _draws_nothing(owner)]
+        if not drawing:
+            return {}
+        start: dict[str, Any] = {"generators": self.state_dict()["generators"]}
+        if not all(is_plain(owner, RandomSampler) for owner in drawing):
+            start["host"] = host_rng_state()
+        elif not all(owner.generator for owner in drawing):
+            start["seed"] = _draw_seed()
+        return collectives.broadcast_object_list([start])[0] if self._shared else start
+
     @contextmanager
     def drawing(self, replay: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
-        """Use the main process's generator states, or ``replay``, in the block; yield the states at its start.
-
-        Afterwards the global generators have the process's own states again, if those differed.
-        """
-        captured = self.capture()
-        start = replay if replay is not None else self._agreed(captured)
-        differs = bool(start) and start is not captured and not _states_equal(start, captured)
-        if differs:
-            self.restore(start)
-        try:
+        """Draw an order in the block, as one was drawn from ``replay`` if given; yield what it is drawn from."""
+        start = self._start() if replay is None else replay
+        if not start:
             yield start
-        finally:
-            if differs:
-                set_host_rng_state(captured["host"])
+            return
+        seed = start.get("seed")
+        as_they_are = replay is None and "host" in start and _equal(start["host"], host_rng_state())
+        shuffles = [] if seed is None else [owner for owner in self._owners if is_plain(owner, RandomSampler)]
+        lent = [shuffle for shuffle in shuffles if not shuffle.generator]
+        with nullcontext() if as_they_are else fork_host_rng(seed):
+            self.load_state_dict(start)
+            if "host" in start and not as_they_are:
+                set_host_rng_state(start["host"])
+            for shuffle in lent:
+                shuffle.generator = _seeded(start["seed"])
+            try:
+                yield start
+            finally:
+                for shuffle in lent:
+                    shuffle.generator = None
 
-    def _agreed(self, captured: dict[str, Any]) -> dict[str, Any]:
-        if not self._shared or not captured:
-            return captured
-        start: dict[str, Any] = collectives.broadcast_object_list([captured])[0]
-        return start
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Restore what `capture` returned."""
-        set_host_rng_state(state["host"])
-        self.set_generator_states(state["generators"])
+def _equal(first: dict[str, Any], second: dict[str, Any]) -> bool:
+    """Return True if two results of `host_rng_state` are equal."""
+    return first.keys() == second.keys() and all(
+        torch.equal(state, second[name]) if isinstance(state, torch.Tensor) else state == second[name]
+        for name, state in first.items()
+    )
 
 
 def _draws_nothing(owner: Any) -> bool:
-    if owner is None or isinstance(owner, SeedableRandomSampler) or is_plain_batch_sampler(owner):
+    if owner is None or isinstance(owner, SeedableRandomSampler) or is_plain(owner, BatchSampler):
         return True
-    return type(owner) is SequentialSampler or (isinstance(owner, Indexable) and not isinstance(owner, Sampler))
-
-
-def _states_equal(first: dict[str, Any], second: dict[str, Any]) -> bool:
-    return bool(_plain(first) == _plain(second))
-
-
-def _plain(state: Any) -> Any:
-    if isinstance(state, torch.Tensor):
-        return state.tolist()
-    if isinstance(state, dict):
-        return {key: _plain(value) for key, value in state.items()}
-    return [_plain(item) for item in state] if isinstance(state, list) else state
+    return type(owner) is SequentialSampler or (_is_indexable(owner) and not isinstance(owner, Sampler))

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
-from accel.data.batch_sampler import BatchSamplerShard
+from accel.data.batch_sampler import BatchSamplerShard, SkipBatchSampler
 from accel.errors import ArgumentError
 from accel.pytree import send_to_device
 from accel.state import GradientState, PartialState
@@ -45,62 +45,32 @@ def preserve_rng(base: DataLoader[Any]) -> Iterator[None]:
 def make_loader(
     dataset: Any, stateful: bool, options: dict[str, Any]
 ) -> tuple[DataLoader[Any], BatchSamplerShard | None]:
-    """Return torch's or (``stateful``) torchdata's loader and its batch sampler, ``None`` for iterable data sets."""
+    """Return torch's or (``stateful``) torchdata's loader and its batch sampler, ``None`` for iterable data sets.
+
+    Raises `ArgumentError` without torchdata.
+    """
+    kind: Any = DataLoader
+    if stateful:
+        try:
+            kind = import_module("torchdata.stateful_dataloader").StatefulDataLoader
+        except ImportError:
+            raise ArgumentError("use_stateful_dataloader=True needs torchdata: pip install 'torchdata>=0.8'") from None
     sharded = options.get("batch_sampler")
-    base = loader_class(stateful)(dataset, **options)
+    base = kind(dataset, **options)
     if isinstance(dataset, IterableDataset):
         return base, None
-    if isinstance(sharded, BatchSamplerShard):
-        return base, sharded
-    return base, share_sampler(base)
+    ready = isinstance(sharded, BatchSamplerShard) and not isinstance(sharded, SkipBatchSampler)
+    return base, sharded if ready else share_sampler(base)
 
 
-def share_sampler(base: DataLoader[Any], **kwargs: Any) -> BatchSamplerShard:
-    """Replace the batch sampler of ``base`` by a `BatchSamplerShard`, and return that."""
-    if base.batch_sampler is None:
-        batches = BatchSamplerShard(base.sampler, **kwargs)
-        set_attributes(base, sampler=batches)
-    else:
-        batches = BatchSamplerShard(base.batch_sampler, **kwargs)
-        set_attributes(base, batch_sampler=batches)
+def share_sampler(
+    base: DataLoader[Any], kind: type[BatchSamplerShard] = BatchSamplerShard, **kwargs: Any
+) -> BatchSamplerShard:
+    """Replace the batch sampler of ``base`` by a ``kind`` around it, and return that."""
+    name = "sampler" if base.batch_sampler is None else "batch_sampler"
+    batches = kind(getattr(base, name), **kwargs)
+    set_attributes(base, **{name: batches})
     return batches
-
-
-def loader_class(stateful: bool) -> type[DataLoader[Any]]:
-    """Return torch's `DataLoader` or torchdata's `StatefulDataLoader`. Raises `ArgumentError` without torchdata."""
-    if not stateful:
-        return DataLoader
-    try:
-        stateful_class: type[DataLoader[Any]] = import_module("torchdata.stateful_dataloader").StatefulDataLoader
-    except ImportError:
-        raise ArgumentError("use_stateful_dataloader=True needs torchdata: pip install 'torchdata>=0.8'") from None
-    return stateful_class
-
-
-@cache
-def stateful_kind(kind: Any) -> Any:
-    """Return ``kind`` as a subclass of `StatefulDataLoader` too; unchanged without torchdata."""
-    try:
-        base = loader_class(True)
-    except ArgumentError:
-        return kind
-    if issubclass(kind, base):
-        return kind
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "plain_kind": kind}
-    return type(kind.__name__, (kind, base), names)
-
-
-def blank(kind: Any, stateful: bool) -> DataLoader[Any]:
-    """Return a loader without state, for unpickling."""
-    cls: Any = stateful_kind(kind) if stateful else kind
-    loader: DataLoader[Any] = cls.__new__(cls)
-    return loader
-
-
-def get_sampler(dataloader: DataLoader[Any]) -> Any:
-    """Return the sampler inside ``dataloader``, prepared or not; ``None`` if its batch sampler has none."""
-    batch_sampler = dataloader.sampler if isinstance(dataloader.sampler, BatchSampler) else dataloader.batch_sampler
-    return getattr(batch_sampler, "sampler", None)
 
 
 # Reading ahead, only as far as the end of an accumulation window must be known.
@@ -131,17 +101,13 @@ class Lookahead(Iterator[Any]):
 
     def fill(self) -> None:
         """Read until the buffer is full or the source ends."""
-        depth = self._depth()
-        while not self.exhausted and len(self._buffer) < depth:
-            self._read()
-
-    def _read(self) -> None:
-        try:
-            item = next(self._source)
-        except StopIteration:
-            self.exhausted = True
-            return
-        self._buffer.append((item, None if self._snapshot is None else self._snapshot()))
+        while not self.exhausted and len(self._buffer) < self._depth():
+            try:
+                item = next(self._source)
+            except StopIteration:
+                self.exhausted = True
+                return
+            self._buffer.append((item, None if self._snapshot is None else self._snapshot()))
 
     def peek(self) -> Any:
         """Return the next item, or ``None`` if there is none."""
@@ -151,10 +117,9 @@ class Lookahead(Iterator[Any]):
         return len(self._buffer)
 
     def __next__(self) -> Any:
+        self.fill()
         if not self._buffer:
-            self.fill()
-            if not self._buffer:
-                raise StopIteration
+            raise StopIteration
         item, self.snapshot_here = self._buffer.popleft()
         self.fill()
         return item
@@ -176,17 +141,10 @@ def to_device_fn(device: torch.device, non_blocking: bool) -> Callable[[Any], An
             return [item.to(device) if type(item) is Tensor else move(item) for item in batch]
         return send_to_device(batch, device)
 
+    def move_after_sync(batch: Any) -> Any:
+        xla.sync()  # ends torch_xla's recording of the previous batch: one graph per step, not one per epoch
+        return move(batch)
+
     if PartialState._shared_state.get("backend") == xla.BACKEND:
-        return _SyncedMove(move)
+        return move_after_sync
     return partial(send_to_device, device=device, non_blocking=True) if non_blocking else move
-
-
-class _SyncedMove:
-    """A move that first ends torch_xla's recording of the previous batch: one graph per step, not one per epoch."""
-
-    def __init__(self, move: Callable[[Any], Any]) -> None:
-        self._move = move
-
-    def __call__(self, batch: Any) -> Any:
-        xla.sync()
-        return self._move(batch)

@@ -1,41 +1,27 @@
-"""Transfer of batches from the main process to others as bytes; the structure is sent only when it changes.
+"""Transfer of batches from the main process to others, point to point: a scatter needs parts of one size.
 
-A message holds a header of eight integers, the pickled structure (if it differs from the previous message's)
-and note, and the tensors one after another. The first message of an epoch holds only the size of the second;
-each one after that holds the size of the next, so that a round takes one transfer per process.
+A message is a header, a pickled object, and the bytes of its tensors. The header has the size of the next message for
+the same process, so that a round takes one transfer; a header alone precedes the first message of an epoch.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from io import BytesIO
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from accel.pytree import map_nested
 from accel.state import PartialState
+from accel.world.process_group import new_group
 
-_HEADER = 8
-_HEADER_BYTES = 8 * _HEADER
-_ALIGNED = 16
+_ALIGNMENT = 16
+_HEADER = 32  # bytes: four integers
 _TAG = 7_015  # a tag that a script's own messages are unlikely to have
 
 _group: Any = None
-
-
-class Slot:
-    """A placeholder for a tensor in the structure of a batch."""
-
-    __slots__ = ("dtype", "shape")
-
-    def __init__(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        self.dtype = dtype
-        self.shape = shape
-
-    def __reduce__(self) -> Any:
-        return Slot, (self.dtype, self.shape)
 
 
 def host_group() -> Any:
@@ -44,7 +30,7 @@ def host_group() -> Any:
     if not PartialState().use_distributed or "gloo" in str(PartialState().backend):
         return None
     if _group is None or not _is_alive(_group):
-        _group = dist.new_group(backend="gloo")
+        _group = new_group(backend="gloo")
     return _group
 
 
@@ -55,108 +41,88 @@ def _is_alive(group: Any) -> bool:
         return False
 
 
-class Encoder:
-    """An encoder of one process's batches as messages; it remembers the structure sent last."""
+class _Pickler(pickle.Pickler):
+    """A pickler that keeps type, shape and place of each tensor, and lists the tensors."""
 
-    def __init__(self) -> None:
-        self._sent: bytes | None = None
+    def __init__(self, file: BytesIO) -> None:
+        super().__init__(file, protocol=5)
+        self.tensors: list[torch.Tensor] = []
+        self.end = 0
 
-    def encode(self, batch: Any, note: Any) -> torch.Tensor:
-        """Return the message with ``batch`` and ``note`` (small and picklable, or ``None``)."""
-        tensors: list[torch.Tensor] = []
-
-        def lift(leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
-                return leaf
-            tensors.append(leaf)
-            return Slot(leaf.dtype, tuple(leaf.shape))
-
-        structure = pickle.dumps(map_nested(lift, batch), protocol=5)
-        changed = structure != self._sent
-        header = (
-            b"" if note is None and not changed else pickle.dumps((structure if changed else None, note), protocol=5)
-        )
-        self._sent = structure
-        return _pack(header, tensors)
+    def persistent_id(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+            return None
+        start, self.end = self.end, self.end + _aligned(value.nbytes)
+        self.tensors.append(value)
+        return value.dtype, tuple(value.shape), start
 
 
-def _pack(header: bytes, tensors: list[torch.Tensor]) -> torch.Tensor:
-    end = _aligned(_HEADER_BYTES + len(header))
-    message = torch.empty(end + sum(_aligned(t.nbytes) for t in tensors), dtype=torch.uint8)
-    message[:_HEADER_BYTES] = 0
-    message[:_HEADER_BYTES].view(torch.int64)[1] = len(header)
-    if header:
-        message[_HEADER_BYTES : _HEADER_BYTES + len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-    for tensor in tensors:
-        start, end = end, end + _aligned(tensor.nbytes)
-        if tensor.numel():
-            payload = message[start : start + tensor.nbytes].view(tensor.dtype)
-            payload.view(tensor.shape).copy_(tensor.detach())
-    return message
+class _Unpickler(pickle.Unpickler):
+    """The inverse of `_Pickler`; tensors are views of ``data``."""
+
+    def __init__(self, file: BytesIO, data: torch.Tensor) -> None:
+        super().__init__(file)
+        self._data = data
+
+    def persistent_load(self, place: Any) -> torch.Tensor:
+        return _view(self._data, *place)
+
+
+def _view(data: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], start: int) -> torch.Tensor:
+    size = torch.Size(shape).numel() * dtype.itemsize
+    return data[start : start + size].view(dtype).view(shape)
 
 
 def _aligned(size: int) -> int:
-    return -(-size // _ALIGNED) * _ALIGNED
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-class Decoder:
-    """A decoder of messages into batches; it remembers the latest structure."""
+def encode(value: Any) -> torch.Tensor:
+    """Return a message with ``value``, of any type that can be pickled."""
+    file = BytesIO()
+    pickler = _Pickler(file)
+    pickler.dump(value)
+    pickled = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+    start = _HEADER + _aligned(len(pickled))
+    message = torch.empty(start + pickler.end, dtype=torch.uint8)
+    message[:_HEADER].view(torch.int64)[0] = start
+    message[_HEADER : _HEADER + len(pickled)] = pickled
+    for tensor in pickler.tensors:
+        _view(message, tensor.dtype, tuple(tensor.shape), start).copy_(tensor.detach())
+        start += _aligned(tensor.nbytes)
+    return message
 
-    def __init__(self) -> None:
-        self._structure: Any = None
 
-    def decode(self, message: torch.Tensor) -> tuple[Any, Any]:
-        """Return the batch and the note of ``message``; tensors are views of its memory."""
-        length = int(message[:_HEADER_BYTES].view(torch.int64)[1])
-        note = None
-        if length:
-            structure, note = pickle.loads(message[_HEADER_BYTES : _HEADER_BYTES + length].numpy().tobytes())
-            if structure is not None:
-                self._structure = pickle.loads(structure)
-        end = _aligned(_HEADER_BYTES + length)
-
-        def fill(leaf: Any) -> Any:
-            nonlocal end
-            if not isinstance(leaf, Slot):
-                return leaf
-            size = leaf.dtype.itemsize
-            for dimension in leaf.shape:
-                size *= dimension
-            start, end = end, end + _aligned(size)
-            return message[start : start + size].view(leaf.dtype).view(leaf.shape)
-
-        return map_nested(fill, self._structure), note
+def decode(message: torch.Tensor) -> Any:
+    """Return the value in ``message``; its tensors are views of the message's memory."""
+    start = int(message[:_HEADER].view(torch.int64)[0])
+    return _Unpickler(BytesIO(message[_HEADER:start].numpy().tobytes()), message[start:]).load()
 
 
 class Sender:
-    """The main process's end: sends the other processes their messages, without waiting for arrival."""
+    """The main process's end: sends the other processes their messages, without waiting for their arrival."""
 
-    def __init__(self, processes: int, group: Any) -> None:
-        self._processes = processes
+    def __init__(self, group: Any) -> None:
         self._group = group
         self._in_flight: list[tuple[Any, torch.Tensor]] = []
 
-    def open(self, sizes: list[int]) -> None:
-        """Send the sizes of the first messages: ``sizes[r]`` bytes for process r, 0 for no message."""
-        self._send([torch.tensor([size]) for size in sizes])
+    def open(self, ranks: Iterable[int], first: Mapping[int, torch.Tensor]) -> None:
+        """Announce the ``first`` messages to ``ranks``."""
+        self.send({rank: torch.zeros(_HEADER, dtype=torch.uint8) for rank in ranks}, first, None)
 
-    def send(self, messages: Sequence[torch.Tensor | None], following: list[int], remaining: int | None) -> None:
-        """Send ``messages[r]`` to process r (``None``: nothing), with the sizes of the following ones.
+    def send(
+        self, messages: Mapping[int, torch.Tensor], following: Mapping[int, torch.Tensor], remaining: int | None
+    ) -> None:
+        """Send each process its message, with the size of the following one.
 
         ``remaining``: rounds from this one on, if known.
         """
-        for message, size in zip(messages, following, strict=True):
-            if message is not None:
-                header = message[:_HEADER_BYTES].view(torch.int64)
-                header[0], header[2] = size, -1 if remaining is None else remaining
-        self._send(messages)
-
-    def _send(self, messages: Sequence[torch.Tensor | None]) -> None:
         self.wait_sent()
-        for rank in range(1, self._processes):
-            message = messages[rank]
-            if message is not None:
-                self._in_flight.append((dist.isend(message, rank, self._group, _TAG), message))
+        for rank, message in messages.items():
+            header = message[:_HEADER].view(torch.int64)
+            header[1] = len(following[rank]) if rank in following else 0
+            header[2] = -1 if remaining is None else remaining
+            self._in_flight.append((dist.isend(message, rank, self._group, _TAG), message))
 
     def wait_sent(self) -> None:
         """Wait until everything sent has been received."""
@@ -166,31 +132,26 @@ class Sender:
 
 
 class Receiver:
-    """Another process's end: receives its messages. ``remaining``: rounds from the received one on, if known."""
+    """Another process's end: iterates over the values in its messages of one epoch.
+
+    ``at_end``: True if the latest message was the last one.
+    ``remaining``: rounds from the latest one on, if known.
+    """
 
     def __init__(self, group: Any, *, pinned: bool) -> None:
         self._group = group
         self._pinned = pinned
-        self._decoder = Decoder()
-        self._next = 0
-        self.remaining: int | None = None
+        self._next = _HEADER
+        self._receive()
 
-    @property
-    def at_end(self) -> bool:
-        """True if the message received last was the last one."""
-        return self._next == 0
-
-    def open(self) -> None:
-        """Receive the size of the first message."""
-        size = torch.zeros(1, dtype=torch.int64)
-        dist.recv(size, 0, self._group, _TAG)
-        self._next = int(size)
-
-    def receive(self) -> tuple[Any, Any]:
-        """Receive the next batch and its note."""
+    def _receive(self) -> torch.Tensor:
         message = torch.empty(self._next, dtype=torch.uint8, pin_memory=self._pinned)
         dist.recv(message, 0, self._group, _TAG)
-        header = message[:_HEADER_BYTES].view(torch.int64).tolist()
-        self._next = header[0]
-        self.remaining = None if header[2] < 0 else header[2]
-        return self._decoder.decode(message)
+        _, self._next, remaining, _ = message[:_HEADER].view(torch.int64).tolist()
+        self.at_end = self._next == 0
+        self.remaining = 1 if self.at_end else None if remaining < 0 else remaining
+        return message
+
+    def __iter__(self) -> Iterator[Any]:
+        while not self.at_end:
+            yield decode(self._receive())

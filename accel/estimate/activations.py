@@ -1,7 +1,8 @@
 """The memory of a training step besides weights, gradients and the optimizer, measured without allocating it.
 
 The model computes with torch's fake tensors, as if on the CPU: they have shapes and types, and the operators
-are those of a real run. So fused attention counts as one kernel; memory inside a kernel does not count.
+are those of a real run. So fused attention counts as one kernel; memory inside a kernel does not count. Only on GPUs
+do such kernels take dropout, so attention is measured without it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -77,7 +79,7 @@ def step_bytes(model: nn.Module, inputs: dict[str, Any], mode: ComputeMode) -> i
         inputs = {name: _in_bfloat16(value) for name, value in inputs.items()}
     tracker = _AllocationTracker([*model.parameters(), *model.buffers()], tree_leaves(inputs))
     with _exclude_gradients(model, tracker), tracker:
-        with _autocast(mode):
+        with _autocast(mode), NoAttentionDropout():
             outputs = model(**inputs)
         loss = _loss(outputs)
         if loss.requires_grad:
@@ -85,6 +87,21 @@ def step_bytes(model: nn.Module, inputs: dict[str, Any], mode: ComputeMode) -> i
         del outputs, loss
     model.zero_grad()
     return tracker.peak()
+
+
+class NoAttentionDropout(TorchFunctionMode):
+    """Calls of fused attention without their dropout, with which the CPU's kernel would not be used."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is nn.functional.scaled_dot_product_attention:
+            if len(args) > 4:
+                args = (*args[:4], 0.0, *args[5:])
+            else:
+                kwargs = {**kwargs, "dropout_p": 0.0}
+        return func(*args, **kwargs)
 
 
 class _AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -36,6 +36,7 @@ from .rendezvous import GangRendezvous
 _PEER_CHECK_S = 0.5
 _KILL_ALLOWANCE_S = 5.0
 _ECHO_WAIT_S = 3.0
+_FAILURE_GRACE_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +113,7 @@ class GangAgent(SimpleElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._started += 1
+        self.failure = None
         self._exits, self._finished, self._ended_at = {}, False, float("inf")
         self._oom_kills = oom_kill_count()
         pids: dict[int, Any] = {}
@@ -155,7 +157,7 @@ class GangAgent(SimpleElasticAgent):
         return self._check_peers()
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        self._end_ranks(signal.SIGTERM, self._settings.grace_s)
+        self._end_ranks(signal.SIGTERM, self._grace_after(self.failure))
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         self._end_ranks(signal.SIGTERM if death_sig == signal.SIGALRM else death_sig, self._settings.grace_s)
@@ -215,13 +217,18 @@ class GangAgent(SimpleElasticAgent):
         failure, echo = self._own_failure()
         if not echo:
             self._announce(failure)
-        self._end_ranks(signal.SIGTERM, self._settings.grace_s)
+        self._end_ranks(signal.SIGTERM, self._grace_after(failure))
         deadline = time.monotonic() + _ECHO_WAIT_S
         while echo and not self._query_peers(lambda peers: peers.failure_elsewhere()) and time.monotonic() < deadline:
             if self._worker_group.group_world_size in (None, 1):
                 break
             time.sleep(0.05)
         return self._own_failure()[0]
+
+    def _grace_after(self, failure: Failure | None) -> float:
+        """Return the grace of the other ranks: short after a failure, whose collectives never end."""
+        orderly = failure is None or failure.reason in ("preempted", "time_limit")
+        return self._settings.grace_s if orderly else min(self._settings.grace_s, _FAILURE_GRACE_S)
 
     def preempted(self) -> Failure | None:
         """Return the preemption to report if a rank here exited with the requeue code, whatever ended the gang."""

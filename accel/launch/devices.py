@@ -56,7 +56,33 @@ def available_cpus() -> int:
 
 
 def _cuda(env: Mapping[str, str]) -> list[str]:
-    return visible(env.get(VISIBLE["cuda"]), _nvml_uuids())
+    mask, gpus = env.get(VISIBLE["cuda"]), _nvml_gpus()
+    uuids = [uuid for uuid, _ in gpus]
+    # By default CUDA numbers the fastest first. Among equal ones it keeps NVML's order.
+    by_speed = env.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID" and len({name for _, name in gpus}) > 1
+    if by_speed and mask is not None and any(part.strip().isdigit() for part in mask.split(",")):
+        uuids = _cuda_uuids(env) or uuids
+    return visible(mask, uuids)
+
+
+def _cuda_uuids(env: Mapping[str, str]) -> list[str]:
+    """Return the UUIDs of all GPUs in CUDA's order, by another process: one that is forked later cannot use CUDA."""
+    import subprocess
+
+    command = [sys.executable, "-c", _PRINT_CUDA_UUIDS]
+    unmasked = {name: value for name, value in env.items() if name != VISIBLE["cuda"]}
+    return subprocess.run(command, env=unmasked, capture_output=True, text=True).stdout.split()
+
+
+_PRINT_CUDA_UUIDS = """
+import ctypes, uuid
+cuda, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+assert cuda.cuInit(0) == 0 and cuda.cuDeviceGetCount(ctypes.byref(count)) == 0
+for index in range(count.value):
+    device, identity = ctypes.c_int(), ctypes.create_string_buffer(16)
+    assert cuda.cuDeviceGet(ctypes.byref(device), index) == 0 and cuda.cuDeviceGetUuid(identity, device) == 0
+    print(f"GPU-{uuid.UUID(bytes=identity.raw)}")
+"""
 
 
 def visible(mask: str | None, uuids: list[str]) -> list[str]:
@@ -88,8 +114,8 @@ def _match_entry(entry: str, uuids: list[str]) -> str | None:
     return None
 
 
-def _nvml_uuids() -> list[str]:
-    """Return the UUID of every NVIDIA GPU in NVML's (PCI bus) order; empty without a driver."""
+def _nvml_gpus() -> list[tuple[str, str]]:
+    """Return UUID and name of every NVIDIA GPU in NVML's (PCI bus) order; empty without a driver."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -100,17 +126,18 @@ def _nvml_uuids() -> list[str]:
         count = ctypes.c_uint()
         if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
             return []
-        return [_nvml_uuid(nvml, index) for index in range(count.value)]
+        return [_nvml_gpu(nvml, index) for index in range(count.value)]
     finally:
         nvml.nvmlShutdown()
 
 
-def _nvml_uuid(nvml: ctypes.CDLL, index: int) -> str:
-    handle, text = ctypes.c_void_p(), ctypes.create_string_buffer(96)
+def _nvml_gpu(nvml: ctypes.CDLL, index: int) -> tuple[str, str]:
+    handle, text, name = ctypes.c_void_p(), ctypes.create_string_buffer(96), ctypes.create_string_buffer(96)
     nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(handle))
+    nvml.nvmlDeviceGetName(handle, name, ctypes.c_uint(len(name)))
     if nvml.nvmlDeviceGetUUID(handle, text, ctypes.c_uint(len(text))) != 0:
-        return f"index-{index}"  # counted, but a UUID in CUDA_VISIBLE_DEVICES cannot select it
-    return text.value.decode()
+        text.value = f"index-{index}".encode()  # counted, but a UUID in CUDA_VISIBLE_DEVICES cannot select it
+    return text.value.decode(), name.value.decode(errors="replace")
 
 
 def _xpu(env: Mapping[str, str]) -> list[str]:

@@ -30,10 +30,7 @@ _EXTRA = "pip install 'accel-launch[{}]'"
 # setting -> (package, display name, install command)
 _NEEDS = {
     "use_deepspeed": ("deepspeed", "DeepSpeed", _EXTRA.format("deepspeed")),
-    # Accelerate trains with `megatron.training`, which no package index has; the extra installs only the core.
-    "use_megatron_lm": ("megatron.training", "Megatron-LM", f"{_EXTRA.format('megatron')}, then put a clone of "
-                        "https://github.com/NVIDIA/Megatron-LM on PYTHONPATH"),
-}  # fmt: skip
+}
 _RUNTIMES = ("torch_tpu", "torch_xla")
 _TORCH_TPU_PYTHON = (3, 11)
 
@@ -90,7 +87,13 @@ def _plan_tpu(options: Mapping[str, Any], program: Program, env: Mapping[str, st
     from .tpu import host
 
     torch_tpu = options["tpu_runtime"] == "torch_tpu"
-    env = {**env, **host.slice_environment(env)} if torch_tpu else env
+    place = host.slice_environment(env) if torch_tpu else {}
+    env = {**env, **place}
+    # A file's number is each host's, and so is the flag of `pod_command`. The settings count hosts that variables name.
+    is_per_host = (place and options.get("num_processes_from_file")) or "ACCELERATE_IN_TPU_POD" in env
+    if is_per_host and options["num_processes"] and options["num_machines"] is None:
+        hosts = env.get("TPU_WORKER_HOSTNAMES", "").count(",") + 1
+        options = {**options, "num_processes": options["num_processes"] * hosts}
     run = plans.plan(options, program, env)
     extra = dict(run.env) | options.get("overridden", {})
     if torch_tpu:
@@ -252,8 +255,10 @@ def pod_command(options: Mapping[str, Any], program: Program, launcher: Sequence
     """Return the command line that each host of a slice runs for this launch."""
     argv = [*(["sudo"] if options["tpu_use_sudo"] else []), "env", *(options["env"] or []), "ACCELERATE_IN_TPU_POD=1"]
     argv += [*launcher, "--tpu", "--no_tpu_cluster"]
+    machines = int(options["num_machines"]) if str(options["num_machines"]).isdigit() else 1
+    per_host = {**options, "num_processes": options["num_processes"] and options["num_processes"] // machines}
     for name in ("num_processes", "mixed_precision", "tpu_runtime"):
-        argv += [f"--{name}", str(options[name])] if options[name] is not None else []
+        argv += [f"--{name}", str(per_host[name])] if per_host[name] is not None else []
     argv += ["--main_training_function", options["main_training_function"] or "main"]
     argv += ["--downcast_bf16"] if options["downcast_bf16"] else []
     argv += {"module": ["-m"], "command": ["--no_python"], "script": []}[program.entry]

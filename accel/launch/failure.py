@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from accel.exit_codes import REQUEUE
+from accel.known_causes import find_known_cause
 from schedulers.node.redaction import redact
 from schedulers.processes import signal_name
 
@@ -177,44 +178,15 @@ def _secrets() -> dict[str, str]:
     return {name: os.environ[name] for name in names if name in os.environ}
 
 
-# `schedulers/kubernetes/status/pod_states.py` matches parts of the causes.
-_KNOWN_CAUSES: tuple[tuple[str, str, str, str], ...] = (
-    # pattern in the rank's error, reason, cause, remedy
-    (r"CUDA out of memory|OutOfMemoryError|HIP out of memory", "out_of_memory", "the GPU's memory is full",
-     "smaller batch per process, gradient accumulation, mixed precision, or activation checkpointing"),
-    (r"DefaultCPUAllocator: can't allocate memory|^MemoryError", "out_of_memory", "the machine's memory is full",
-     "smaller batches or fewer data-loader workers, or ask for more memory (--memory)"),
-    (r"EADDRINUSE|[Aa]ddress already in use", "rendezvous", "a port that the program wants is in use",
-     "leave the port to the launcher (no --main_process_port), or name a free one"),
-    (r"NCCL.*timeout|Watchdog caught collective operation timeout|ProcessGroupNCCL.*[Tt]imeout", "exit_code",
-     "a collective was not joined by all ranks in time",
-     "look for a slow rank or one in another branch; TORCH_NCCL_DUMP_ON_TIMEOUT=1 names the collective"),
-    (r"Timed out waiting .*ms|Timed out after \d+ seconds|[Ss]tore.*timed? ?out", "rendezvous",
-     "a rank waited for others that did not come",
-     "look for a rank that ended early or does not call the same collective"),
-    (r"ModuleNotFoundError: No module named '([^']+)'", "setup", "a package is missing where the job ran",
-     "install it in the Python that runs the job ({python}), or ship it with the code"),
-    (r"ImportError", "setup", "a package is installed but incompatible", "compare its version with the program's"),
-    (r"No space left on device", "exit_code", "a disk is full", "free some space where the program writes"),
-    (r"Too many open files", "exit_code", "the limit of open files is reached",
-     "raise it (ulimit -n), or torch.multiprocessing.set_sharing_strategy('file_system')"),
-    (r"CUDA error: no kernel image|CUDA driver version is insufficient", "setup",
-     "this torch does not fit the GPU or driver",
-     "install the torch build that is made for this driver (https://pytorch.org/get-started/locally/)"),
-)  # fmt: skip
-
-
 def _cause(end: Exit, error_text: str, oom_kills: int) -> tuple[str, str, str]:
     if end.code == REQUEUE:
         return "preempted", "the ranks were warned, saved a checkpoint and requested a restart", ""
     if end.code == -signal.SIGKILL and oom_kills:
         return "out_of_memory", "the kernel killed it: the memory limit of its control group was reached", \
             "smaller batches or fewer data-loader workers, or ask for more memory (--memory)"  # fmt: skip
-    for pattern, reason, cause, remedy in _KNOWN_CAUSES:
-        if re.search(pattern, error_text):
-            import sys
-
-            return reason, cause, remedy.format(python=sys.executable) if "{python}" in remedy else remedy
+    known = find_known_cause(error_text)
+    if known is not None:
+        return known
     if end.code in (-signal.SIGKILL, 137):
         return "exit_code", "something outside the program killed it with SIGKILL", \
             "if memory was short, the kernel's log (dmesg) says so: ask for more memory (--memory)"  # fmt: skip
@@ -222,6 +194,9 @@ def _cause(end: Exit, error_text: str, oom_kills: int) -> tuple[str, str, str]:
         return "setup", "the command was not found", "check its name and PATH on the machine that ran it"
     if end.code == 126:
         return "setup", "the command may not be executed", "check its mode (chmod +x) and its first line"
+    if end.code == -signal.SIGABRT:
+        return "exit_code", "native code gave up, as gloo does if ranks pass tensors of different sizes", \
+            "the end of the log shows where; ACCELERATE_DEBUG_MODE=1 names ranks whose tensors differ"  # fmt: skip
     if end.code < 0:
         return "exit_code", "native code crashed, or another process sent the signal", "the end of the log shows where"
     return "exit_code", "", ""

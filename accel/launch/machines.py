@@ -10,6 +10,7 @@ from schedulers.errors import SpecError
 from schedulers.topology import Topology
 
 from . import watchdog
+from .devices import Devices
 from .errors import LaunchConfigError
 
 _REMEDY = "leave the machine flags out"
@@ -43,6 +44,53 @@ def node_layout(options: Mapping[str, Any], env: Mapping[str, str]) -> NodeLayou
     return NodeLayout(nodes=low, max_nodes=high, rank=rank, address=address, topology=topology)
 
 
+# Options that torchrun also reads from variables (PET_MAX_RESTARTS and so on), except those that are read here too.
+_PET_REFUSED = """
+duplicate_stderr_filters duplicate_stdout_filters event_log_handler local_addr local_ranks_filter log_dir logs_specs
+max_restarts module monitor_interval no_python numa_binding rdzv_backend rdzv_conf rdzv_id redirects role run_path
+shutdown_timeout signals_to_handle standalone start_method tee virtual_local_rank
+""".split()
+
+
+def operator_processes(options: Mapping[str, Any], env: Mapping[str, str], devices: Devices, nodes: int) -> int | None:
+    """Return the number of processes per node in PET_NPROC_PER_NODE, as torchrun reads it; None for one per device.
+
+    Flags for the machines take precedence. Raises LaunchConfigError for an invalid number, one that
+    ``--num_processes`` contradicts, and for other variables of torchrun (``PET_…``) whose option is not given.
+    """
+    is_own_job = "ACCEL_JOB_ID" in env  # whose options say all
+    has_machines, total = options["num_machines"] is not None, options["num_processes"]
+    if is_own_job or watchdog.LAUNCH_ID in env or (has_machines and total is not None):
+        return None
+    for option in () if has_machines else _PET_REFUSED:
+        name, value = f"PET_{option.upper()}", env.get(f"PET_{option.upper()}")
+        if value and str(options.get(option)) != value:
+            remedy = f"write --{option} {value}" if option in options else "unset it"
+            raise LaunchConfigError(f"environment variable {name}={value} is torchrun's, and is not read: {remedy}")
+    machines = env.get("PET_NNODES") or "1"
+    if machines != "1" and "PET_NODE_RANK" not in env and not has_machines:
+        raise LaunchConfigError(
+            f"environment variable PET_NNODES={machines}, without PET_NODE_RANK: unset it, or write "
+            f"--num_machines {machines} --machine_rank RANK --main_process_ip HOST"
+        )
+    text = env.get("PET_NPROC_PER_NODE") or "auto"
+    if text == "gpu" and devices.kind == "cpu":
+        raise LaunchConfigError("environment variable PET_NPROC_PER_NODE=gpu: this machine shows no GPU")
+    if text in ("auto", "gpu"):
+        return None
+    if text != "cpu" and not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise LaunchConfigError(
+            f"environment variable PET_NPROC_PER_NODE={text!r}: it must be a number from 1 on, auto, gpu or cpu"
+        )
+    processes = devices.cpus if text == "cpu" else int(text)
+    if total not in (None, processes * nodes):
+        raise LaunchConfigError(
+            f"--num_processes {total} contradicts PET_NPROC_PER_NODE, which requests {processes} on each node, "
+            f"{processes * nodes} in all: leave one of them out"
+        )
+    return processes
+
+
 def check_spread(total: int | None, machines: int) -> None:
     """Raise LaunchConfigError unless the processes can be spread evenly over the machines."""
     if total == 0:
@@ -60,11 +108,25 @@ def _topology(env: Mapping[str, str], *, explicit: bool) -> Topology:
     if watchdog.LAUNCH_ID in env:  # a launch inside a rank uses this machine only
         return single_node
     try:
-        return Topology.from_env(env)
+        topology = Topology.from_scheduler(env)
     except SpecError as error:
         if explicit:
             return single_node
         raise LaunchConfigError(str(error)) from None
+    if topology is None and not explicit:
+        _refuse_ranks(env)
+    return topology or single_node
+
+
+def _refuse_ranks(env: Mapping[str, str]) -> None:
+    """Raise LaunchConfigError for the variables of one rank of several, which an operator sets in its pods."""
+    if env.get("WORLD_SIZE", "1") != "1" and {"RANK", "MASTER_ADDR"} <= env.keys() and "LOCAL_RANK" not in env:
+        port = " --main_process_port $MASTER_PORT" if env.get("MASTER_PORT") else ""
+        raise LaunchConfigError(
+            f"RANK={env['RANK']} and WORLD_SIZE={env['WORLD_SIZE']} are set, as by an operator for one machine of "
+            "several: write `accel launch --num_machines $WORLD_SIZE --machine_rank $RANK --main_process_ip "
+            f"$MASTER_ADDR{port} …`, or unset them"
+        )
 
 
 def _machines(options: Mapping[str, Any], topology: Topology) -> tuple[int, int, int, str]:

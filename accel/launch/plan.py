@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 from accel.settings.contradictions import contradictions
 from accel.settings.env_variables import variables
+from schedulers.errors import SpecError
+from schedulers.hints import check_program
 from schedulers.topology import Topology
 
 from . import alias_env, deadline, incarnation, watchdog
@@ -19,7 +21,7 @@ from .devices import VISIBLE, Devices, available_cpus, find, only_cpu
 from .errors import CommandNotFound, LaunchConfigError
 from .incarnation import Incarnation
 from .limits import check_process_limits
-from .machines import NodeLayout, check_spread, node_layout
+from .machines import NodeLayout, check_spread, node_layout, operator_processes
 from .tee import parse
 from .termination import TerminationReport
 from .tpu import host as tpu_host
@@ -92,7 +94,7 @@ def plan(options: Mapping[str, Any], program: Program, env: Mapping[str, str] = 
     devices = _devices(options, env)
     layout = node_layout(options, env)
     topology, nodes = layout.topology, layout.nodes
-    processes = _per_node(options["num_processes"], nodes, devices)
+    processes = operator_processes(options, env, devices, nodes) or _per_node(options["num_processes"], nodes, devices)
     _check_gpus(processes, devices, options)
     check_process_limits(processes, options["num_processes"])
     extra = training_variables(options, devices) | thread_variables(
@@ -127,25 +129,15 @@ def _job_fds(env: Mapping[str, str]) -> tuple[int, ...]:
 
 def _check_program(program: Program) -> None:
     name = program.argv[0]
-    if program.entry == "script" and not os.path.exists(name):
-        directory = os.getcwd()
-        raise LaunchConfigError(f"script {name!r} not found in {directory}{_nearest_script(name)}")
+    if program.entry != "command":
+        try:
+            check_program(program.entry, name, os.getcwd())
+        except SpecError as error:
+            raise LaunchConfigError(str(error)) from None
     if program.entry == "command" and shutil.which(name) is None:
         if os.path.dirname(name) and os.path.exists(name):
             raise CommandNotFound(f"{name!r} is not executable: chmod +x", missing=False)
         raise CommandNotFound(f"command {name!r} not found on PATH ({os.environ.get('PATH', '')})", missing=True)
-
-
-def _nearest_script(name: str) -> str:
-    import difflib
-
-    folder = os.path.dirname(name) or "."
-    try:
-        scripts = [os.path.join(os.path.dirname(name), file) for file in os.listdir(folder) if file.endswith(".py")]
-    except OSError:
-        return ""
-    matches = difflib.get_close_matches(name, scripts, n=1)
-    return f"; did you mean {matches[0]!r}?" if matches else ""
 
 
 def _in_cluster(layout: NodeLayout, env: Mapping[str, str]) -> dict[str, str]:
@@ -218,7 +210,7 @@ def _check_gpus(processes: int, devices: Devices, options: Mapping[str, Any]) ->
             "--multi_gpu: this machine shows no GPU (nvidia-smi lists them); without the flag the CPU is used"
         )
     if devices.kind in (*VISIBLE, "tpu") and processes > devices.count:
-        noun = "TPU devices" if devices.kind == "tpu" else "visible GPUs"
+        noun = ("TPU device" if devices.kind == "tpu" else "visible GPU") + "s" * (devices.count != 1)
         raise LaunchConfigError(
             f"{processes} processes on this machine and {devices.count} {noun}: every rank needs one of its own; "
             "use fewer, or --cpu"

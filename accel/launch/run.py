@@ -9,6 +9,8 @@ import uuid
 from dataclasses import replace
 from typing import NoReturn
 
+from accel.known_causes import EXPLAIN
+
 from . import incarnation, signals, watchdog
 from .console import cannot_run, event_writer, print_message
 from .errors import LaunchConfigError, LaunchError, RendezvousFailed
@@ -34,6 +36,7 @@ def launch(run: Launch) -> int:
         _check_log_dir(run.log_dir)
     launch_id = uuid.uuid4().hex
     os.environ.update(run.env)
+    os.environ.pop(EXPLAIN, None)  # a launcher reports the errors of the ranks that it starts
     os.environ[watchdog.LAUNCH_ID] = launch_id
     if run.is_single_process:
         os.environ.update(_single_process_variables(run))
@@ -41,6 +44,7 @@ def launch(run: Launch) -> int:
             code = signals.stay_as_pid1() if os.getpid() == 1 else None
             if code is not None:
                 return code
+            os.environ[EXPLAIN] = "1"
             _exec_program(run.program, launch_id)
         from .single_process import run_single
 

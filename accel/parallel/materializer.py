@@ -91,9 +91,8 @@ class WeightMaterializer:
         reusable = tensor.device == self.device and tensor.is_contiguous()
         if tensor.is_meta or (receives and not reusable):
             return torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
-        value = tensor.detach().to(self.device)
-        # As the receivers' memory is.
-        return value.resolve_conj().resolve_neg().contiguous() if self.broadcast else value
+        # As the receivers' memory is, and as `fully_shard` requires.
+        return tensor.detach().to(self.device).resolve_conj().resolve_neg().contiguous()
 
     def _new_parameter(self, current: nn.Parameter, original: nn.Parameter) -> nn.Parameter:
         value = self._value(current)

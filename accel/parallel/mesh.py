@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
-
-import torch
-import torch.distributed as dist
 
 from accel.errors import ArgumentError
 from accel.plugins.parallelism import DIMENSIONS, ParallelismConfig
@@ -16,14 +15,6 @@ from accel.world.environment import read_int
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-_UNSUPPORTED = {"cp": "context parallelism", "sp": "sequence parallelism", "tp": "tensor parallelism"}
-# Combined dimensions, by Accelerate's names.
-_FLATTENED = {
-    "dp": ("dp_replicate", "dp_shard"),
-    "dp_shard_cp": ("dp_shard", "cp"),
-    "dp_cp": ("dp_replicate", "dp_shard", "cp"),
-}
 
 
 class Mesh:
@@ -34,8 +25,8 @@ class Mesh:
     Open sizes are set in ``config``: if models are ``sharded``, ``dp_shard_size`` is the rest of the world;
     otherwise ``dp_replicate_size``. ``hybrid``: every node has one replica.
 
-    Raises `ArgumentError`, before any collective, if the product of the sizes is not the world size, or for a
-    dimension that this version does not have.
+    Raises `ArgumentError`, before any collective, if the product of the sizes is not the world size, or
+    two dimensions split the sequence.
     """
 
     def __init__(
@@ -47,32 +38,25 @@ class Mesh:
         if hybrid and not config.explicit_sizes:
             _resolve_by_node(config, state.num_processes)
         else:
-            _resolve_open_dimension(config, state.num_processes, "dp_shard" if sharded else "dp_replicate")
-        self.check()
+            resolve_open_dimension(config, state.num_processes, "dp_shard" if sharded else "dp_replicate")
+        config.check(state.num_processes)
         if state.use_distributed:
             existing = state.device_mesh  # of an earlier Accelerator
             same_shape = existing is not None and tuple(existing.shape) == tuple(self.sizes.values())
-            config.device_mesh = self.device_mesh = existing if same_shape else self._make()
+            config.device_mesh = self.device_mesh = (
+                existing if same_shape else config.build_device_mesh(state.device.type)
+            )
+
+    def __getitem__(self, name: str) -> DeviceMesh:
+        """Return the submesh of one dimension."""
+        mesh: Any = self.device_mesh
+        part: DeviceMesh = mesh[name]
+        return part
 
     @property
     def sizes(self) -> dict[str, int]:
         """The size of every dimension, outermost first."""
         return self.config.sizes
-
-    def check(self) -> None:
-        """Raise `ArgumentError` for an impossible combination of sizes."""
-        for name, feature in _UNSUPPORTED.items():
-            if self.sizes[name] > 1:
-                raise ArgumentError(
-                    f"ParallelismConfig({name}_size={self.sizes[name]}): {feature} is not in this version of accel: "
-                    "leave it out"
-                )
-        total, world = self.config.total_size, self.state.num_processes
-        if total != world:
-            listing = (
-                " × ".join(f"{name}_size={size}" for name, size in self.sizes.items() if size > 1) or "all sizes 1"
-            )
-            raise ArgumentError(f"ParallelismConfig: {listing} is {total}, but this world has {world} processes")
 
     def rank(self, name: str) -> int:
         """Return this process's rank in a dimension."""
@@ -87,34 +71,20 @@ class Mesh:
             self.rank("dp_replicate") * self.sizes["dp_shard"] + self.rank("dp_shard"),
         )
 
-    @property
-    def sharding(self) -> DeviceMesh:
-        """The submesh for `fully_shard`: one dimension, or with the replicas in front."""
+    @cached_property
+    def sharding(self) -> DeviceMesh | None:
+        """The submesh for `fully_shard`: one dimension, or with the replicas in front; None if it has one process."""
+        if self.sizes["tp"] == self.config.total_size > 1:
+            return None
         mesh: Any = self.device_mesh
-        part: DeviceMesh = mesh["dp_replicate", "dp_shard"] if self.sizes["dp_replicate"] > 1 else mesh["dp_shard"]
+        name = "fsdp" if self.sizes["cp"] * self.sizes["sp"] > 1 else "dp_shard"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch advises to keep flattened dimensions, as here
+            part: DeviceMesh = mesh["dp_replicate", name] if self.sizes["dp_replicate"] > 1 else mesh[name]
         return part
 
-    def _make(self) -> DeviceMesh:
-        from torch.distributed.device_mesh import DeviceMesh
 
-        world = torch.arange(self.state.num_processes).view(tuple(self.sizes.values()))
-        coordinates = (world == self.state.process_index).nonzero()[0].tolist()
-        # Only its members create a group: by default all processes of the world would wait for each group.
-        by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(world.numel())): dist.group.WORLD}  # type: ignore[dict-item]
-        groups = []
-        for axis in range(world.ndim):
-            selection = tuple(slice(None) if axis == dim else index for dim, index in enumerate(coordinates))
-            ranks = tuple(world[selection].tolist())
-            if ranks not in by_ranks:
-                by_ranks[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
-            groups.append(by_ranks[ranks])
-        mesh = DeviceMesh.from_group(groups, self.state.device.type, world, mesh_dim_names=DIMENSIONS)
-        for name, parts in _FLATTENED.items():
-            mesh[parts]._flatten(name)
-        return mesh
-
-
-def _resolve_open_dimension(config: ParallelismConfig, world: int, open_dimension: str) -> None:
+def resolve_open_dimension(config: ParallelismConfig, world: int, open_dimension: str) -> None:
     """Set ``open_dimension``, unless its size is explicit, to the world size divided by the other sizes."""
     if open_dimension in config.explicit_sizes or (
         config.explicit_sizes and open_dimension == "dp_replicate" and config.total_size > 1

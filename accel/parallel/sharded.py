@@ -1,7 +1,8 @@
-"""Fully sharded data parallel (FSDP 2, `torch.distributed.fsdp.fully_shard`), over all processes or within replicas."""
+"""Models in shards: FSDP 2 (`torch.distributed.fsdp.fully_shard`) over data shares, and tensor parallelism."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
@@ -12,11 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from accel import collectives
 from accel.errors import ArgumentError
 from accel.logging import get_logger
 from accel.parallel.activation_checkpointing import checkpoint_activations
-from accel.parallel.base import Strategy
+from accel.parallel.base import Loading, Prepared, Strategy, average_gradients
 from accel.parallel.clipping import by_mesh, clip_norm
 from accel.parallel.materializer import WeightMaterializer
 from accel.parallel.mesh import Mesh
@@ -27,11 +27,22 @@ from accel.parallel.shares import (
     full_state,
     gather_before_inference,
     is_sharded,
+    is_split,
     refuse_versions,
     reshard,
 )
-from accel.parallel.units import find_units, ignored_parameters, members_of, refuse_unshardable
+from accel.parallel.tensor import check_spread, copy_views, split_layers, tie_again
+from accel.parallel.tensor_plans import find_styles
+from accel.parallel.units import (
+    check_class_names,
+    find_units,
+    ignored_parameters,
+    members_of,
+    refuse_unshardable,
+    unit_of,
+)
 from accel.plugins.fsdp import FullyShardedDataParallelPlugin
+from accel.precision.float8 import gather_in_8_bits, is_float8_layer
 from accel.pytree import join_tensors, split_tensors
 from accel.state import AcceleratorState
 
@@ -46,47 +57,54 @@ _METHODS = ("generate",)  # methods other than `forward` that compute with the w
 
 
 class Sharded(Strategy):
-    """FSDP 2: every process holds a shard of each parameter, its gradient and its optimizer's state.
+    """Every process holds a shard of each parameter, its gradient and its optimizer's state.
 
-    Models are sharded in place, and optimizers of the original parameters step the shards.
+    The layers that tensor parallelism splits (``tp_size``) are split first. Then FSDP shards all parameters over the
+    processes with different data, if there are several. Models are sharded in place, and optimizers of the original
+    parameters step the shards.
     """
 
     joins = True
     shards_models = True
-    saves_open_window = False  # torch holds these gradients and gives no access to them
     compiles_in_place = True
     state: AcceleratorState
+    mesh: Mesh
 
-    def __init__(self, state: AcceleratorState, plugin: FullyShardedDataParallelPlugin, mesh: Mesh) -> None:
+    def __init__(self, state: AcceleratorState, plugin: FullyShardedDataParallelPlugin | None, mesh: Mesh) -> None:
         from torch.utils.weak import WeakTensorKeyDictionary
 
-        super().__init__(state)
-        self.plugin = plugin
-        self.mesh = mesh
-        self._models: WeakSet[nn.Module] = WeakSet()
+        super().__init__(state, mesh)
+        self.plugin = plugin or FullyShardedDataParallelPlugin()
+        self._has_plugin = plugin is not None
+        if mesh.sizes["tp"] > 1:  # it advises to join two all-gathers of a weight that is cut twice, which torch cannot
+            logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+        self._models: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()  # in one order on all processes
+        self._class_names: set[str] = set()  # of the modules in all models
         self._optimizers: WeakSet[torch.optim.Optimizer] = WeakSet()
         # An optimizer that steps the shards → the number of its parameters, and of their device meshes.
         self._checked: WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]] = WeakKeyDictionary()
         # The parameter that a model had before it was sharded → the one it has now.
         self._shards: Any = WeakTensorKeyDictionary()
 
-    @property
-    def data_place(self) -> tuple[int, int]:
-        """See `Strategy.data_place`."""
-        return self.mesh.data_place
-
     def place(self, model: nn.Module, evaluation: bool = False) -> nn.Module:
         """Leave ``model`` where it is, to be moved unit by unit, unless it is for evaluation only."""
         return super().place(model) if evaluation else model
 
     def prepare(
-        self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
-    ) -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
+        self,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        schedulers: Sequence[Any] = (),
+        loading: Loading | None = None,
+    ) -> Prepared:
         """See `Strategy.prepare`; optimizers keep their groups and their state."""
         for optimizer in set(optimizers) - set(self._optimizers):
             self._optimizers.add(optimizer)
             optimizer.register_step_pre_hook(self._check)
-        prepared = super().prepare(models, optimizers)
+        new = [model for model in models if not is_split(self.unwrap(model))]
+        if new:
+            check_class_names(self.plugin, new, self._class_names)
+        prepared = super().prepare(models, optimizers, schedulers)
         self._checked.clear()
         self.finish_pending()
         return prepared
@@ -112,11 +130,12 @@ class Sharded(Strategy):
 
     def needs_autocast(self, model: nn.Module) -> bool:
         """See `Strategy.needs_autocast`. Units cast their parameters themselves; ignored modules are as they are."""
-        from torch.distributed.fsdp import FSDPModule
-
         policy: Any = self._precision()
-        if isinstance(model, FSDPModule):  # sharded by the script, or by another `Accelerator`
-            policy = model._get_fsdp_state()._mp_policy
+        unwrapped: Any = self.unwrap(model)
+        if _is_sharded_model(unwrapped):  # by the script, or by another `Accelerator`
+            policy = unwrapped._get_fsdp_state()._mp_policy
+        elif self.mesh.sharding is None or is_split(unwrapped):
+            return True
         ignored = ignored_parameters(model, self.plugin.ignored_modules)
         return policy.param_dtype is None or any(p.requires_grad or p.dtype != policy.param_dtype for p in ignored)
 
@@ -127,7 +146,7 @@ class Sharded(Strategy):
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Shard ``model`` in place; a model that the script has sharded itself stays as it is."""
-        from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard, register_fsdp_forward_method
+        from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard, register_fsdp_forward_method
 
         plugin = self.plugin
         on_cuda = self.state.device.type == "cuda" and not isinstance(plugin.cpu_offload, CPUOffloadPolicy)
@@ -136,9 +155,23 @@ class Sharded(Strategy):
                 f"prepare: models sharded on {self.state.device} need a process group over nccl, and this one is over "
                 "gloo: leave out the backend, or set it to 'nccl'"
             )
-        self._models.add(model)
-        if isinstance(model, FSDPModule):
+        self._models[self.unwrap(model)] = None
+        if is_split(self.unwrap(model)):
+            if not _is_sharded_model(self.unwrap(model)) or self.mesh.sizes["tp"] > 1:
+                check_spread(self.unwrap(model), self.mesh.sizes)
             return model
+        if self.mesh.sizes["dp_shard"] > 1 and not self._has_plugin:
+            raise ArgumentError(
+                f"ParallelismConfig(dp_shard_size={self.mesh.sizes['dp_shard']}) shards models: "
+                "pass fsdp_plugin=FullyShardedDataParallelPlugin() too (--use_fsdp)"
+            )
+        tp_size = self.mesh.sizes["tp"]
+        if tp_size > 1 and any(map(is_float8_layer, model.modules())):
+            raise ArgumentError(
+                f"ParallelismConfig(tp_size={tp_size}): layers in 8 bits (mixed_precision='fp8') cannot be split: "
+                "leave out one of the two"
+            )
+        styles = find_styles(model, tp_size) if tp_size > 1 else {}
         policy = self._precision()
         ignored = ignored_parameters(model, plugin.ignored_modules)
         units = find_units(model, plugin, ignored)
@@ -150,17 +183,27 @@ class Sharded(Strategy):
             init=plugin.param_init_fn,
         )
         members = members_of([name for name, _ in units], weights.names, ignored)
-        refuse_unshardable(members, weights.names, weights.dtype)
+        refuse_unshardable(members, weights.names, weights.dtype, policy.param_dtype)
         if plugin.activation_checkpointing:
             _checkpoint(model, [unit for _, unit in units[:-1]], plugin.activation_checkpointing_offload)
         weights.materialize(parameter for parameter in weights.names if parameter in ignored)  # in the model's order
         weights.materialize_buffers()
         unsharded = {model.get_parameter(weights.names[parameter][0]) for parameter in ignored}
+        sharding = self.mesh.sharding
         for name, unit in units:
             weights.materialize(members[name])
+            if styles:
+                own_styles = {layer: styles[layer] for layer in styles if unit_of(f"{layer}.", members) == name}
+                split_layers(model, own_styles, self.mesh["tp"])
+                tie_again(model, [weights.names[parameter] for parameter in members[name]])
+            if sharding is None:
+                continue
+            gather_in_8_bits(model, [weights.names[parameter] for parameter in members[name]])
+            if styles:
+                unit.register_forward_hook(torch.compiler.disable(copy_views))  # type: ignore[no-untyped-call]
             fully_shard(
                 unit,
-                mesh=self.mesh.sharding,
+                mesh=sharding,
                 # The root unit's parameters are used last in the forward pass and first in the backward pass.
                 reshard_after_forward=None if unit is model else plugin.reshard_after_forward,
                 mp_policy=policy,
@@ -179,7 +222,8 @@ class Sharded(Strategy):
 
     def _precision(self) -> MixedPrecisionPolicy:
         if self.plugin.mixed_precision_policy is None and self.state.mixed_precision != "no":
-            self.plugin.set_mixed_precision(self.state.mixed_precision)
+            name = self.state.mixed_precision
+            self.plugin.set_mixed_precision("bf16" if name == "fp8" else name)
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
         policy = self.plugin.mixed_precision_policy
@@ -197,9 +241,13 @@ class Sharded(Strategy):
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         """Keep the full gradients of the block's backward passes on their process, without reducing them.
 
-        With replicas, gradients are still reduced to shards, but not between the replicas.
+        With replicas, gradients are still reduced to shards, but not between the replicas. Does nothing for a model
+        that is not sharded, and within another such block.
         """
         unwrapped: Any = self.unwrap(model)
+        if unwrapped in _deferring or not _is_sharded_model(unwrapped):
+            yield
+            return
         defer = (
             unwrapped.set_requires_all_reduce
             if self.mesh.sizes["dp_replicate"] > 1
@@ -215,10 +263,8 @@ class Sharded(Strategy):
 
     def after_backward(self) -> None:
         """Average the gradients of the parameters that are not sharded. Idempotent."""
-        unsharded = [p for model in self._models for p in model.parameters() if not is_sharded(p)]
-        gradients = [p.grad for p in unsharded if p.grad is not None]
-        if gradients:
-            torch._foreach_copy_(gradients, collectives.reduce(gradients, "mean"))
+        if self.mesh.sharding is not None:  # otherwise all processes have the same
+            average_gradients(p for model in self._models for p in model.parameters() if not is_sharded(p))
 
     def uneven_inputs(self, models: Sequence[Any]) -> AbstractContextManager[Any]:
         """Raise `ArgumentError`: a process without batches would keep the others waiting."""
@@ -244,6 +290,10 @@ class Sharded(Strategy):
         if unsharded:
             check_known("clipping", unsharded, self._parameters())
         return [p for p in shards if p.grad is not None]
+
+    def can_save_window(self, sync_each_batch: bool) -> bool:
+        """See `Strategy.can_save_window`. Without ``sync_each_batch`` torch gives no access to these gradients."""
+        return sync_each_batch
 
     def drop_held_gradients(self) -> None:
         """See `Strategy.drop_held_gradients`."""
@@ -292,6 +342,12 @@ def reduce_in_backward(model: Any) -> Iterator[None]:
         yield
     finally:
         defer(False)
+
+
+def _is_sharded_model(model: nn.Module) -> bool:
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(model, FSDPModule)
 
 
 def _checkpoint(model: nn.Module, units: list[nn.Module], offload: bool) -> None:

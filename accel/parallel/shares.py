@@ -10,6 +10,7 @@ import torch
 
 from accel import collectives
 from accel.errors import CheckpointError
+from accel.precision.float8 import without_cast
 from accel.state import PartialState
 
 
@@ -18,9 +19,14 @@ def is_sharded(value: Any) -> bool:
     return hasattr(value, "placements")
 
 
+def is_split(model: torch.nn.Module) -> bool:
+    """Return True if a parameter of ``model`` is a `DTensor`."""
+    return any(map(is_sharded, model.parameters()))
+
+
 def share(value: Any) -> Any:
-    """Return this process's shard of ``value``."""
-    return value.to_local() if is_sharded(value) else value
+    """Return this process's shard of ``value``, with elements of its own type if FSDP gathers it in 8 bits."""
+    return without_cast(value.to_local()) if is_sharded(value) else value
 
 
 def full_tensor(value: Any) -> Any:

@@ -20,7 +20,6 @@ def find_units(
     """Return the units of ``model`` by name, children before their parents and ``("", model)`` last.
 
     Modules that share a parameter are in one unit; a unit that would split them is merged into the one around it.
-    Raises `ArgumentError` if ``plugin`` names a class that the model does not have.
     """
     policy = _policy(model, plugin)
     ignored_ids = {id(parameter) for parameter in ignored}
@@ -32,6 +31,17 @@ def find_units(
     return [*((names[unit], unit) for unit in chosen if names[unit] in units), ("", model)]
 
 
+def check_class_names(plugin: FullyShardedDataParallelPlugin, models: Iterable[nn.Module], known: set[str]) -> None:
+    """Add the classes of ``models`` to ``known``. Raises `ArgumentError` if ``plugin`` names one that is not there."""
+    known.update(type(module).__name__ for model in models for module in model.modules())
+    for name in plugin.transformer_cls_names_to_wrap or ():
+        if name not in known:
+            raise ArgumentError(
+                f"Could not find the transformer layer class {name} in the prepared models, which have "
+                f"{', '.join(sorted(known))}"
+            )
+
+
 def unit_of(name: str, units: Iterable[str]) -> str:
     """Return the name of the unit, among ``units``, that contains the parameter or buffer called ``name``."""
     owner = name.rpartition(".")[0]
@@ -39,6 +49,11 @@ def unit_of(name: str, units: Iterable[str]) -> str:
     while owner and owner not in unit_names:
         owner = owner.rpartition(".")[0]
     return owner
+
+
+def is_inside(name: str, other: str) -> bool:
+    """Return True if the module ``name`` is inside the module ``other``, or is it and the model."""
+    return not other or name.startswith(f"{other}.")
 
 
 def aliases(model: nn.Module) -> dict[torch.nn.Parameter, list[str]]:
@@ -84,14 +99,24 @@ def refuse_unshardable(
     members: Mapping[str, Iterable[nn.Parameter]],
     names: Mapping[nn.Parameter, list[str]],
     dtype: Callable[[nn.Parameter], torch.dtype],
+    compute_dtype: torch.dtype | None,
 ) -> None:
-    """Raise `ArgumentError` for a parameter without dimensions, and for a unit that trains parameters of two types."""
+    """Raise `ArgumentError` for a parameter without dimensions, and for a unit that trains parameters of two types.
+
+    Also for weights in 4 bits whose bytes are stored as numbers that the units would convert to ``compute_dtype``.
+    """
     for unit, parameters in members.items():
         trained: dict[torch.dtype, str] = {}
         for parameter in parameters:
             name = names[parameter][0]
             if parameter.ndim == 0:
                 raise ArgumentError(f"prepare: {name} has no dimension that can be sharded: reshape it to (1,)")
+            is_packed = type(parameter).__name__ == "Params4bit" and parameter.is_floating_point()
+            if is_packed and compute_dtype not in (None, parameter.dtype):
+                raise ArgumentError(
+                    f"prepare: {name} is in 4 bits, stored as {parameter.dtype}, which mixed precision would convert "
+                    f"to {compute_dtype}: load the model with bnb_4bit_quant_storage={compute_dtype}, or torch.uint8"
+                )
             if parameter.requires_grad:
                 trained.setdefault(dtype(parameter), name)
         if len(trained) > 1:
@@ -113,7 +138,7 @@ def _policy(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> Callabl
         classes = _classes_by_name(model, plugin.transformer_cls_names_to_wrap or ()) or _own_classes(model)
         if classes:
             return partial(transformer_auto_wrap_policy, transformer_layer_cls=classes)
-        if plugin.wraps is not None:
+        if plugin.wraps is not None and not plugin.transformer_cls_names_to_wrap:
             raise ArgumentError(
                 f"transformer_based_wrap: a {type(model).__name__} has no _no_split_modules: "
                 "pass transformer_cls_names_to_wrap (--fsdp_transformer_layer_cls_to_wrap)"
@@ -122,20 +147,14 @@ def _policy(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> Callabl
     return partial(size_based_auto_wrap_policy, min_num_params=min_params) if min_params else None
 
 
-def _classes_by_name(model: nn.Module, names: Iterable[str]) -> set[type[nn.Module]]:
-    classes = {type(module).__name__: type(module) for module in model.modules()}
-    for name in names:
-        if name not in classes:
-            raise ArgumentError(
-                f"Could not find the transformer layer class {name} in the model. It has {', '.join(sorted(classes))}"
-            )
-    return {classes[name] for name in names}
+def _classes_by_name(model: nn.Module, names: Container[str]) -> set[type[nn.Module]]:
+    return {type(module) for module in model.modules() if type(module).__name__ in names}
 
 
 def _own_classes(model: nn.Module) -> set[type[nn.Module]]:
     """Return the classes that transformers models inside ``model`` list as not to be split."""
-    class_names = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
-    return {type(module) for module in model.modules() if type(module).__name__ in class_names}
+    names = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+    return _classes_by_name(model, names)
 
 
 def _select_by_policy(model: nn.Module, policy: Callable[..., bool], ignored: set[int]) -> list[nn.Module]:

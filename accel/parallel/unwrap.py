@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import sys
+from typing import Any, cast
+
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from accel.parallel.megatron_engine import MegatronEngine
 from accel.precision.amp import restore_forward
 
-_WRAPPERS = (DistributedDataParallel, DataParallel)
+_WRAPPERS = (DistributedDataParallel, DataParallel, MegatronEngine)
+
+
+def _is_wrapper(model: nn.Module) -> bool:
+    if isinstance(model, _WRAPPERS):
+        return True
+    engine = getattr(sys.modules.get("deepspeed.runtime.engine"), "DeepSpeedEngine", None)
+    return engine is not None and isinstance(model, engine)
 
 
 def compiled_inside(model: nn.Module) -> nn.Module | None:
@@ -25,7 +36,7 @@ def is_compiled_module(module: nn.Module) -> bool:
 def unwrap(model: nn.Module) -> nn.Module:
     """Return the model inside every wrapper and every compilation of ``model``."""
     while True:
-        inner = model.module if isinstance(model, _WRAPPERS) else compiled_inside(model)
+        inner: Any = model.module if _is_wrapper(model) else compiled_inside(model)
         if inner is None:
             return model
         model = inner
@@ -49,8 +60,8 @@ def extract_model_from_parallel(
     """
     uncompiled = compiled_inside(model)
     inner = model if uncompiled is None else uncompiled
-    while isinstance(inner, _WRAPPERS):
-        inner = inner.module
+    while _is_wrapper(inner):
+        inner = cast(nn.Module, inner.module)
     if recursive:
         _unwrap_children(inner)
     original = compiled_inside(inner)
@@ -67,16 +78,16 @@ def extract_model_from_parallel(
 
 def _unwrap_children(model: nn.Module) -> None:
     for name, child in model.named_children():
-        while isinstance(child, _WRAPPERS):
-            child = child.module
+        while _is_wrapper(child):
+            child = cast(nn.Module, child.module)
             setattr(model, name, child)
         _unwrap_children(child)
 
 
 def _compiled_like(model: nn.Module, inner: nn.Module) -> nn.Module:
     if not is_compiled_module(model):
-        while isinstance(model, _WRAPPERS):
-            model = model.module
+        while _is_wrapper(model):
+            model = cast(nn.Module, model.module)
         return model
     # A new wrapper: with `inner` in the wrapper of `model`, training would no longer exchange gradients.
     compiled: nn.Module = type(model)(inner, model.dynamo_ctx)

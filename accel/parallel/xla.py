@@ -11,7 +11,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accel.collectives.operations import recursively_apply
-from accel.parallel.base import Strategy
+from accel.parallel.base import Loading, Prepared, Strategy
 from accel.state import PartialState
 from accel.world import xla
 
@@ -21,7 +21,9 @@ class Xla(Strategy):
 
     def __init__(self, state: PartialState) -> None:
         super().__init__(state)
-        self._models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._models: weakref.WeakKeyDictionary[torch.nn.Module, None] = (
+            weakref.WeakKeyDictionary()
+        )  # one order for all
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._no_sync_depth = 0
         # The parameter that a model had before it was moved to the device → its parameter there.
@@ -38,13 +40,17 @@ class Xla(Strategy):
         return model
 
     def prepare(
-        self, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
-    ) -> tuple[list[torch.nn.Module], list[torch.optim.Optimizer]]:
+        self,
+        models: Sequence[torch.nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        schedulers: Sequence[Any] = (),
+        loading: Loading | None = None,
+    ) -> Prepared:
         """See `Strategy.prepare`; optimizers step the parameters on the device, and keep their state."""
         self._optimizers.update(optimizers)
         for optimizer in self._optimizers:
             self._rebind(optimizer)
-        return super().prepare(models, optimizers)
+        return super().prepare(models, optimizers, schedulers)
 
     def _rebind(self, optimizer: torch.optim.Optimizer) -> None:
         for group in optimizer.param_groups:
@@ -56,10 +62,10 @@ class Xla(Strategy):
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Broadcast the main process's weights, and register ``model`` for averaging its gradients."""
-        if model not in self._models and any(parameter.requires_grad for parameter in model.parameters()):
-            if self.state.use_distributed:
+        if model not in self._models:
+            if self.state.use_distributed and any(parameter.requires_grad for parameter in model.parameters()):
                 xla.broadcast_parameters(model)
-            self._models.add(model)
+            self._models[model] = None
         return model
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:

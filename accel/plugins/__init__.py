@@ -11,31 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 from accel.enums import DDPCommunicationHookType, DynamoBackend
 from accel.errors import ArgumentError, nearest, one_of
+from accel.fp8_recipes import AORecipeKwargs as AORecipeKwargs
+from accel.fp8_recipes import FP8RecipeKwargs as FP8RecipeKwargs
+from accel.fp8_recipes import MSAMPRecipeKwargs as MSAMPRecipeKwargs
+from accel.fp8_recipes import TERecipeKwargs as TERecipeKwargs
 from accel.kwargs import KwargsHandler as KwargsHandler
 from accel.world.environment import read_flag, under_project_root
 
 if TYPE_CHECKING:
     from torch.profiler import ProfilerActivity, profile
 
-    from accel.fp8_recipes import AORecipeKwargs as AORecipeKwargs
-    from accel.fp8_recipes import FP8RecipeKwargs as FP8RecipeKwargs
-    from accel.fp8_recipes import MSAMPRecipeKwargs as MSAMPRecipeKwargs
-    from accel.fp8_recipes import TERecipeKwargs as TERecipeKwargs
-
 ACTIVITIES = ("cpu", "xpu", "mtia", "cuda", "hpu")
-RECIPES = ("AORecipeKwargs", "FP8RecipeKwargs", "MSAMPRecipeKwargs", "TERecipeKwargs")
 _SCHEDULE = ("wait", "warmup", "active", "repeat", "skip_first", "skip_first_wait")
 _DYNAMO = "ACCELERATE_DYNAMO_"
 _DYNAMO_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-
-
-def __getattr__(name: str) -> Any:
-    # Imported on use: their module looks for libraries that training in 16 or 32 bits does not need.
-    if name in RECIPES:
-        from accel import fp8_recipes
-
-        return getattr(fp8_recipes, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 @dataclass

@@ -1,15 +1,21 @@
-"""`ParallelismConfig`, the sizes of the dimensions of parallelism."""
+"""`ParallelismConfig`, the sizes of the dimensions of parallelism, and the settings of each dimension."""
 
 from __future__ import annotations
 
 import os
+import warnings
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accel.errors import ArgumentError, one_of
-from accel.world.environment import read_int
+from accel.world.environment import read_flag, read_int
+from accel.world.process_group import new_device_mesh, world_from_torch
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 DIMENSIONS = ("dp_replicate", "dp_shard", "cp", "sp", "tp")  # outermost first, as ranks are laid out
+_ATTENTIONS = ("sdpa", "flash_attention_2", "flash_attention_3")
 _VARIABLES = {
     "dp_replicate_size": "PARALLELISM_CONFIG_DP_REPLICATE_SIZE",
     "dp_shard_size": "PARALLELISM_CONFIG_DP_SHARD_SIZE",
@@ -19,6 +25,108 @@ _VARIABLES = {
     "cp_backend": "PARALLELISM_CONFIG_CP_BACKEND",
     "sp_backend": "PARALLELISM_CONFIG_SP_BACKEND",
 }
+# Combined dimensions, by Accelerate's names.
+_FLATTENED = {
+    "dp": ("dp_replicate", "dp_shard"),
+    "dp_shard_cp": ("dp_shard", "cp"),
+    "dp_cp": ("dp_replicate", "dp_shard", "cp"),
+    "fsdp": ("dp_shard", "cp", "sp"),  # ours: the processes that shard a replica
+    "dp_shard_tp": ("dp_shard", "tp"),  # ours: torch sums over both in one operation, and warns without it
+}
+
+
+@dataclass
+class TorchTensorParallelConfig:
+    """Settings of ``tp_size``. ``enable_async_tp`` has no effect, with a warning: it changes only the speed."""
+
+    enable_async_tp: bool = False
+
+    def __post_init__(self) -> None:
+        if self.enable_async_tp:
+            warnings.warn(
+                "TorchTensorParallelConfig(enable_async_tp=True) has no effect: collectives of split layers are "
+                "synchronous",
+                stacklevel=3,
+            )
+
+
+@dataclass
+class TorchContextParallelConfig:
+    """The exchange of keys and values between the parts of a sequence.
+
+    ``"allgather"``, the default: each process has those of the whole sequence. ``"alltoall"``: they go around a ring,
+    and a process has those of two parts at a time; for causal attention without masks and dropout. Read from
+    ``PARALLELISM_CONFIG_CP_COMM_STRATEGY``. Raises `ArgumentError` for another strategy.
+    """
+
+    cp_comm_strategy: str | None = None
+
+    def __post_init__(self) -> None:
+        variable = "PARALLELISM_CONFIG_CP_COMM_STRATEGY"
+        source = "TorchContextParallelConfig(cp_comm_strategy=…)"
+        if self.cp_comm_strategy is None:
+            source = f"environment variable {variable}"
+            self.cp_comm_strategy = os.environ.get(variable) or "allgather"
+        one_of(self.cp_comm_strategy, ("allgather", "alltoall"), source=source)
+
+
+@dataclass
+class DeepSpeedSequenceParallelConfig:
+    """Settings of ``sp_size``, which needs none of them: a block takes every length that ``sp_size`` divides.
+
+    ``sp_seq_length``: the length of all sequences, which must be set if ``sp_seq_length_is_variable`` is False.
+    ``sp_attn_implementation``: the attention of the model. It is ``"sdpa"`` for `Accelerator.maybe_context_parallel`;
+        under DeepSpeed it may also be ``"flash_attention_2"`` or ``"flash_attention_3"``.
+
+    Missing values are read from ``PARALLELISM_CONFIG_SP_SEQ_LENGTH``, ``_SP_SEQ_LENGTH_IS_VARIABLE`` (default: True)
+    and ``_SP_ATTN_IMPLEMENTATION``. Raises `ArgumentError` for another implementation and a length that is missing.
+    """
+
+    sp_seq_length: int | None = None
+    sp_seq_length_is_variable: bool | None = None
+    sp_attn_implementation: str | None = None
+
+    def __post_init__(self) -> None:
+        call = "DeepSpeedSequenceParallelConfig"
+        if self.sp_seq_length is None:
+            self.sp_seq_length = read_int(os.environ, "PARALLELISM_CONFIG_SP_SEQ_LENGTH", minimum=1)
+        if self.sp_seq_length_is_variable is None:
+            variable = "PARALLELISM_CONFIG_SP_SEQ_LENGTH_IS_VARIABLE"
+            self.sp_seq_length_is_variable = read_flag(os.environ, variable, True)
+        if not self.sp_seq_length_is_variable and self.sp_seq_length is None:
+            raise ArgumentError(f"{call}(sp_seq_length_is_variable=False) needs sp_seq_length")
+        variable = "PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION"
+        source = f"{call}(sp_attn_implementation=…)"
+        if self.sp_attn_implementation is None:
+            source = f"environment variable {variable}"
+            self.sp_attn_implementation = os.environ.get(variable) or None
+        if self.sp_attn_implementation is not None:
+            one_of(self.sp_attn_implementation, _ATTENTIONS, source=source)
+
+
+@dataclass
+class TorchTensorParallelPlugin:
+    """``ParallelismConfig(tp_size=…)`` by its older name, for ``Accelerator(torch_tp_plugin=…)``.
+
+    ``torch_device_mesh``: the processes that split layers, set by the `Accelerator`.
+    """
+
+    tp_size: int = 1
+    torch_device_mesh: DeviceMesh | None = None
+
+    def __post_init__(self) -> None:
+        if self.torch_device_mesh is not None:
+            raise ArgumentError(
+                "TorchTensorParallelPlugin(torch_device_mesh=…): an Accelerator creates the mesh: pass tp_size only"
+            )
+
+
+# The class of each handler, by the dimension whose settings it has.
+_HANDLERS = {
+    "tp": TorchTensorParallelConfig,
+    "cp": TorchContextParallelConfig,
+    "sp": DeepSpeedSequenceParallelConfig,
+}
 
 
 @dataclass(repr=False)
@@ -27,6 +135,10 @@ class ParallelismConfig:
 
     ``dp_replicate_size``: replicas of the model.
     ``dp_shard_size``: processes among which one replica is sharded.
+    ``tp_size``: processes that split layers, by the model's ``tp_plan``.
+    ``cp_size``: processes that split sequences, in `Accelerator.maybe_context_parallel`; sharding is over them too,
+        but not needed (``ACCELERATE_ALLOW_CP_STANDALONE`` is ignored).
+    ``sp_size``: the same, and in attention each process has the whole sequence of its part of the heads.
 
     Missing sizes are read from ``PARALLELISM_CONFIG_DP_SHARD_SIZE`` and so on, and default to 1. If models are
     sharded and ``dp_shard_size`` is missing, it is the world size divided by the other sizes.
@@ -55,6 +167,15 @@ class ParallelismConfig:
             explicit = getattr(self, name)
             source = f"environment variable {variable}" if explicit is None else f"ParallelismConfig({name}=…)"
             setattr(self, name, one_of(explicit or os.environ.get(variable, supported), (supported,), source=source))
+        for dimension, kind in _HANDLERS.items():
+            name = f"{dimension}_handler"
+            if self.sizes[dimension] > 1 and getattr(self, name) is None:
+                setattr(self, name, kind())
+            handler = getattr(self, name)
+            if handler is not None and not isinstance(handler, kind):
+                raise ArgumentError(
+                    f"ParallelismConfig({name}=…) must be a {kind.__name__}, not {type(handler).__name__}"
+                )
 
     def _resolve_size(self, name: str) -> None:
         size = getattr(self, name)
@@ -145,17 +266,54 @@ class ParallelismConfig:
         """All dimensions above 1."""
         return self.dp_dim_names + self.non_dp_dim_names
 
+    def check(self, world: int) -> None:
+        """Raise `ArgumentError` for sizes that are impossible together, or do not make up ``world`` processes."""
+        if self.cp_enabled and self.sp_enabled:
+            raise ArgumentError(
+                f"ParallelismConfig(cp_size={self.cp_size}, sp_size={self.sp_size}): both split the sequence: "
+                "set one of them"
+            )
+        if self.total_size != world:
+            listing = (
+                " × ".join(f"{name}_size={size}" for name, size in self.sizes.items() if size > 1) or "all sizes 1"
+            )
+            raise ArgumentError(
+                f"ParallelismConfig: {listing} is {self.total_size}, but this world has {world} processes"
+            )
+
+    def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
+        """Return a new mesh over the world, with all dimensions; None in a world of one.
+
+        All processes must call it. Raises `ArgumentError` if the product of the sizes is not the world size. An
+        `Accelerator` creates its own mesh, and sets the sizes that are left open.
+        """
+        world = world_from_torch()
+        self.check(1 if world is None else world.size)
+        return None if world is None or world.size == 1 else new_device_mesh(self.sizes, _FLATTENED, device_type)
+
     def get_device_mesh(self, device_type: str | None = None) -> Any:
-        """Return the `Accelerator`'s mesh. Raises `ArgumentError` without one, and for another device type."""
+        """Return the mesh of the `Accelerator`, or of `build_device_mesh`, which is then kept.
+
+        Raises `ArgumentError` if there is none and no ``device_type``, and for another device type.
+        """
+        if self.device_mesh is None and device_type is not None:
+            self.device_mesh = self.build_device_mesh(device_type)
+            return self.device_mesh
         if self.device_mesh is None:
             raise ArgumentError(
-                "ParallelismConfig.get_device_mesh: no mesh yet: pass the config to an Accelerator first"
+                "ParallelismConfig.get_device_mesh: no mesh yet: pass the config to an Accelerator first, or a "
+                "device_type"
             )
         if device_type not in (None, self.device_mesh.device_type):
             raise ArgumentError(
                 f"ParallelismConfig.get_device_mesh({device_type!r}): the mesh is on {self.device_mesh.device_type}"
             )
         return self.device_mesh
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the arguments as a dictionary that JSON can hold."""
+        values = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.init}
+        return {name: dict(vars(value)) if hasattr(value, "__dict__") else value for name, value in values.items()}
 
     def __repr__(self) -> str:
         arguments = ", ".join(f"{entry.name}={getattr(self, entry.name)!r}" for entry in fields(self) if entry.init)

@@ -100,54 +100,11 @@ class ReportingGradScaler(torch.amp.GradScaler):
 class HalfPrecision(LowPrecision):
     """fp16 with scaled losses, so that small gradients survive; steps with overflowed gradients are skipped."""
 
-    scaler: torch.amp.GradScaler
-
     def __init__(
         self, device: torch.device, autocast: AutocastKwargs | None = None, scaler: GradScalerKwargs | None = None
     ) -> None:
         super().__init__(device, torch.float16, autocast)
         self.scaler = ReportingGradScaler(device.type, **(scaler or GradScalerKwargs()).to_kwargs())
-        self._unscaled: set[int] = set()
-        self._stepped: set[int] = set()
-
-    @classmethod
-    def scaled_by(cls, scaler: torch.amp.GradScaler) -> HalfPrecision:
-        """Return the precision for a scaler that the script created."""
-        precision = cls(torch.device(scaler._device))
-        precision.scaler = scaler
-        return precision
-
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Compute gradients of the scaled loss."""
-        self.finish_pending()
-        self.scaler.scale(loss).backward(**kwargs)  # type: ignore[no-untyped-call]
-
-    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the gradients of ``optimizer`` by the scale, once between two steps."""
-        if id(optimizer) not in self._unscaled and self.scaler.is_enabled():
-            self.scaler.unscale_(optimizer)
-            self._unscaled.add(id(optimizer))
-
-    def step(self, optimizer: torch.optim.Optimizer, closure: Any = None) -> bool | list[torch.Tensor]:
-        """Step if all gradients are finite; see `Precision.step`. Fused optimizers decide on the device."""
-        if id(optimizer) in self._stepped:
-            self.finish_pending()
-        self.scaler.step(optimizer, *([] if closure is None else [closure]))
-        if not self.scaler.is_enabled():
-            return False
-        self._stepped.add(id(optimizer))
-        state: dict[str, Any] = self.scaler._per_optimizer_states[id(optimizer)]
-        if "skipped" in state:
-            return bool(state["skipped"])
-        # Copies: `update` adds the numbers of all optimizers to those of the first.
-        return [found_inf.clone() for found_inf in state["found_inf_per_device"].values()]
-
-    def finish_pending(self) -> None:
-        """Update the scale after all optimizers have stepped, as each was unscaled by the old one."""
-        if self._stepped:
-            self.scaler.update()
-            self._unscaled.clear()
-            self._stepped.clear()
 
 
 def restore_forward(model: torch.nn.Module) -> None:

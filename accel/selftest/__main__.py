@@ -1,13 +1,15 @@
 """``python -m accel.sanity [--json]``: run the checks in this world; the first failure ends it with exit code 1.
 
-Started by a launcher, all processes run every check together. In a world with sharded models, the checks of
-sharding replace those that need whole models. Prints a line per check; with ``--json`` ``{"check",
-"processes", "ok", "seconds"}``, and for a failed one ``"process"`` and ``"message"`` too.
+Started by a launcher, all processes run every check together. In a world with sharded models or split layers, the
+check of shards replaces those that need whole models; split sequences have a check of their own. Prints a line per
+check; with ``--json`` ``{"check", "processes", "ok", "seconds"}``, and for a failed one ``"process"`` and
+``"message"`` too.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 import traceback
@@ -34,7 +36,9 @@ CHECKS: dict[str, Callable[[Accelerator], None]] = {
     "uneven inputs": training_checks.uneven_inputs,
     "local steps": training_checks.local_steps,
     "sharding": training_checks.sharding,
+    "sequences": training_checks.sequences,
     "precision": training_checks.precision,
+    "8 bits": training_checks.eight_bits,
     "checkpoints": persistence_checks.checkpoints,
     "records": persistence_checks.records,
     "profiling": persistence_checks.profiling,
@@ -42,19 +46,28 @@ CHECKS: dict[str, Callable[[Accelerator], None]] = {
     "preemption": persistence_checks.preemption,  # last: from then on this run counts as preempted
 }
 
-_ONLY_UNSHARDED, _ONLY_SHARDED = ("uneven inputs", "local steps"), ("sharding",)
 
-
-def checks_for(sharded: bool) -> list[str]:
-    """Return the names of the checks for a world whose models are ``sharded`` or not."""
-    return [name for name in CHECKS if name not in (_ONLY_UNSHARDED if sharded else _ONLY_SHARDED)]
+def checks_for(*, sharded: bool, split_sequences: bool = False, fp8: bool = False) -> list[str]:
+    """Return the names of the checks for a world whose models and sequences are cut or not, in 8 bits or not."""
+    left_out = {
+        "uneven inputs": sharded,
+        "local steps": sharded or split_sequences,
+        "sharding": not sharded,
+        "sequences": not split_sequences,
+        "8 bits": not fp8,
+    }
+    return [name for name in CHECKS if not left_out.get(name, False)]
 
 
 def main(argv: list[str]) -> int:
     """Run every check for this world and return the exit code."""
     as_json = "--json" in argv
-    accelerator = Accelerator()
-    for name in checks_for(accelerator.is_fsdp2):
+    fp8 = os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp8"
+    accelerator = Accelerator(mixed_precision="bf16" if fp8 else None)  # most checks have models too small for 8 bits
+    accelerator.gradient_accumulation_steps = 1  # whatever the configuration says
+    config = accelerator.parallelism_config
+    split_sequences = config is not None and (config.cp_enabled or config.sp_enabled)
+    for name in checks_for(sharded=accelerator.strategy.shards_models, split_sequences=split_sequences, fp8=fp8):
         check = CHECKS[name]
         started = time.monotonic()
         try:

@@ -29,6 +29,13 @@ def expect_close(label: str, actual: torch.Tensor, expected: torch.Tensor, toler
         raise SanityError(f"{label}: expected {expected.flatten()[:4].tolist()}…, got {actual.flatten()[:4].tolist()}…")
 
 
+def expect_near(label: str, actual: Any, expected: Any) -> None:
+    """Raise `SanityError` if the difference of two tensors is more than a tenth of the expected one, by norms."""
+    difference = float((actual - expected).norm() / expected.norm())
+    if not difference <= 0.1:
+        raise SanityError(f"{label}: expected a difference of at most 10 %, got {difference:.0%}")
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().cpu().tolist()

@@ -21,6 +21,7 @@ from accel.collectives import all_objects
 from accel.parallel.shares import full_tensor
 from accel.plugins import ProfileKwargs
 from accel.selftest.expect import expect_close, expect_equal
+from accel.selftest.training_checks import Layer
 
 _STEPS_TO_AGREE = 64  # there is an exchange every 16 steps or sooner, and the third reports a warning at the latest
 
@@ -43,7 +44,7 @@ def _shared_folder(accelerator: Accelerator) -> Iterator[str]:
 
 def checkpoints(accelerator: Accelerator) -> None:
     """Check that a checkpoint restores weights, momentum and random numbers."""
-    plain_model = torch.nn.Linear(2, 2)
+    plain_model = Layer(2, 2)
     samples: Any = torch.ones(4 * accelerator.num_processes, 2)
     model, optimizer, loader = accelerator.prepare(
         plain_model, torch.optim.SGD(plain_model.parameters(), lr=0.1, momentum=0.9), DataLoader(samples, batch_size=2)

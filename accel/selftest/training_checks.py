@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
@@ -13,9 +14,16 @@ from accel.data import skip_first_batches
 from accel.local_sgd import LocalSGD
 from accel.parallel.shares import share
 from accel.plugins import DataLoaderConfiguration
-from accel.selftest.expect import expect_close, expect_equal
+from accel.precision import choose_precision
+from accel.selftest.expect import expect_close, expect_equal, expect_near
 
 _BATCH = 3
+
+
+class Layer(torch.nn.Linear):
+    """A linear layer that tensor parallelism splits, with whole outputs."""
+
+    tp_plan: ClassVar = {"": "colwise_gather_output"}
 
 
 class _Numbers(Dataset[torch.Tensor]):
@@ -88,7 +96,7 @@ def skipping(accelerator: Accelerator) -> None:
 
 def stepping(accelerator: Accelerator) -> None:
     """Check that several processes, with accumulation and a short last window, get the weights of one process."""
-    size, rows, steps = accelerator.num_processes, 2, 2
+    size, rows, steps = accelerator.strategy.data_place[0], 2, 2
     batches = 5  # two windows and a short one
     inputs = torch.linspace(-1, 1, batches * size * rows).reshape(-1, 1)
     accumulating = Accelerator(gradient_accumulation_steps=steps, dataloader_config=DataLoaderConfiguration())
@@ -105,11 +113,12 @@ def stepping(accelerator: Accelerator) -> None:
     tolerance = 1e-4 if accelerator.mixed_precision == "no" else 5e-2
     expect_close("weights", trained.weight, _by_hand(inputs, rows * size, steps), tolerance)
     accumulating.free_memory()
+    accumulating.gradient_accumulation_steps = 1  # of the whole process
 
 
 def _job(inputs: torch.Tensor, rows: int) -> tuple[torch.nn.Linear, torch.optim.Optimizer, DataLoader[Any]]:
     torch.manual_seed(3)
-    model = torch.nn.Linear(1, 4)
+    model = Layer(1, 4)
     return model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(inputs, batch_size=rows)  # type: ignore[arg-type]
 
 
@@ -155,14 +164,15 @@ def local_steps(accelerator: Accelerator) -> None:
 
 def sharding(accelerator: Accelerator) -> None:
     """Check that each process holds its shard of a model, and that the gradient norm covers the whole model."""
-    size, mesh = accelerator.num_processes, accelerator.torch_device_mesh
-    assert mesh is not None
+    size, config = accelerator.num_processes, accelerator.parallelism_config
+    assert config is not None
+    parts = config.dp_shard_size * config.non_data_parallel_size
     torch.manual_seed(accelerator.process_index)  # only the main process's weights count
-    model = accelerator.prepare(torch.nn.Linear(4, 2 * size, bias=False))
+    model = accelerator.prepare(Layer(4, 2 * size, bias=False))
     inputs = torch.ones(1, 4, device=accelerator.device)
     accelerator.backward(model(inputs).sum())
     shard_sizes = [share(parameter).numel() for parameter in model.parameters()]
-    expect_equal("elements of the model on a process", shard_sizes, [8 * size // mesh["dp_shard"].size()])
+    expect_equal("elements of the model on a process", shard_sizes, [8 * size // parts])
     norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
     expect_close("the norm of the gradient", norm, torch.tensor(8.0 * size).sqrt(), 1e-2)
     torch.manual_seed(0)
@@ -170,6 +180,21 @@ def sharding(accelerator: Accelerator) -> None:
         "the main process's weights", next(model.parameters()), torch.nn.Linear(4, 2 * size, bias=False).weight
     )
     accelerator.free_memory()
+
+
+def sequences(accelerator: Accelerator) -> None:
+    """Check that processes that share a sequence attend to all of it."""
+    config = accelerator.parallelism_config
+    assert config is not None
+    parts = config.cp_size * config.sp_size
+    torch.manual_seed(0)
+    sequence = torch.randn(1, parts, 4 * parts, 8).to(accelerator.device)  # a head for each process, of 8 features
+    expected = torch.nn.functional.scaled_dot_product_attention(sequence, sequence, sequence, is_causal=True)
+    positions = torch.arange(4 * parts)
+    with accelerator.maybe_context_parallel([sequence, positions], [2, 0]):
+        output = torch.nn.functional.scaled_dot_product_attention(sequence, sequence, sequence, is_causal=True)
+        expect_equal("a process's part of a sequence", len(positions), 4)
+        expect_close("attention to a whole sequence", output, expected[:, :, positions.to(accelerator.device)])
 
 
 def precision(accelerator: Accelerator) -> None:
@@ -180,10 +205,24 @@ def precision(accelerator: Accelerator) -> None:
         expect_equal(
             "type under autocast", str(model(torch.ones(1, 2, device=accelerator.device)).dtype), str(expected)
         )
-    prepared = accelerator.prepare(torch.nn.Linear(2, 2))
+    prepared = accelerator.prepare(Layer(2, 2))
     output = prepared(torch.ones(1, 2, device=accelerator.device))
     expect_equal("type of a prepared model's output", str(output.dtype), "torch.float32")
     accelerator.free_memory()
+
+
+def eight_bits(accelerator: Accelerator) -> None:
+    """Check that results and gradients of linear layers in 8 bits are close to the ones in 32 bits."""
+    precision = choose_precision("fp8", accelerator.device)
+    torch.manual_seed(0)
+    reference = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(3))).to(accelerator.device)
+    model, inputs = copy.deepcopy(reference), torch.randn(32, 32).to(accelerator.device)
+    precision.convert(model, compiled=True)
+    precision.wrap_forward(model)
+    for tested in (reference, model):
+        tested(inputs).square().sum().backward()
+    expect_near("outputs", model(inputs), reference(inputs))
+    expect_near("gradients", model[1].weight.grad, reference[1].weight.grad)
 
 
 def _collect_samples(accelerator: Accelerator, loader: Any) -> list[float]:

@@ -32,6 +32,11 @@ _RENAMED = {
 }
 # Keys of older versions that nothing reads any more.
 _REMOVED_KEYS = {("", "ipex_config"), ("", "use_xpu"), ("mpirun_config", "mpirun_ccl"), ("", "use_mps_device")}
+# Sections in which Accelerate passes over unknown keys, so that files have keys that nothing has ever read:
+# https://github.com/huggingface/accelerate/blob/v1.15.0/src/accelerate/commands/launch.py (_validate_launch_command)
+# Section -> the prefix that Accelerate gives its keys; it then sets them, of whatever group they are.
+_TOLERANT = {"deepspeed_config": "", "fsdp_config": "fsdp_", "megatron_lm_config": "", "dynamo_config": "dynamo_"}
+_NEAR_MISS = 0.8  # difflib's ratio above which an unknown key there is a misspelling
 _OLD_VALUES: dict[str, dict[object, str]] = {
     "mixed_precision": {True: "fp16"},
     "distributed_type": {"TPU": "XLA", "MPS": "NO", "TP": "MULTI_GPU", False: "NO"},
@@ -89,6 +94,8 @@ def to_document(values: Mapping[str, Any]) -> dict[str, Any]:
     document = dict(_ALWAYS_ON_SAGEMAKER if on_sagemaker else _ALWAYS)
     if values.get("deepspeed_config_file") is not None and values.get("mixed_precision") is None:
         del document["mixed_precision"]  # DeepSpeed's own configuration sets it
+    if not on_sagemaker and values.get("num_processes") is None:
+        del document["distributed_type"]  # with NO it would be one process instead of one per GPU
     for section, settings in _SECTIONS.items():
         fields = {key: _plain(s, values[s.name]) for key, s in settings.items() if values.get(s.name) is not None}
         if section == "dynamo_config" and values.get("dynamo_backend") in (None, "no"):
@@ -111,7 +118,8 @@ def _read_section(section: str, content: Any, entries: dict[str, Entry]) -> None
     if not isinstance(content, Mapping):
         raise BadEntry((section,), f"{section} must hold settings, not {as_written(content)}")
     for key, value in content.items():
-        _read_key(section, key, value, (section, str(key)), entries)
+        if not is_unread(section, key):
+            _read_key(section, key, value, (section, str(key)), entries)
 
 
 def _read_key(section: str, key: Any, value: Any, keys: tuple[str, ...], entries: dict[str, Entry]) -> None:
@@ -142,6 +150,24 @@ def setting_of(section: str, key: Any) -> Setting | None:
         return BY_NAME[key]
     by_key = _SECTIONS.get(section, {})
     return by_key.get(key) or by_key.get(f"{_PREFIXES.get(section, '')}{key}")
+
+
+def unread_keys(document: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return section and key of each entry that no version of Accelerate reads, except misspellings."""
+    sections = [(section, content) for section, content in document.items() if isinstance(content, Mapping)]
+    return [(section, str(key)) for section, content in sections for key in content if is_unread(section, key)]
+
+
+def is_unread(section: str, key: Any) -> bool:
+    """Return True for an unknown key that is neither a misspelling nor, as Accelerate reads it, of another section."""
+    if section not in _TOLERANT or f"{_TOLERANT[section]}{key}" in BY_NAME or setting_of(section, key) is not None:
+        return False
+    import difflib
+
+    # Without the common prefix, by which all keys of a section resemble each other.
+    prefix = _PREFIXES[section]
+    known = [name.removeprefix(prefix) for name in _SECTIONS[section]]
+    return not difflib.get_close_matches(str(key).removeprefix(prefix), known, n=1, cutoff=_NEAR_MISS)
 
 
 def _old_value(name: str, value: Any) -> Any:

@@ -71,7 +71,8 @@ def _find_contradictions(options: Options, sources: Mapping[str, str]) -> Iterat
         return text + (f" ({sources[name]})" if name in sources else "")
 
     switches = [name for name in BACKEND_SWITCHES if is_given(name, options)]
-    pairs = [(switches[0], switches[1])] if len(switches) > 1 and switches != ["cpu", "use_fsdp"] else []
+    on_cpu = len(switches) == 2 and switches[0] == "cpu" and switches[1].startswith("use_")
+    pairs = [(switches[0], switches[1])] if len(switches) > 1 and not on_cpu else []
     for first, second in [*pairs, *(pair for pair in PAIRS if all(is_given(name, options) for name in pair))]:
         yield f"{label(first)} and {label(second)} contradict each other: keep one"
     for rule in (_precision, _port, _gpus, _fsdp, _parallelism, _sizes, _nvme, _fp8, _keys, _variables):
@@ -85,7 +86,7 @@ def is_given(name: str, options: Options) -> bool:
 
 
 def _precision(options: Options, label: Callable[[str], str]) -> Iterator[str]:
-    if options["cpu"] and options["mixed_precision"] in ("fp16", "fp8"):
+    if options["cpu"] and options["mixed_precision"] == "fp16":
         yield f"{label('mixed_precision')} needs a GPU and {label('cpu')} uses none: use bf16 or no"
 
 
@@ -103,16 +104,17 @@ def _gpus(options: Options, label: Callable[[str], str]) -> Iterator[str]:
         yield f"{label('gpu_ids')}: expects numbers or UUIDs such as GPU-8932f937, separated by commas"
 
 
-_SIZES = tuple(f"parallelism_config_{name}_size" for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp"))
+SIZES = tuple(f"parallelism_config_{name}_size" for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp"))
 
 
 def _sizes(options: Options, label: Callable[[str], str]) -> Iterator[str]:
-    if not (options["use_parallelism_config"] and options["use_fsdp"] and options["num_processes"]):
+    if not (options["use_parallelism_config"] and options["num_processes"]):
         return
-    names = [name for name in _SIZES if options[name] > 1]
+    names = [name for name in SIZES if options[name] > 1]
     product = math.prod(options[name] for name in names)
     # Without dp_shard_size, the shards of a replica are what the other sizes leave.
-    rest = options["num_processes"] // product if "parallelism_config_dp_shard_size" not in names else 1
+    open_size = options["use_fsdp"] and "parallelism_config_dp_shard_size" not in names
+    rest = options["num_processes"] // product if open_size else 1
     if names and product * rest != options["num_processes"]:
         sizes = " times ".join(label(name) for name in names)
         yield f"{label('num_processes')} and {sizes} contradict each other: the sizes' product is {product}"
@@ -136,9 +138,7 @@ def _fsdp(options: Options, label: Callable[[str], str]) -> Iterator[str]:
 def _parallelism(options: Options, label: Callable[[str], str]) -> Iterator[str]:
     if not options["use_parallelism_config"] or options["use_deepspeed"]:
         return
-    if not options["use_fsdp"]:
-        yield f"{label('use_parallelism_config')} needs --use_fsdp, with --fsdp_version 2, or --use_deepspeed"
-    elif options["fsdp_version"] == "1":
+    if options["use_fsdp"] and options["fsdp_version"] == "1":
         yield f"{label('use_parallelism_config')} and {label('fsdp_version')} contradict each other: it needs version 2"
 
 
@@ -152,6 +152,8 @@ def _nvme(options: Options, label: Callable[[str], str]) -> Iterator[str]:
 def _fp8(options: Options, label: Callable[[str], str]) -> Iterator[str]:
     if options["fp8_backend"] and options["mixed_precision"] not in (None, "fp8"):
         yield f"{label('fp8_backend')} and {label('mixed_precision')} contradict each other: it needs fp8"
+    if options["fp8_backend"] == "msamp":
+        yield f"{label('fp8_backend')}: MS-AMP, which is no longer developed, is not supported: use ao (torchao) or te"
 
 
 def _keys(options: Options, label: Callable[[str], str]) -> Iterator[str]:

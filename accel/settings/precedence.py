@@ -137,9 +137,20 @@ def _from_file(
         values[switch] = Value(True, kind.source, "file")
     if not has_switch:
         _turn_on(values)
+    if kind.value == "NO" and not has_switch and _is_single(values):
+        values.setdefault("num_processes", Value(1, kind.source, "file"))  # as Accelerate reads such a file
     if values.get("num_processes", Value(None)).value == UNSET_PROCESSES:
         del values["num_processes"]
+    machines, processes = values.get("num_machines", Value("1")).value, values.get("num_processes", Value(None))
+    if kind.value == "XLA" and processes.value and machines.isdigit():  # Accelerate starts this number on each host
+        values["num_processes"] = processes._replace(value=processes.value * int(machines))
     return _on_nodes(values, nodes)
+
+
+def _is_single(values: Mapping[str, Value]) -> bool:
+    """Return True for a file for this machine alone, which says that it distributes nothing."""
+    elsewhere = values.get("compute_environment", Value("")).value == "AMAZON_SAGEMAKER"
+    return "distributed_type" in values and values.get("num_machines", Value("1")).value == "1" and not elsewhere
 
 
 def _turn_on(values: dict[str, Value]) -> None:

@@ -232,7 +232,8 @@ QUESTIONS: tuple[Question, ...] = (
         lambda answers: not (_DEEPSPEED(answers) and answers.get("deepspeed_config_file") is not None), offer="no",
         options=_PRECISIONS),
     ask("downcast_bf16", "Make doubles float32 and floats bfloat16?", both(_TPU, answer_is("mixed_precision", "bf16"))),
-    ask("fp8_backend", "Which library for FP8?", _FP8, offer="te"),
+    ask("fp8_backend", "Which library for FP8?", _FP8, offer="ao",
+        options=(("ao", "torchao"), ("te", "Transformer Engine"))),
     *(
         ask(f"fp8_{name}", text, both(_FP8, _TE))
         for name, text in (
@@ -245,7 +246,6 @@ QUESTIONS: tuple[Question, ...] = (
             ("override_linear_precision", "Higher precision for fprop, dgrad, wgrad?"),
         )
     ),
-    ask("fp8_opt_level", "Which optimization level of MS-AMP?", answer_is("fp8_backend", "msamp")),
     ask("fp8_enable_fsdp_float8_all_gather", "Gather FSDP's parameters in 8 bits?", answer_is("fp8_backend", "ao")),
     ask("fp8_pad_inner_dim", "Pad inner dimensions as the GPU requires?", answer_is("fp8_backend", "ao")),
     ask("debug", "Check every collective between processes (slower)?", lambda answers: not _TPU(answers)),

@@ -17,32 +17,37 @@ class Window:
     def __init__(self, state: GradientState) -> None:
         self.state = state
         self.step = 0
-        self.length = state.num_steps
-        self._opened = False
+        self.in_batch = False
+        self._length: int | None = None  # of the current window; None: not known yet
 
-    def advance(self) -> None:
+    @property
+    def length(self) -> int:
+        """The number of batches in the current window, within `Accumulation`; otherwise ``num_steps``."""
+        return self._length if self.in_batch and self._length is not None else self.state.num_steps
+
+    def begin_batch(self) -> None:
         """Count one batch and decide whether it ends its window."""
         state = self.state
         plugin = state.plugin
-        if self.step % plugin.num_steps == 0 or not self._opened:
-            self._open()
+        position = self.step % plugin.num_steps
+        if position == 0 or self._length is None:
+            self._length = self._length_from(position)
+        self.in_batch = True
         if plugin.sync_with_dataloader and state.end_of_dataloader:
             self.step = 0
             state.sync_gradients = True
         else:
             self.step += 1
-            state.sync_gradients = self.step % plugin.num_steps == 0
+            state.sync_gradients = position + 1 == plugin.num_steps
 
-    def _open(self) -> None:
+    def _length_from(self, position: int) -> int:
         plugin = self.state.plugin
-        self._opened = True
-        self.length = plugin.num_steps
         active = self.state.active_dataloader
         if plugin.sync_with_dataloader and plugin.num_steps > 1 and active is not None:
             remaining = active.batches_left
             if remaining is not None:
-                position = self.step % plugin.num_steps
-                self.length = min(plugin.num_steps, position + remaining)
+                return min(plugin.num_steps, position + remaining)
+        return plugin.num_steps
 
     @property
     def is_open(self) -> bool:
@@ -52,7 +57,7 @@ class Window:
     def resume(self, step: int) -> None:
         """Continue after ``step`` batches of a window."""
         self.step = step
-        self._opened = False
+        self._length = None
 
 
 class Accumulation:
@@ -65,7 +70,7 @@ class Accumulation:
         self._no_sync: ExitStack | None = None
 
     def __enter__(self) -> None:
-        self._window.advance()
+        self._window.begin_batch()
         state = self._window.state
         if state.sync_gradients or state.plugin.sync_each_batch:
             return
@@ -76,6 +81,7 @@ class Accumulation:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._window.in_batch = False
         if self._no_sync is not None:
             no_sync, self._no_sync = self._no_sync, None
             no_sync.__exit__(kind, error, trace)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
-from accel.precision.amp import HalfPrecision
+from accel.parallel.base import Strategy
 from accel.precision.base import Precision
 from accel.pytree import send_to_device
 from accel.state import GradientState, PartialState
@@ -18,10 +17,10 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     """An optimizer that steps, and clears gradients, only on the batch that ends an accumulation window.
 
     It has the state, groups and defaults of ``optimizer``, which does the work: in the given ``precision`` or,
-    with a ``scaler``, skipping steps whose gradients overflowed. ``split_groups``: see `Strategy.split_groups`.
+    with a ``scaler``, skipping steps whose gradients overflowed. ``strategy``: that of an `Accelerator`.
     """
 
-    _split_groups: Callable[..., AbstractContextManager[Any]] = nullcontext
+    _strategy: Strategy | None = None
 
     def __init__(
         self,
@@ -30,15 +29,13 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         scaler: torch.amp.GradScaler | None = None,
         *,
         precision: Precision | None = None,
-        split_groups: Callable[..., AbstractContextManager[Any]] = nullcontext,
+        strategy: Strategy | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.gradient_state = GradientState()
-        if precision is None:
-            precision = Precision(torch.device("cpu")) if scaler is None else HalfPrecision.scaled_by(scaler)
-        self.precision = precision
+        self.precision = precision or Precision(torch.device("cpu" if scaler is None else scaler._device), scaler)
         self.device_placement = device_placement
-        self._split_groups = split_groups
+        self._strategy = strategy
         self._skipped: bool | list[torch.Tensor] = False
         if device_placement:
             _place_state(optimizer)
@@ -90,10 +87,11 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear gradients, unless a window is being accumulated."""
         if self.gradient_state.sync_gradients:
-            if set_to_none is None:
-                self.optimizer.zero_grad()
+            kwargs = {} if set_to_none is None else {"set_to_none": set_to_none}
+            if self._strategy is None:
+                self.optimizer.zero_grad(**kwargs)
             else:
-                self.optimizer.zero_grad(set_to_none=set_to_none)
+                self._strategy.zero_grad(self.optimizer, **kwargs)
 
     def train(self) -> None:
         """Switch an optimizer that has modes (schedule-free ones) to training."""
@@ -110,9 +108,12 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Step, unless in the middle of a window; `step_was_skipped` is true if fp16 gradients overflowed."""
-        if self.gradient_state.sync_gradients:
-            with self._split_groups(self.optimizer):
-                self._skipped = self.precision.step(self.optimizer, closure)
+        if not self.gradient_state.sync_gradients:
+            return
+        if self._strategy is None:
+            self._skipped = self.precision.step(self.optimizer, closure)
+        else:
+            self._skipped = self._strategy.step(self.optimizer, self.precision, closure)
 
     @property
     def step_was_skipped(self) -> bool:
@@ -123,7 +124,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         # A scheduler sets a counting `step` on the instance, which cannot be pickled; nor can a strategy.
-        return {name: value for name, value in self.__dict__.items() if name not in ("step", "_split_groups")}
+        return {name: value for name, value in self.__dict__.items() if name not in ("step", "_strategy")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -148,9 +149,9 @@ class AcceleratedScheduler:
 
     A schedule is written for one process. With P processes that see different data (``shares``, by default all of
     the world) each optimizer step uses P batches, so the schedule advances by P; with ``split_batches`` (the
-    batch size is the total of all processes) it advances by one. It does not advance when a step was skipped
-    (fp16 overflow) or while gradients are accumulated. With ``step_with_optimizer=False`` every ``step()`` is one
-    step.
+    batch size is the total of all processes), and for `ReduceLROnPlateau`, it advances by one. It does not advance
+    when a step was skipped (fp16 overflow) or while gradients are accumulated. With ``step_with_optimizer=False``
+    every ``step()`` is one step.
     """
 
     def __init__(
@@ -181,7 +182,9 @@ class AcceleratedScheduler:
 
     def _step(self, *args: Any, **kwargs: Any) -> None:
         total = getattr(self.scheduler, "total_steps", None)
-        for _ in range(1 if self.split_batches else self._shares or PartialState().num_processes):
+        # ReduceLROnPlateau counts measurements, not batches.
+        once = self.split_batches or isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+        for _ in range(1 if once else self._shares or PartialState().num_processes):
             # Several steps at once may overshoot a schedule of fixed length, which would then fail or rise again.
             if total is None or self.scheduler.last_epoch + 1 < total:
                 self.scheduler.step(*args, **kwargs)
@@ -211,3 +214,13 @@ class AcceleratedScheduler:
         if name == "scheduler":
             raise AttributeError(name)
         return getattr(self.scheduler, name)
+
+
+class DeepSpeedSchedulerWrapper(AcceleratedScheduler):
+    """A scheduler that an engine advances in its own step, so that ``step()`` does nothing."""
+
+    def __init__(self, scheduler: Any, optimizers: Any) -> None:
+        super().__init__(scheduler, optimizers)
+
+    def step(self) -> None:
+        """Do nothing: the engine has advanced the schedule."""

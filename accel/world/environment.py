@@ -40,6 +40,17 @@ LAUNCHERS = {
     ),
     "PMI": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 }
+# Variables of tasks that no launcher has given ranks, and their least value for one of several.
+# Slurm: https://slurm.schedmd.com/srun.html (SLURM_NTASKS is the job's in a batch step of one task); Flux:
+# flux-environment(7); PALS: HPE Cray, palsenvironment(7); jsrun: IBM Spectrum LSF; PMIx: OpenPMIx.
+_TASKS = {
+    "SLURM_STEP_NUM_TASKS": 2,
+    "FLUX_JOB_SIZE": 2,
+    "JSM_NAMESPACE_SIZE": 2,
+    "PALS_LOCAL_SIZE": 2,
+    "PALS_RANKID": 1,
+    "PMIX_RANK": 1,
+}
 _PORT = 29500
 
 Wrapped = TypeVar("Wrapped", bound=Callable[..., Any])
@@ -96,6 +107,7 @@ def read_world(env: Mapping[str, str], *, needs_master: bool = True) -> World:
         for launcher, names in LAUNCHERS.items():
             if launcher != "torchrun" and (env.get(names[0]) or env.get(names[1])):
                 return _read_mpi(env, launcher, names, needs_master)
+        _refuse_tasks(env)
     size = read_int(env, "WORLD_SIZE", minimum=1)
     rank = read_int(env, "RANK", minimum=0)
     if size is None and rank is not None and rank > 0:
@@ -108,6 +120,17 @@ def read_world(env: Mapping[str, str], *, needs_master: bool = True) -> World:
     if missing:
         raise WorldError(f"WORLD_SIZE={size} but {', '.join(missing)} not set: start with `accel launch` or torchrun")
     return _launched_process(env, size, LAUNCHERS["torchrun"])
+
+
+def _refuse_tasks(env: Mapping[str, str]) -> None:
+    for name, several in _TASKS.items():
+        value = env.get(name, "")
+        if value.isdigit() and int(value) >= several:
+            raise WorldError(
+                f"{name}={value}: this process is one of several tasks, and no launcher has given it a rank: start "
+                "`accel launch` once on each node (srun --ntasks-per-node=1 accel launch …), or export WORLD_SIZE=1 "
+                "for tasks that are meant to be alone"
+            )
 
 
 def torchrun_variables(world: World) -> dict[str, str]:

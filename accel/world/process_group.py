@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,9 @@ import torch.distributed as dist
 from accel.enums import DistributedType
 from accel.errors import ArgumentError, WorldError, nearest
 from accel.world.environment import World, read_flag
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 # device type → (backend of its collectives, distributed type of a world of several processes)
 BACKENDS: dict[str, tuple[str, DistributedType]] = {
@@ -37,6 +40,7 @@ _WITHOUT_OWN_DEVICE = ("cpu", "mps")  # all processes share the device
 _ALWAYS_FIRST = ("tpu",)  # torch_tpu shows each process only its own chip
 
 _created_here = False
+_timeout: timedelta | None = None  # of all groups; None: torch's
 _last_group: Any = None
 _holders: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
@@ -112,6 +116,8 @@ def form(world: World, device: torch.device, options: Mapping[str, Any]) -> str:
     A process group created here is destroyed when the interpreter exits. Raises `WorldError` if it cannot be
     created.
     """
+    global _created_here, _timeout
+    _timeout = options.get("timeout")
     if dist.is_initialized():
         return str(dist.get_backend())
     backend = options.get("backend") or BACKENDS.get(device.type, BACKENDS["cpu"])[0]
@@ -119,11 +125,20 @@ def form(world: World, device: torch.device, options: Mapping[str, Any]) -> str:
         raise WorldError(f"WORLD_SIZE={world.size} but this build of torch has no torch.distributed")
     # Its functions bind the world group as a default: imported later, as by DDP, they would keep the group alive.
     import_module("torch.distributed.nn.functional")
-    _init(world, backend, options.get("init_method"), options.get("timeout"))
-    global _created_here
+    _init(world, backend, options.get("init_method"))
     _created_here = True
     atexit.register(_destroy_at_exit)
     return str(dist.get_backend())
+
+
+def form_alone(device: torch.device) -> None:
+    """Create a process group of this process alone, for a library that needs one, unless there is a group already."""
+    global _created_here
+    if not dist.is_initialized():
+        backend = BACKENDS.get(device.type, BACKENDS["cpu"])[0]
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+        _created_here = True
+        atexit.register(_destroy_at_exit)
 
 
 @contextmanager
@@ -142,12 +157,11 @@ def _init_barrier() -> Iterator[None]:
             del os.environ[name]
 
 
-def _init(world: World, backend: str, init_method: str | None, timeout: timedelta | None) -> None:
-    timeout_kwargs: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+def _init(world: World, backend: str, init_method: str | None) -> None:
     try:
         with _init_barrier():
             dist.init_process_group(
-                backend, init_method=init_method or "env://", rank=world.rank, world_size=world.size, **timeout_kwargs
+                backend, init_method=init_method or "env://", timeout=_timeout, rank=world.rank, world_size=world.size
             )
     except (RuntimeError, ValueError, dist.DistError) as error:
         address = init_method or f"{world.master_addr}:{world.master_port}"
@@ -157,6 +171,46 @@ def _init(world: World, backend: str, init_method: str | None, timeout: timedelt
         ) from error
 
 
+def new_group(ranks: list[int] | None = None, backend: str | None = None) -> Any:
+    """Create a process group with the timeout of `form`. All of ``ranks``, by default of the world, must call it."""
+    return dist.new_group(ranks, _timeout, backend, use_local_synchronization=ranks is not None)
+
+
+def new_device_mesh(sizes: Mapping[str, int], flattened: Mapping[str, tuple[str, ...]], device_type: str) -> DeviceMesh:
+    """Create a device mesh over the world; all processes must call it.
+
+    ``sizes``: of each dimension, outermost first. ``flattened``: combined dimensions → their parts.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+
+    world = torch.arange(dist.get_world_size()).view(tuple(sizes.values()))
+    coordinates = (world == dist.get_rank()).nonzero()[0].tolist()
+    # Only its members create a group: by default all processes of the world would wait for each group.
+    by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(world.numel())): dist.group.WORLD}  # type: ignore[dict-item]
+    groups = []
+    for axis in range(world.ndim):
+        selection = tuple(slice(None) if axis == dim else index for dim, index in enumerate(coordinates))
+        ranks = tuple(world[selection].tolist())
+        if ranks not in by_ranks:
+            by_ranks[ranks] = new_group(list(ranks))
+        groups.append(by_ranks[ranks])
+    mesh = DeviceMesh.from_group(groups, device_type, world, mesh_dim_names=tuple(sizes))
+    with _set_timeout_of_new_groups():
+        for name, parts in flattened.items():
+            mesh[parts]._flatten(name)
+    return mesh
+
+
+@contextmanager
+def _set_timeout_of_new_groups() -> Iterator[None]:
+    """Give the groups that torch creates in the block the timeout of `form`."""
+    earlier = set(dist.distributed_c10d._world.pg_map)
+    yield
+    for group in dist.distributed_c10d._world.pg_map.keys() - earlier:
+        if _timeout is not None:
+            dist.distributed_c10d._set_pg_timeout(_timeout, group)
+
+
 def hold_open(model: torch.nn.Module) -> None:
     """Register a model, such as DDP's, whose C++ part keeps the process group alive; see `_drop_reference`."""
     _holders.add(model)
@@ -164,12 +218,12 @@ def hold_open(model: torch.nn.Module) -> None:
 
 def destroy() -> None:
     """Destroy the process group, if there is one. Idempotent."""
-    global _created_here, _last_group
+    global _created_here, _last_group, _timeout
     if dist.is_available() and dist.is_initialized():
         if _created_here:
             _last_group = dist.group.WORLD
         dist.destroy_process_group()
-    _created_here = False
+    _created_here, _timeout = False, None
 
 
 def _destroy_at_exit() -> None:

@@ -11,6 +11,8 @@ import torch
 from accel.errors import ArgumentError
 from accel.pytree import honor_type
 
+_TEXT = (str, bytes)  # one value for every process, as a prompt
+
 
 def bounds(length: int, index: int, parts: int) -> tuple[int, int]:
     """Return the start and end of part ``index`` of ``parts``; the first parts may be longer by one."""
@@ -20,11 +22,11 @@ def bounds(length: int, index: int, parts: int) -> tuple[int, int]:
 
 
 def share_of(inputs: Any, index: int, parts: int, padded: bool) -> Any:
-    """Return part ``index`` of a sequence, tensor, `datasets.Dataset` or dict of these.
+    """Return part ``index`` of a sequence, tensor, `datasets.Dataset` or dict of these; a text stays whole.
 
     See `PartialState.split_between_processes`. Raises `ArgumentError` for inputs that cannot be split or padded.
     """
-    if parts == 1:
+    if parts == 1 or isinstance(inputs, _TEXT):
         return inputs
     if isinstance(inputs, Mapping):
         _check_lengths(inputs)
@@ -61,7 +63,7 @@ def _is_dataset(inputs: Any) -> bool:
 
 
 def _check_lengths(inputs: Mapping[Any, Any]) -> None:
-    lengths = {key: _length(value) for key, value in inputs.items()}
+    lengths = {key: _length(value) for key, value in inputs.items() if not isinstance(value, _TEXT)}
     if len(set(lengths.values())) > 1:
         raise ArgumentError(f"split_between_processes needs values of one length, got {lengths}")
 
@@ -72,8 +74,6 @@ def _repeat_last(inputs: Any, share: Any, start: int, end: int, missing: int) ->
         return torch.cat([share, inputs[last].repeat(missing, *[1] * (inputs.ndim - 1))])
     if isinstance(inputs, (list, tuple)):
         return honor_type(share, iter([*share, *list(inputs[last]) * missing]))
-    if isinstance(inputs, (str, bytes)):
-        return share + inputs[last] * missing
     if type(inputs).__module__ == "numpy":
         return inputs[[*range(start, end), *[last.start] * missing]]
     raise ArgumentError(f"split_between_processes(apply_padding=True) cannot pad a {type(inputs).__name__}")

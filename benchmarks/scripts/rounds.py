@@ -45,6 +45,31 @@ def timed(call: Callable[[], object], times: int) -> Callable[[], int]:
     return loop
 
 
+class Steps:
+    """A loop of a few calls of ``step`` that records the shortest call, in seconds."""
+
+    COUNT = 5
+
+    def __init__(self, step: Callable[[], object]) -> None:
+        self.step = step
+        self.shortest = float("inf")
+
+    def __call__(self) -> int:
+        for _ in range(self.COUNT):
+            started = time.perf_counter()
+            self.step()
+            self.shortest = min(self.shortest, time.perf_counter() - started)
+        return self.COUNT
+
+
+def shortest_steps(steps: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Return the shortest call of each step, in seconds; a round has five turns of each."""
+    loops = {name: Steps(step) for name, step in steps.items()}
+    for _ in range(5 * rounds):
+        interleave(loops, 1, warm_up=0)
+    return {name: [loop.shortest] for name, loop in loops.items()}
+
+
 def over(seconds: dict[str, list[float]], name: str, base: str) -> list[float]:
     """What ``name`` costs over ``base``, by round."""
     return [one - other for one, other in zip(seconds[name], seconds[base], strict=True)]

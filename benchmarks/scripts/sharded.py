@@ -20,12 +20,13 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from accel import Accelerator, FullyShardedDataParallelPlugin
-from benchmarks.scripts.rounds import interleave, write
+from benchmarks.scripts.rounds import shortest_steps, write
 
-STEPS, TURNS = 5, 5  # a turn, and turns in a round; the figure is the shortest step of all rounds
 ROUNDS = int(os.environ.get("BENCHMARK_ROUNDS", "8"))
 WIDTH, DEPTH, ROWS, LENGTH = 256, 4, 4, 64
 BIG = 16  # blocks of 64 MB
+BATCH = torch.randn(ROWS, LENGTH, WIDTH, generator=torch.Generator().manual_seed(1))
+CLIP = 1.0
 
 
 class Block(nn.Module):
@@ -54,8 +55,8 @@ class Model(nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             hidden = block(hidden)
-        found: torch.Tensor = self.norm(hidden)
-        return found
+        output: torch.Tensor = self.norm(hidden)
+        return output
 
 
 def made(width: int = WIDTH, depth: int = DEPTH) -> tuple[Model, torch.optim.Optimizer]:
@@ -93,52 +94,35 @@ def accelerates() -> Any:
     return accelerator
 
 
-class Steps:
-    """The shortest of some steps, in seconds."""
+def training_step(model: Any, optimizer: Any, accelerator: Any = None) -> Callable[[], None]:
+    """Return a step with its clipping; by hand without ``accelerator``."""
+    backward = accelerator.backward if accelerator else torch.Tensor.backward
+    clip = accelerator.clip_grad_norm_ if accelerator else nn.utils.clip_grad_norm_
 
-    def __init__(self, model: Any, optimizer: Any, accelerator: Any = None) -> None:
-        self.model, self.optimizer, self.accelerator = model, optimizer, accelerator
-        self.batch = torch.randn(ROWS, LENGTH, WIDTH, generator=torch.Generator().manual_seed(1))
-        self.shortest = 0.0
+    def step() -> None:
+        backward(model(BATCH).square().mean())
+        clip(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
 
-    def __call__(self) -> int:
-        taken = []
-        for _ in range(STEPS):
-            started = time.perf_counter()
-            self.step()
-            taken.append(time.perf_counter() - started)
-        self.shortest = min(taken)
-        return STEPS
-
-    def step(self) -> None:
-        loss = self.model(self.batch).square().mean()
-        if self.accelerator is None:
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        else:
-            self.accelerator.backward(loss)
-            self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+    return step
 
 
-def prepared(accelerator: Any) -> Steps:
+def prepared(accelerator: Any) -> Callable[[], None]:
     model, optimizer = accelerator.prepare(*made())
-    return Steps(model, optimizer, accelerator)
+    return training_step(model, optimizer, accelerator)
 
 
 def steps(ours: Any) -> dict[str, list[float]]:
     theirs = accelerates()
-    loops = {
-        "shortest step, by hand": Steps(*by_hand()),
-        "shortest step, accel": prepared(ours),
-        "shortest step, accelerate": prepared(theirs),
-    }
-    shortest = dict.fromkeys(loops, float("inf"))
-    for _ in range(ROUNDS * TURNS):
-        interleave(loops, 1, warm_up=0)
-        shortest = {name: min(shortest[name], loop.shortest) for name, loop in loops.items()}
-    return {name: [value] for name, value in shortest.items()}
+    return shortest_steps(
+        {
+            "shortest step, by hand": training_step(*by_hand()),
+            "shortest step, accel": prepared(ours),
+            "shortest step, accelerate": prepared(theirs),
+        },
+        ROUNDS,
+    )
 
 
 def preparing(ours: Any) -> dict[str, list[float]]:

@@ -15,16 +15,18 @@ import functools
 import itertools
 import os
 import shlex
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from ..errors import ConfigError, UnknownTarget, nearest
+from ..errors import ConfigError, SpecError, UnknownTarget, nearest
+from ..job import FUNCTION_KINDS, FUNCTION_TARGETS
 from ..printable import one_line
 from ..store import paths
 from ..target import BUILT_IN, Sweeps, Target, TargetContext, kinds, load_kind
-from .schema import make_options
+from .schema import as_written, make_options
 
 if TYPE_CHECKING:
     from ..job import JobSpec
@@ -111,6 +113,18 @@ def _foreign(directory: str, path: str) -> str | None:
     return f"{subject} belongs to {_user_name(owner)}" if subject else None
 
 
+def _writable_by_all(path: str) -> str | None:
+    """Return a warning if every user can write the file, or replace it in its directory."""
+    for place in (path, os.path.dirname(path), os.path.realpath(path), os.path.dirname(os.path.realpath(path))):
+        try:
+            mode = os.stat(place).st_mode
+        except OSError:  # deleted or renamed meanwhile
+            continue
+        if mode & stat.S_IWOTH and not (stat.S_ISDIR(mode) and mode & stat.S_ISVTX):
+            return f"{path}: every user can change it, and so what runs on your behalf: chmod o-w {shlex.quote(place)}"
+    return None
+
+
 def _user_name(uid: int) -> str:
     import pwd
 
@@ -149,6 +163,8 @@ class ResolvedTarget:
 
     def plan(self, spec: JobSpec, job_id: str) -> Plan:
         """Return the target's plan, with the place that describes the target. Raises SpecError."""
+        if spec.calls_function and self.kind not in FUNCTION_KINDS:
+            raise SpecError(f"target {self.name}: {FUNCTION_TARGETS}")
         return dataclasses.replace(self.target.plan(spec, job_id), source=self.source)
 
     def plan_many(self, specs: Sequence[JobSpec], job_ids: Sequence[str]) -> list[Plan]:
@@ -171,14 +187,27 @@ def resolve_target(
 ) -> ResolvedTarget:
     """Return the target of that name in a file, or else of that kind, with `overrides` applied to its options.
 
+    `SERVER/TARGET` is a target of a server in `servers.yaml`, or of `server`, the one in `ACCEL_SERVER`.
+
     `start`: the directory from which to look for the project's file, upward; default: the current one. Raises
     UnknownTarget, and ConfigError, with file:line (or `option NAME`), for a file or an option that is wrong.
     """
-    named_target = _targets_by_name(start).get(name_or_kind)
+    named_target = described_targets(start).get(name_or_kind)
+    if named_target is None and "/" in name_or_kind:
+        named_target = _target_of_server(name_or_kind)
     if named_target is None and name_or_kind not in BUILT_IN and name_or_kind not in kinds():
         raise _unknown(name_or_kind, start)
     named_target = named_target or NamedTarget(name=name_or_kind, kind=name_or_kind, options={}, source="--target")
     return _construct(named_target, jobs, overrides or {})
+
+
+def _target_of_server(name: str) -> NamedTarget:
+    """Return the target `SERVER/TARGET`. Raises ConfigError for an unknown server; contacts none."""
+    from .servers import read_servers
+
+    server, _, target = name.partition("/")
+    url = read_servers().get(server).url
+    return NamedTarget(name=name, kind="service", options={"url": url, "target": target}, source="servers.yaml")
 
 
 def restore_target(name: str, kind: str, options: Mapping[str, Any], jobs: Path) -> Target:
@@ -193,7 +222,7 @@ def restore_target(name: str, kind: str, options: Mapping[str, Any], jobs: Path)
 
 def known_targets(start: Path | str | None = None) -> list[NamedTarget]:
     """Return all that `--target` accepts: names in the files, then kinds. Raises ConfigError for a bad file."""
-    by_name = _targets_by_name(start)
+    by_name = described_targets(start)
     targets = [target for _, target in sorted(by_name.items())]
     for kind, value in sorted(kinds().items()):
         if kind not in by_name:
@@ -211,6 +240,10 @@ def config_files(start: Path | str | None = None) -> list[str]:
         _warn_once(warning)
     if project is not None and not (files and os.path.samefile(project, user)):
         files.append(project)
+    for path in files:
+        problem = None if _is_trusted(path) else _writable_by_all(path)
+        if problem is not None:
+            _warn_once(problem)
     return files
 
 
@@ -219,7 +252,8 @@ def skipped_files(start: Path | str | None = None) -> list[str]:
     return find_project_file(os.path.abspath(start or os.getcwd()))[1]
 
 
-def _targets_by_name(start: Path | str | None) -> dict[str, NamedTarget]:
+def described_targets(start: Path | str | None = None) -> dict[str, NamedTarget]:
+    """Return the targets that the files describe, by name. Raises ConfigError for a bad file."""
     by_name: dict[str, NamedTarget] = {}
     for path in config_files(start):
         by_name |= _read(path)
@@ -229,7 +263,7 @@ def _targets_by_name(start: Path | str | None) -> dict[str, NamedTarget]:
 def _read(path: str) -> dict[str, NamedTarget]:
     from .yaml_file import YamlFile
 
-    file = YamlFile(path)
+    file = YamlFile(path, core=True)
     if file.value is None:
         return {}
     if not isinstance(file.value, dict):
@@ -281,7 +315,11 @@ def _construct(named_target: NamedTarget, jobs: Path, overrides: Mapping[str, An
         position = file.key_location(*keys, *map(str, path)) if of_key else file.location(*keys, *path)
         return f"{position}: target {named_target.name}"
 
-    options, plain = make_options(kind.Options, named_target.options, overrides, locate, kind=named_target.kind)
+    def spelling(path: tuple[str | int, ...]) -> str | None:
+        return None if file is None else file.spelling("targets", named_target.name, *path)
+
+    values = as_written(kind.Options, named_target.options, spelling, locate)
+    options, plain = make_options(kind.Options, values, overrides, locate, kind=named_target.kind)
     context = TargetContext(name=named_target.name, options=options, jobs=Path(jobs))
     target = cast(Target, kind(context))
     source = "" if file is None else f"{os.path.abspath(file.path)}:{named_target.source.rpartition(':')[2]}"
@@ -289,6 +327,10 @@ def _construct(named_target: NamedTarget, jobs: Path, overrides: Mapping[str, An
 
 
 def _unknown(name: str, start: Path | str | None) -> UnknownTarget:
+    from .servers import read_servers
+
+    if name in read_servers().by_name:
+        return UnknownTarget(f"{name} is a server: give one of its targets, as in {name}/lab (accel targets)")
     names = [target.name for target in known_targets(start)]
     return UnknownTarget(f"no target or kind {name!r}{nearest(name, names)} (targets: {', '.join(names)})")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,16 +18,18 @@ Step = str | int
 class YamlFile:
     """A parsed file: its plain value, and the line of each part.
 
+    `core`: scalars by the core schema of YAML 1.2, else by YAML 1.1, as PyYAML and Accelerate read them.
+
     Raises ConfigError that begins with `file:line`, or with `file` if it cannot be opened.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, *, core: bool = False) -> None:
         self.path = path
         self.shown = format_path(path)
         text = read_text(path)
         loader = yaml.SafeLoader("")
         try:
-            loader = _YamlLoader(text)
+            loader = (_CoreLoader if core else _YamlLoader)(text)
             node = loader.get_single_node()
             self.root: Node | None = node
             if node is not None:
@@ -51,10 +54,17 @@ class YamlFile:
     def key_location(self, *path: str) -> str:
         """Return `file:line` of the key at the end of `path`, which may be lines above its value."""
         node = self._find(path[:-1])
-        for key, _ in _pairs(node):
+        for key, _ in reversed(_pairs(node)):
             if key.value == path[-1]:
                 return f"{self.shown}:{key.start_mark.line + 1}"
         return self.location(*path)
+
+    def spelling(self, *path: Step) -> str | None:
+        """Return the text of the unquoted scalar at `path`; None for anything else."""
+        node = self.root
+        for step in path:
+            node = _child(node, step)
+        return node.value if isinstance(node, ScalarNode) and node.style is None else None
 
     def _check(self, root: Node) -> None:
         """Reject duplicate keys, where YAML silently uses the last one, and values that contain themselves."""
@@ -140,6 +150,11 @@ def format_path(path: str) -> str:
     return path if relative.startswith("..") else relative
 
 
+def core_values(text: str) -> Any:
+    """Return the values of a document by the core schema of YAML 1.2. Raises yaml.YAMLError."""
+    return yaml.load(text, Loader=_CoreLoader)
+
+
 class _YamlLoader(yaml.SafeLoader):
     """PyYAML's pure Python loader: the C one counts lines differently for some errors.
 
@@ -154,6 +169,38 @@ class _YamlLoader(yaml.SafeLoader):
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
 
 
+class _CoreLoader(_YamlLoader):
+    """A loader by the core schema of YAML 1.2 (https://yaml.org/spec/1.2.2/#103-core-schema), with merge keys.
+
+    `1:00:00`, `yes` and `2024-01-01` are text, and `010` is ten.
+    """
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012  (PyYAML's own way)
+
+    def construct_number(self, node: ScalarNode) -> int | float:
+        text = str(self.construct_scalar(node)).lower()
+        if text.startswith(("0o", "0x")):
+            return int(text, 0)
+        return int(text) if node.tag.endswith(":int") else float(text.replace(".inf", "inf").replace(".nan", "nan"))
+
+
+_CORE_TAGS = {
+    "null": (r"~|null|Null|NULL|", "~nN\0"),
+    "bool": (r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    "int": (r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", "-+0123456789"),
+    "float": (
+        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        "-+.0123456789",
+    ),
+    "merge": ("<<", "<"),
+}
+for _tag, (_pattern, _first) in _CORE_TAGS.items():
+    _characters = ["" if _character == "\0" else _character for _character in _first]
+    _CoreLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"(?:{_pattern})\Z"), _characters)
+for _tag in ("int", "float"):
+    _CoreLoader.add_constructor(f"tag:yaml.org,2002:{_tag}", _CoreLoader.construct_number)
+
+
 def _pairs(node: Node | None) -> list[tuple[Node, Node]]:
     return list(node.value) if isinstance(node, MappingNode) else []
 
@@ -165,4 +212,5 @@ def _items(node: Node | None) -> list[Node]:
 def _child(node: Node | None, step: Step) -> Node | None:
     if isinstance(step, int):
         return next(iter(_items(node)[step : step + 1]), None)
-    return next((value for key, value in _pairs(node) if key.value == step), None)
+    # The last one counts: keys that `<<` merges stand before a mapping's own.
+    return next((value for key, value in reversed(_pairs(node)) if key.value == step), None)

@@ -124,4 +124,5 @@ def _unstored(job: JobSummary, resolved: ResolvedTarget, status: Status) -> Reco
         native_id=job.native_id,
         status=status,
         adopted=True,
+        owner=job.owner,
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import random
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
@@ -72,6 +71,8 @@ class Backoff:
     def poll_after(self) -> float:
         """Return the seconds until the next poll; random in part, so that waiters do not poll in step."""
         self._polls += 1
+        import random  # not needed to list or to submit
+
         return float(min(_LAST_POLL_S, _FIRST_POLL_S * 1.3 ** (self._polls - 1))) * random.uniform(0.8, 1.2)
 
     def wait_on_target(self, target: Target | None, native_id: str | None, seconds: float) -> bool | None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
-from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ConfigError, NotReady, SpecError, StoreNotWritable, SubmitError, Unreachable
-from ..job import Cursor, JobSpec, LogLine, Resources, Retry, State, Status
+from ..errors import ConfigError, JobFailed, NotReady, SpecError, StoreNotWritable, SubmitError, Unreachable
+from ..job import FUNCTION_FILE, Cursor, JobSpec, LogLine, Reason, Resources, Retry, State, Status
 from ..store.store import CorruptRecord, Record, Store
 from . import poll as polls
 from .follow import Backoff, follow, read_once
@@ -17,18 +16,20 @@ from .poll import is_abandoned, poll_all, recover, target_key
 from .submit import admit, create_records, default_name, places, prepare, send
 
 if TYPE_CHECKING:
+    import threading
     from pathlib import Path
 
     from ..job import Entry
     from ..target import Plan, Target
 
-_CANCEL_ALLOWANCE_S = 60.0
+_CANCEL_ALLOWANCE_S = 60.0  # after the grace period: for SIGKILL, and until its effect is reported
 
 
 def submit(
-    script: str | os.PathLike[str],
-    args: Sequence[str] = (),
+    script: str | os.PathLike[str] | Callable[..., object],
+    args: Sequence[Any] = (),
     *,
+    kwargs: Mapping[str, Any] | None = None,
     target: str = "local",
     entry: Entry = "script",
     name: str | None = None,
@@ -37,7 +38,7 @@ def submit(
     gpus: int = 0,
     cpus: int | None = None,
     memory_gb: float | None = None,
-    env: Mapping[str, str] | None = None,
+    env: Mapping[str, str | float] | None = None,
     secrets: Mapping[str, str] | None = None,
     code: str | os.PathLike[str] | None = None,
     time_limit_s: float | None = None,
@@ -52,19 +53,32 @@ def submit(
     The program runs in `cwd` (default: the current directory), seen inside `code`, the directory that is shipped
     (default: `cwd`). Relative paths, and the project's accel.yaml, are resolved from `cwd`.
 
+    Instead of a script, a function may be given: every rank calls it with `args` and `kwargs`, any values that
+    cloudpickle can pickle, and `Job.result` returns what rank 0's call returned.
+
     Raises SpecError for a job that cannot run there, UnknownTarget or ConfigError, SubmitError if the target
     rejects it (the job is then kept as failed), Unreachable if the target cannot be reached (kept as submitting).
     """
     base_dir = os.path.abspath(os.fspath(cwd)) if cwd is not None else os.getcwd()
     top, workdir = places(base_dir, code, explicit=cwd is not None)
+    files: dict[str, bytes] = {}
+    if callable(script):
+        from .function import name_of, pack
+
+        argv, files[FUNCTION_FILE] = pack(script, args, kwargs or {})
+        entry, default = "module", name_of(script)
+    else:
+        if kwargs:
+            raise SpecError("kwargs are for functions: give a script its arguments in args")
+        argv, default = (os.fspath(script), *args), default_name(os.fspath(script), entry)
     spec = JobSpec(
-        argv=(os.fspath(script), *args),
+        argv=argv,
         entry=entry,
-        name=default_name(os.fspath(script), entry) if name is None else name,
+        name=default if name is None else name,
         nodes=nodes,
         procs_per_node=procs_per_node,
         resources=Resources(gpus=gpus, cpus=cpus, memory_gb=memory_gb),
-        env=dict(env or {}),
+        env=dict[str, Any](env or {}),  # JobSpec converts numbers
         secrets=dict(secrets or {}),
         code=top,
         workdir=workdir,
@@ -74,10 +88,12 @@ def submit(
         after=tuple(job.id if isinstance(job, Job) else job for job in after),
         options=dict(options or {}),
     )
-    return submit_spec(spec, target, start=base_dir)
+    return submit_spec(spec, target, start=base_dir, files=files)
 
 
-async def submit_async(script: str | os.PathLike[str], args: Sequence[str] = (), **options: Any) -> Job:
+async def submit_async(
+    script: str | os.PathLike[str] | Callable[..., object], args: Sequence[Any] = (), **options: Any
+) -> Job:
     """Run `submit`, with the same arguments, in a thread."""
     import asyncio
 
@@ -90,18 +106,23 @@ def submit_spec(
     store: Store | None = None,
     *,
     start: str | Path | None = None,
+    files: Mapping[str, bytes] | None = None,
+    job_id: str | None = None,
 ) -> Job:
     """Submit the spec. Every submit ends here.
+
+    files:  name -> content, of further files in the job's directory.
+    job_id: a new id of the store, if the caller has made one; StoreError if there is a job of that id.
 
     The intent is on disk before the target is called, so that a crash between the two neither loses the job nor
     starts it twice. Raises what `submit` raises.
     """
     store = store or Store.default()
     resolved, spec = prepare(spec, target_name, store, start)
-    job_id = store.new_id()
+    job_id = job_id or store.new_id()
     plan = resolved.plan(spec, job_id)
     admit(resolved.target, [spec])
-    (record,) = create_records(store, resolved, [(job_id, spec, plan)])
+    (record,) = create_records(store, resolved, [(job_id, spec, plan)], files)
     with record.submission():
         send([record], resolved.target, lambda: [resolved.target.submit(plan)])
     return Job(record, target=resolved.target)
@@ -213,6 +234,12 @@ class Job:
     def spec(self) -> JobSpec:
         return self.record.spec()
 
+    @property
+    def cancel_timeout_s(self) -> float:
+        """Return the seconds that a cancelled job may take to end. Raises ConfigError as `cancel` does."""
+        grace_s: float = getattr(self._target(), "grace_s", self.spec.grace_s)
+        return grace_s + _CANCEL_ALLOWANCE_S
+
     def status(self, refresh: bool = True) -> Status:
         """Return the job's status. With `refresh`, poll its backend first, unless the job is over.
 
@@ -243,6 +270,22 @@ class Job:
         """
         return self._wait(timeout, None)
 
+    def result(self, timeout: float | None = None) -> Any:
+        """Wait for a job of a function, and return what rank 0's call returned.
+
+        The value is unpickled, which runs code that the job wrote. Raises JobFailed, with the status's message, if
+        the job failed or was cancelled; TimeoutError after `timeout` seconds; SpecError for a job of a script.
+        """
+        from .function import read_result
+
+        if not self.spec.calls_function:
+            raise SpecError(f"job {self.id} runs a program, not a function: it has no result")
+        status = self.wait(timeout)
+        if status.state is not State.SUCCEEDED:
+            reason = "" if status.reason is Reason.NONE else f" ({status.reason.value})"
+            raise JobFailed(f"job {self.id} {status.state.value}{reason}: {status.message}")
+        return read_result(self.record, self.fetch)
+
     def logs(
         self,
         *,
@@ -267,8 +310,8 @@ class Job:
         """Cancel the job: SIGTERM, then SIGKILL after its grace period.
 
         Of a job that is over, only the parts that still run are cancelled. With `wait`, returns when the job is over,
-        or its status a minute after the grace period. A job that is being submitted is cancelled by its submit as
-        soon as its target has it; one whose submit was cut off, when it is found there.
+        or its status a minute after the grace period, which is 120 s on SageMaker. A job that is being submitted is
+        cancelled by its submit as soon as its target has it; one whose submit was cut off, when it is found there.
 
         Raises Unreachable if the backend of a job that is not over cannot be reached, and what `status` raises.
         """
@@ -276,7 +319,7 @@ class Job:
         if status.state.final:
             return status
         try:
-            status = self.wait(self.spec.grace_s + _CANCEL_ALLOWANCE_S) if wait else self.status()
+            status = self.wait(self.cancel_timeout_s) if wait else self.status()
         except TimeoutError:
             status = self.record.status
         self.record.warning = self._unrecorded if status.state.final else self.record.warning or self._unrecorded
@@ -409,6 +452,7 @@ class Job:
     async def wait_async(self, timeout: float | None = None) -> Status:
         """Run `wait` in a thread, which ends within a second of cancellation."""
         import asyncio
+        import threading
 
         stop = threading.Event()
         try:
@@ -426,6 +470,7 @@ class Job:
     ) -> AsyncIterator[LogLine]:
         """Run `logs` in a thread, which ends within a second of closing the iterator."""
         import asyncio
+        import threading
 
         stop = threading.Event()
         lines = self._logs(follow, ranks, since, tail, stop)

@@ -138,6 +138,7 @@ def _observed(status: Status, at: float) -> Status:
 
 def _missing(record: Record, answer: Answer) -> Status:
     """Apply the answer of a backend that does not know the job, or has lost it."""
+    record.reload()  # another process may have cancelled the job since this one read the record
     final_status = _result(record) if answer.status is None else None
     if final_status is not None:
         return record.update(final_status)

@@ -50,8 +50,11 @@ def prune(
     ids: Sequence[str] | None = None,
     dry_run: bool = False,
     force: bool = False,
+    records: Sequence[Record | CorruptRecord] | None = None,
 ) -> Pruned:
     """Delete jobs as `Store.prune` does, after their targets have deleted the data they store.
+
+    `records`: all jobs of the store, if they have been read.
 
     A target that cannot be reached keeps its data, and the rest goes on. Of a job that another machine submitted,
     only the record here goes, unless the job is named (`ids`): that machine may still need its logs. Each backend is
@@ -61,9 +64,10 @@ def prune(
     With `force`, the jobs of `ids` are deleted in any state, unless they run in their directories. A line says where
     each may still run; what its target stores of it stays. Raises StoreError.
     """
-    chosen = store.prune(older_than_s=older_than_s, keep=keep, ids=ids, dry_run=True, force=force)
+    all_records = store.records() if records is None else records
+    chosen = store.prunable(all_records, older_than_s, keep, ids, force)
     chosen_ids = set(chosen)
-    records = [record for record in store.records() if record.id in chosen_ids]
+    records = [record for record in all_records if record.id in chosen_ids]
     kept_jobs, shared = _in_use(records), dict[str, Target]()
     if not force:
         stored = [record for record in records if isinstance(record, Record) and record.id not in kept_jobs]
@@ -74,8 +78,7 @@ def prune(
     if dry_run or not chosen:
         return Pruned(ids=tuple(chosen), kept_reasons=tuple(kept_reasons))
     kept_reasons += _clear(records, shared, include_adopted=ids is not None)
-    pruned = store.prune(ids=chosen, force=force, missing_ok=True)  # another process may have pruned some of them
-    return Pruned(ids=tuple(pruned), kept_reasons=tuple(kept_reasons))
+    return Pruned(ids=tuple(store.delete(chosen)), kept_reasons=tuple(kept_reasons))
 
 
 def _in_use(records: Sequence[Record | CorruptRecord]) -> dict[str, str]:

@@ -9,7 +9,8 @@ import time
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError, CredentialsExpired, SchedulerError, SpecError, Unreachable
-from ..job import JobSpec, Reason, State, Status
+from ..hints import check_program
+from ..job import FUNCTION_MODULE, JobSpec, Reason, State, Status
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -52,19 +53,25 @@ def default_name(program: str, entry: Entry) -> str:
 def prepare(spec: JobSpec, target_name: str, store: Store, start: str | Path | None) -> tuple[ResolvedTarget, JobSpec]:
     """Return the target, and the spec with everything that depends on the current directory made absolute."""
     from ..config.named_targets import resolve_target
-    from ..target import Grows, Sizes
 
     base_dir = os.path.abspath(start or os.getcwd())
     resolved = resolve_target(target_name, store.jobs, start=base_dir, overrides=spec.options)
+    spec = sized(spec, resolved)
+    code = os.path.normpath(os.path.join(base_dir, spec.code))
+    after = tuple(store.record(ref).id for ref in spec.after)
+    check_program(spec.entry, spec.argv[0], os.path.join(code, spec.workdir))
+    return resolved, dataclasses.replace(spec, code=code, after=after)
+
+
+def sized(spec: JobSpec, resolved: ResolvedTarget) -> JobSpec:
+    """Return the job with its number of nodes, if the target determines it. Raises SpecError."""
+    from ..target import Grows, Sizes
+
     if spec.max_nodes is not None and not isinstance(resolved.target, Grows):
         raise SpecError(
             f"--nodes {spec.nodes}:{spec.max_nodes}: jobs of a {resolved.kind} target have one size; give one number"
         )
-    if isinstance(resolved.target, Sizes):
-        spec = resolved.target.sized(spec)
-    code = os.path.normpath(os.path.join(base_dir, spec.code))
-    after = tuple(store.record(ref).id for ref in spec.after)
-    return resolved, dataclasses.replace(spec, code=code, after=after)
+    return resolved.target.sized(spec) if isinstance(resolved.target, Sizes) else spec
 
 
 def admit(target: Target, specs: Iterable[JobSpec]) -> None:
@@ -76,14 +83,23 @@ def admit(target: Target, specs: Iterable[JobSpec]) -> None:
             target.admit(spec)
 
 
-def create_records(store: Store, resolved: ResolvedTarget, jobs: Sequence[tuple[str, JobSpec, Plan]]) -> list[Record]:
+def create_records(
+    store: Store,
+    resolved: ResolvedTarget,
+    jobs: Sequence[tuple[str, JobSpec, Plan]],
+    files: Mapping[str, bytes] | None = None,
+) -> list[Record]:
     """Record the intent to submit the jobs, with the backend that a submit now would use, if that can tell.
+
+    files: name -> content, of further files in each job's directory.
 
     Raises ConfigError if the credentials have expired, SpecError for a sweep that the backend would refuse as too
     large, and then records nothing.
     """
     from ..target import Identifies, LimitsSweeps
 
+    if not files and any(spec.calls_function for _, spec, _ in jobs):
+        raise SpecError(f"{FUNCTION_MODULE} runs in jobs that accel.submit(FUNCTION) makes: submit the function")
     backends: Mapping[str, str] = {}
     if isinstance(resolved.target, Identifies):
         try:
@@ -97,7 +113,7 @@ def create_records(store: Store, resolved: ResolvedTarget, jobs: Sequence[tuple[
 
     def create(job: tuple[str, JobSpec, Plan]) -> Record:
         name, kind, backend = resolved.name, resolved.kind, backends.get(job[0], "")
-        return store.create(*job, target=name, kind=kind, options=resolved.options, backend=backend)
+        return store.create(*job, target=name, kind=kind, options=resolved.options, backend=backend, files=files)
 
     return for_each(create, jobs)
 

@@ -139,7 +139,7 @@ def _delete(api: Api, path: str, job: str, remaining: dict[str, str]) -> None:
 def _objects_by_name(api: Api, options: KubernetesOptions, jobs: Sequence[Native]) -> Iterator[tuple[str, str]]:
     """Yield (path, job id) of objects that have the name of the job's object and were created before it."""
     for native in jobs:
-        if native.workload == "trainjob":
+        if native.workload == "trainjob" and options.runtime is None:
             yield api.path(RUNTIME_API_VERSION, RUNTIME_PLURAL, native.name, namespace=native.namespace), native.job_id
         if options.volcano_queue is not None and native.workload in ("job", "jobset"):
             yield api.path(POD_GROUP, "podgroups", native.name, namespace=native.namespace), native.job_id

@@ -21,6 +21,7 @@ SPEC = "accel.dev/spec"
 REPORT, REPORTED, NOT_REPORTED = "accel.dev/report", "launcher", "none"
 END = "accel.dev/end"  # the failure, recorded before the pods are gone
 MANAGED_BY = "app.kubernetes.io/managed-by"
+MANAGER = "accel.dev/submit"  # of the runtime patch in a TrainJob
 KUEUE_QUEUE = "kueue.x-k8s.io/queue-name"
 KUEUE_PRIORITY = "kueue.x-k8s.io/priority-class"
 # A label and an annotation of a JobSet's Jobs and pods.

@@ -34,6 +34,9 @@ _TOPOLOGY_FORM = re.compile(r"[1-9]\d*(x[1-9]\d*){1,2}")
 _QUANTITY = re.compile(r"\d+(\.\d+)?([eE]\d+|[numkMGTPE]|[KMGTPE]i)?\Z")
 _RESERVED_MOUNTS = ("/accel", "/accel/code", "/accel/home", "/accel/packed", "/accel-code", "/dev/shm")
 _MAX_ID = 2**31 - 1
+# Options that a TrainJob cannot set in a ClusterTrainingRuntime (`PodSpecPatch` in
+# https://github.com/kubeflow/trainer/blob/master/pkg/apis/trainer/v1alpha1/trainjob_types.go).
+_SET_BY_RUNTIME = ("host_network", "image_pull_policy", "pod_patch", "priority_class", "volcano_queue")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +95,7 @@ class KubernetesOptions:
     namespace:       the namespace of all objects; default: the context's.
     workload:        pytorchjob (Kubeflow's training operator), jobset, job (Indexed Job and a Service, without an
                      operator) or trainjob (Kubeflow Trainer v2).
+    runtime:         a ClusterTrainingRuntime for TrainJobs, instead of a TrainingRuntime of each job's own.
     image:           the container image of jobs without --image.
     image_pull_policy, image_pull_secrets, service_account, priority_class: as in a pod.
     python:          the interpreter in the image that has accel; default: the command `accel` on the PATH.
@@ -112,7 +116,7 @@ class KubernetesOptions:
     accelerators:    the values of --accelerator, instead of `gpu_label`: name -> node labels.
     resources:       further resources of each pod: `{rdma/hca_shared_devices_a: 1, ephemeral-storage: 100Gi}`.
     host_network:    the pods use their nodes' network.
-    ipc_lock:        the pods may pin memory (RDMA). `host_network`, `ipc_lock` and a volume's `host_path` need
+    ipc_lock:        the pods may pin memory (RDMA, TPUs). `host_network`, `ipc_lock` and a volume's `host_path` need
                      `pod_security: privileged`.
     node_selector, tolerations, affinity, volumes: the nodes that pods may run on, and the pods' mounts.
     queue, queue_priority: Kueue's LocalQueue and WorkloadPriorityClass.
@@ -130,6 +134,7 @@ class KubernetesOptions:
     context: str | None = None
     namespace: str | None = None
     workload: Workload = "pytorchjob"
+    runtime: str | None = None
     image: str | None = None
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = None
     image_pull_secrets: tuple[str, ...] = ()
@@ -197,6 +202,7 @@ def _problems(options: KubernetesOptions) -> Iterator[str]:
     yield from _label_problems(options)
     yield from _placement_problems(options)
     yield from _slice_problems(options)
+    yield from _runtime_problems(options)
     yield from _queue_problems(options)
     yield from _security_problems(options)
     if not 0 < options.start_timeout_s < float("inf"):
@@ -209,12 +215,15 @@ def _problems(options: KubernetesOptions) -> Iterator[str]:
         value = getattr(options, key)
         if value is not None and not is_word(value):
             yield f"{key} must be one word, not {value!r}"
+    if (options.python or "").startswith("~"):
+        yield f"python: {options.python}: an image has no home directory. Write an absolute path"
 
 
 def _name_problems(options: KubernetesOptions) -> Iterator[str]:
     if options.namespace is not None and not names.is_label(options.namespace):
         yield f"namespace must consist of lowercase letters, digits and hyphens (63 at most), not {options.namespace!r}"
-    for key in ("service_account", "priority_class", "code_claim", "queue", "queue_priority", "volcano_queue"):
+    others = ("service_account", "priority_class", "code_claim", "queue", "queue_priority", "volcano_queue")
+    for key in ("runtime", *others):
         value = getattr(options, key)
         if value is not None and not names.is_subdomain(value):
             yield f"{key} must be an object's name (lowercase letters, digits, hyphens, dots), not {value!r}"
@@ -338,6 +347,18 @@ def _slice_problems(options: KubernetesOptions) -> Iterator[str]:
             yield f"{key}: slices always use {tpu_name}: leave it out"
     if TPU_TOPOLOGY in options.node_selector:
         yield f"node_selector: {TPU_TOPOLOGY} is set by tpu_topology: leave it out"
+
+
+def _runtime_problems(options: KubernetesOptions) -> Iterator[str]:
+    if options.runtime is None:
+        return
+    if options.workload != "trainjob":
+        yield f"runtime: {options.runtime} needs workload: trainjob, not {options.workload}"
+    if options.code != "image":
+        yield "runtime needs code: image, since a TrainJob cannot add the init container that delivers code"
+    for key in _SET_BY_RUNTIME:
+        if getattr(options, key):
+            yield f"{key}: a TrainJob cannot set it: leave it out, since the runtime {options.runtime} decides"
 
 
 def _queue_problems(options: KubernetesOptions) -> Iterator[str]:

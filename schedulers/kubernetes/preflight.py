@@ -89,7 +89,7 @@ def required_permissions(options: KubernetesOptions) -> dict[tuple[str, str], tu
         permissions["", "pods"] += ("create", "delete")
         permissions["", "pods/exec"] = _EXEC
         permissions["", "persistentvolumeclaims"] = ("get",)
-    if options.workload == "trainjob":
+    if options.workload == "trainjob" and options.runtime is None:
         permissions[_group(RUNTIME_API_VERSION), RUNTIME_PLURAL] = ("create", "get", "patch", "delete")
     if options.has_pod_group:
         permissions[_group(POD_GROUP), "podgroups"] = ("create", "get", "patch", "delete")

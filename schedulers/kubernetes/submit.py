@@ -44,8 +44,8 @@ _MAX_TRIES = 5
 _GONE_S = 10.0  # for which a deleted object may take to be gone
 # Transient refusals are retried for this long, with pauses that grow between these limits.
 _TRANSIENT_S, _MIN_PAUSE_S, _MAX_PAUSE_S = 20.0, 0.1, 1.0
-# Trainer looks for the runtime in a cache, which may lag behind.
-_NO_RUNTIME_YET = "must be created before the TrainJob"
+# Trainer looks for the job's own runtime in a cache, which may lag behind.
+_NO_RUNTIME_YET = "specified trainingRuntime must be created before the TrainJob"
 
 logger = logging.getLogger(__name__)
 progress = logging.getLogger("schedulers.progress")
@@ -149,7 +149,7 @@ def _post_with_retries(api: Api, manifest: Object) -> dict[str, Any]:
 
 
 def lacks_runtime(error: ApiError) -> bool:
-    """Return True if Trainer's webhook refuses a TrainJob because it sees no runtime of that name.
+    """Return True if Trainer's webhook refuses a TrainJob because it sees no TrainingRuntime of that name.
 
     https://github.com/kubeflow/trainer/blob/master/pkg/runtime/core/trainingruntime.go (`ValidateObjects`)
     """

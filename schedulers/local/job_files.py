@@ -11,7 +11,6 @@ logs/                   see `schedulers.store.log_lines`; launch.jsonl: `accel l
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import fcntl
 import json
@@ -95,7 +94,7 @@ class JobFiles:
         except OSError as error:
             raise Unreachable(self._unknown(f"its lock cannot be tested ({error.strerror})")) from None
         supervisor = self.supervisor()
-        if supervisor is None or supervisor.same_boot() or _on_disk_of_this_machine(path):
+        if supervisor is None or supervisor.same_boot() or on_disk_of_this_machine(path):
             return False
         raise Unreachable(self._unknown("its lock is free, but this machine may not see the locks of others"))
 
@@ -155,10 +154,12 @@ class JobFiles:
             raise StoreError(f"{self.directory / name} is damaged: {error}") from None
 
 
-def _on_disk_of_this_machine(path: Path) -> bool:
+def on_disk_of_this_machine(path: Path) -> bool:
     """Return True for a file system that no other machine can have mounted meanwhile, by statfs(2)."""
     if sys.platform != "linux":
         return False
+    import ctypes  # not needed to submit
+
     buffer = ctypes.create_string_buffer(1024)  # struct statfs, of at most 120 bytes; it begins with the type
     if ctypes.CDLL(None, use_errno=True).statfs(os.fsencode(path), buffer) != 0:
         return False

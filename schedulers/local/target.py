@@ -15,9 +15,10 @@ from typing import Any, ClassVar
 from ..clean_env import outside_any_job
 from ..config import secrets
 from ..errors import SchedulerError, SpecError, StoreError, SubmitError, Unreachable
-from ..job import Cursor, JobSpec, LogLine, Reason, Resources, State, Status
+from ..job import Cursor, JobSpec, LogLine, Reason, State, Status
 from ..node.logs import last_line
-from ..processes import JOB_MARK, end_all, python_module, with_variable
+from ..printable import one_line
+from ..processes import JOB_MARK, end_all, python_module, signal_name, with_variable
 from ..store import atomic_files, log_lines
 from ..target import Plan, TargetContext, require_answers
 from .job_files import SCHEMA, JobFiles
@@ -90,8 +91,8 @@ class LocalTarget:
     def admit(self, spec: JobSpec) -> None:
         """Reject secrets that are not set, and more GPUs or processors than this machine has."""
         secrets.values(spec.secrets)
-        if spec.resources.gpus or spec.resources.cpus:
-            _check_machine(spec.resources)
+        if spec.resources.gpus or spec.resources.cpus or spec.procs_per_node:
+            _check_machine(spec, cpu_only=self._options.cpu)
 
     def submit(self, plan: Plan) -> str:
         """Start the supervisor, unless this job has one or has had one. Raises SubmitError."""
@@ -233,7 +234,7 @@ def _accel(python: str | None) -> list[str]:
 
     The installed script is preferred: `python -m accel` would look for packages in the job's directory first.
     """
-    interpreter = python or sys.executable
+    interpreter = os.path.expanduser(python or sys.executable)
     script = os.path.join(os.path.dirname(interpreter), "accel")
     return [script] if os.path.exists(script) else [interpreter, "-m", "accel"]
 
@@ -255,23 +256,41 @@ def _warnings(spec: JobSpec) -> tuple[str, ...]:
     return tuple(f"{name} is not enforced on the local target" for name in unenforced)
 
 
-def _check_machine(resources: Resources) -> None:
-    devices = find_devices()
+def _check_machine(spec: JobSpec, *, cpu_only: bool) -> None:
+    resources, devices = spec.resources, find_devices()
     gpus = len(devices["ids"]) if devices["kind"] in ("cuda", "xpu") else 0
     if resources.gpus > gpus:
-        available = f"{gpus} GPU{'s' if gpus > 1 else ''}" if gpus else "no GPU"
+        available = _count(gpus, "GPU") if gpus else "no GPU"
         raise SpecError(f"--gpus {resources.gpus}: this machine has {available} (nvidia-smi lists them)")
+    if gpus and not cpu_only and (spec.procs_per_node or 0) > gpus:
+        raise SpecError(
+            f"--procs-per-node {spec.procs_per_node}: this machine has {_count(gpus, 'GPU')} (nvidia-smi lists them), "
+            "and every process needs one; `cpu: true` in the target uses processors"
+        )
     if (resources.cpus or 0) > devices["cpus"]:
-        available = f"{devices['cpus']} processor{'s' if devices['cpus'] > 1 else ''}"
+        available = _count(devices["cpus"], "processor")
         raise SpecError(f"--cpus {resources.cpus}: this process may use {available} (nproc counts them)")
 
 
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 def find_devices() -> dict[str, Any]:
-    """Return the devices that `accel launch` would find here, from a process of its own."""
+    """Return the devices that `accel launch` would find here, from a process of its own.
+
+    Raises SubmitError, with its last line, if a driver's library ends that process.
+    """
     import subprocess
 
-    completed = subprocess.run(python_module("accel.launch.devices"), stdout=subprocess.PIPE, check=True)
-    devices: dict[str, Any] = json.loads(completed.stdout)
+    probe = subprocess.run(python_module("accel.launch.devices"), capture_output=True)
+    if probe.returncode != 0:
+        code = probe.returncode
+        outcome = f"was killed by {signal_name(-code)}" if code < 0 else f"failed with exit code {code}"
+        lines = probe.stderr.decode(errors="replace").strip().splitlines() or ["it printed nothing"]
+        hint = "`python -m accel.launch.devices` shows it"
+        raise SubmitError(f"the probe for this machine's devices {outcome}: {one_line(lines[-1])} ({hint})")
+    devices: dict[str, Any] = json.loads(probe.stdout)
     return devices
 
 

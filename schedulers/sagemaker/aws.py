@@ -15,6 +15,9 @@ from .request import Account
 _INSTALL = "the package boto3 is not installed: pip install 'accel-launch[sagemaker]'"
 _INSTALL_SDK = "the package sagemaker 3 is not installed: pip install 'accel-launch[sagemaker-sdk]'"
 _LOGIN = "log in again (aws sso login, aws configure, or new values of AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY)"
+# A call without a response fails within a minute; transfers to S3 have longer.
+ATTEMPTS, CONNECT_S, REPLY_S = 3, 5.0, 14.0
+PAUSES_S = 3.0  # botocore's longest between so many attempts
 # Error codes of any operation, by their cause.
 _STALE = ("ExpiredToken", "ExpiredTokenException", "RequestExpired", "TokenRefreshRequired")
 _UNKNOWN = ("InvalidClientTokenId", "UnrecognizedClientException", "InvalidAccessKeyId", "SignatureDoesNotMatch")
@@ -25,16 +28,16 @@ _BUSY = ("Throttling", "ThrottlingException", "TooManyRequestsException", "Reque
 class AwsError(SchedulerError):
     """AWS refused a request. `code`: its error code."""
 
-    def __init__(self, message: str, code: str, detail: str) -> None:
+    def __init__(self, message: str, code: str) -> None:
         super().__init__(message)
-        self.code, self.detail = code, detail
+        self.code = code
 
 
 class Aws:
     """The clients of one account and region. Thread-safe."""
 
     def __init__(self, options: SageMakerOptions, target: str) -> None:
-        self._options, self.label = options, f"target {target}"
+        self._options, self.target, self.label = options, target, f"target {target}"
 
     @functools.cached_property
     def _session(self) -> Any:
@@ -57,8 +60,9 @@ class Aws:
         session = self._session
         from botocore.config import Config
 
-        retries = {"mode": "adaptive", "max_attempts": 6}
-        config = Config(retries=retries, connect_timeout=10, read_timeout=60, max_pool_connections=16)
+        attempts, connect_s, reply_s = (6, 10, 60) if service == "s3" else (ATTEMPTS, CONNECT_S, REPLY_S)
+        retries = {"mode": "adaptive", "total_max_attempts": attempts}
+        config = Config(retries=retries, connect_timeout=connect_s, read_timeout=reply_s, max_pool_connections=16)
         with self.translated_errors(f"use {service}"):
             return session.client(service, region_name=self.region, config=config)
 
@@ -114,15 +118,13 @@ class Aws:
             return CredentialsExpired(f"{self.label}: the credentials have expired; {_LOGIN}")
         if code in _UNKNOWN:
             return CredentialsExpired(f"{self.label}: AWS does not know these credentials ({code}); {_LOGIN}")
-        problem = f"{action}: {message}"
-        if code in _DENIED:
-            problem = f"AWS does not allow {problem}"
-        elif code == "ResourceLimitExceeded":
+        problem = f"AWS does not allow {action}: {message}" if code in _DENIED else f"{action}: {message}"
+        if code == "ResourceLimitExceeded":
             remedy = "request a higher quota (Service Quotas, Amazon SageMaker), or choose another instance_type"
             problem = f"{message}: {remedy}"
         elif code in ("NoSuchBucket", "404", "NoSuchKey"):
             problem = f"{problem} (s3_output_path)"
-        return AwsError(f"{self.label}: {problem}", code, message)
+        return AwsError(f"{self.label}: {problem}", code)
 
     def resolve_account(self) -> Account:
         """Return the account data that the plan left open. Raises SubmitError, ConfigError, Unreachable."""

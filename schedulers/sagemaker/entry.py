@@ -1,7 +1,7 @@
 """The entry program of a training job's container: it unpacks the code and accel, and runs `accel launch`.
 
-It is sent as this one file and needs no package; from Python 3.8 on it can report why it cannot continue. It
-reads the files next to it (`/opt/ml/input/data/code`), and writes the job's first error to
+It is sent as this one file and needs only the accel that it unpacks; from Python 3.8 on it can report why it cannot
+continue. It reads the files next to it (`/opt/ml/input/data/code`), and writes the job's first error to
 `/opt/ml/output/failure`.
 
 https://docs.aws.amazon.com/sagemaker/latest/dg/your-algorithms-training-algo.html
@@ -47,9 +47,9 @@ def main() -> int:
         with open(os.path.join(channel, "job.json"), encoding="utf-8") as file:
             settings = json.load(file)
         os.makedirs(work_dir, exist_ok=True)
+        check()
         unpack(channel, work_dir, settings)
         env = environment(root, work_dir, settings)
-        check()
         prepare(os.path.join(work_dir, "code", settings["workdir"]), settings, env)
         return run(root, work_dir, settings, env)
     except EntryError as error:
@@ -62,7 +62,7 @@ def main() -> int:
 
 
 def unpack(channel: str, work_dir: str, settings: dict[str, Any]) -> None:
-    """Unpack the code directory, and accel next to it."""
+    """Unpack accel, and the code directory next to it."""
     for name, digest in settings["files"].items():
         if digest_of(os.path.join(channel, name)) != digest:
             raise EntryError(f"{name} is not what was submitted: its sha256 is another")
@@ -70,11 +70,13 @@ def unpack(channel: str, work_dir: str, settings: dict[str, Any]) -> None:
     for path in (code, accel, os.path.join(work_dir, "logs")):
         shutil.rmtree(path, ignore_errors=True)
         os.makedirs(path)
-    with tarfile.open(os.path.join(channel, "code.tar.gz"), "r:gz", encoding="utf-8", errors="surrogateescape") as tar:
-        extract_options: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
-        tar.extractall(code, **extract_options)
     with zipfile.ZipFile(os.path.join(channel, settings["wheel"])) as wheel:
         wheel.extractall(accel)
+    sys.path.insert(0, accel)
+    from schedulers.node.archive import extract
+
+    with tarfile.open(os.path.join(channel, "code.tar.gz"), "r:gz", encoding="utf-8", errors="surrogateescape") as tar:
+        extract(tar, code)
 
 
 def digest_of(path: str) -> str:
@@ -89,12 +91,11 @@ def environment(root: str, work_dir: str, settings: dict[str, Any]) -> dict[str,
     """Return the ranks' environment: the variables of SageMaker's toolkit, and the job's own."""
     env = dict(os.environ)
     env["PYTHONPATH"] = os.pathsep.join([os.path.join(work_dir, "accel"), *filter(None, [env.get("PYTHONPATH")])])
-    env.setdefault("SM_MODEL_DIR", os.path.join(root, "model"))
-    env.setdefault("SM_OUTPUT_DATA_DIR", os.path.join(root, "output", "data"))
-    data = os.path.join(root, "input", "data")
-    for channel in sorted(os.listdir(data)):
-        env.setdefault(f"SM_CHANNEL_{channel.upper()}", os.path.join(data, channel))
     resource_config = resources(root)
+    from schedulers.sagemaker import toolkit_env  # of the accel that `unpack` brought
+
+    program = str(settings["spec"]["argv"][0])
+    env = {**toolkit_env.variables(root, resource_config, os.path.join(work_dir, "code"), program, env), **env}
     interface = resource_config.get("network_interface_name")
     if interface in {name for _, name in socket.if_nameindex()}:
         env.setdefault("NCCL_SOCKET_IFNAME", interface)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -11,7 +12,7 @@ from ..errors import SpecError, nearest
 from ..job import JobSpec
 
 KIND = "sagemaker"
-_MAX_GRACE_S = 120.0  # SIGKILL follows
+GRACE_S = 120.0  # from SIGTERM to SIGKILL, whatever a job asks (API_StopTrainingJob)
 _PREFIXES = ("secretsmanager:", "ssm:")
 
 
@@ -75,6 +76,14 @@ def check(spec: JobSpec, options: SageMakerOptions, target: str) -> None:
     """Raise SpecError for a job that SageMaker cannot run."""
     for problem in _problems(spec, options):
         raise SpecError(f"target {target}: {problem}")
+    if spec.calls_function:
+        image, here = str(spec.image or options.image), ".".join(map(str, sys.version_info[:2]))
+        tag = re.search(r":[^/]*-py(\d)(\d+)", image_address(image, "", options.instance_type, f"target {target}"))
+        if tag is not None and ".".join(tag.groups()) != here:
+            raise SpecError(
+                f"target {target}: {image} has Python {'.'.join(tag.groups())}, and this is Python {here}: functions "
+                "need the same version on both sides"
+            )
 
 
 def processes(spec: JobSpec, options: SageMakerOptions) -> int:
@@ -96,24 +105,32 @@ def _problems(spec: JobSpec, options: SageMakerOptions) -> Iterator[str]:
             yield f"{flag}: fixed by instance_type ({options.instance_type}); choose another"
     if resources.accelerator is not None:
         yield f"--accelerator {resources.accelerator}: fixed by instance_type ({options.instance_type})"
-    if spec.grace_s > _MAX_GRACE_S:
+    if spec.grace_s > GRACE_S:
         yield f"--grace {spec.grace_s:g}: SageMaker kills 120 s after SIGTERM; give 120 or less"
+    if options.instance_type in ("local", "local_gpu"):
+        yield (
+            f"instance_type: {options.instance_type} is the local mode of SageMaker's SDK. To run on this machine, "
+            "write accel launch TRAIN.py or accel submit --target local TRAIN.py, without this file or target"
+        )
     type_gpus = gpus(options.instance_type)
     if resources.gpus and type_gpus is not None and resources.gpus != type_gpus:
         yield f"--gpus {resources.gpus}: an {options.instance_type} has {type_gpus}"
     if type_gpus is None and not resources.gpus and spec.procs_per_node is None and not options.cpu:
-        yield f"unknown number of GPUs of {options.instance_type}: set --gpus or --procs-per-node"
+        known = nearest(options.instance_type, (f"ml.{family}.{size}" for family in _GPUS for size in _GPUS[family]))
+        yield f"unknown number of GPUs of {options.instance_type}{known}: set --gpus or --procs-per-node"
     if options.enable_network_isolation:
         if options.requirements is not None:
             yield "requirements: pip has no network under enable_network_isolation; install them in the image"
-        if spec.secrets and not options.subnets:
-            yield "--secret: not readable under enable_network_isolation without subnets"
+        if spec.secrets:
+            yield "--secret: the container has no network under enable_network_isolation, with subnets too"
     for name, reference in spec.secrets.items():
         if not reference.startswith(_PREFIXES):
             yield (
                 f"--secret {name}: {reference.partition(':')[0]}: is not supported: store the value in AWS, "
                 "and give secretsmanager:ID[#KEY] or ssm:NAME"
             )
+    if options.python.startswith("~"):
+        yield f"python: {options.python}: an image has no home directory. Write an absolute path"
     if bool(options.subnets) != bool(options.security_group_ids):
         yield "subnets and security_group_ids go together"
     if options.enable_managed_spot_training:
@@ -138,39 +155,36 @@ def warnings(spec: JobSpec, options: SageMakerOptions) -> Iterator[str]:
 
 _NAMED = "pytorch:"
 # Version -> the tag of its Python. The torch of older images is too old for accel.
-VERSIONS = {"2.6.0": "py312", "2.7.1": "py312", "2.8.0": "py312"}
-NEWEST = "2.8.0"
+VERSIONS = {"2.6.0": "py312", "2.7.1": "py312", "2.8.0": "py312", "2.9.0": "py312", "2.10.0": "py313"}
+NEWEST = [*VERSIONS][-1]
 _COMMON = "763104351884"
 _REGISTRIES = {
-    "af-south-1": "626614931356", "ap-east-1": "871362719292", "ap-northeast-3": "364406365360",
-    "ap-south-2": "772153158452", "ap-southeast-3": "907027046896", "ap-southeast-4": "457447274322",
-    "ap-southeast-5": "550225433462", "ap-southeast-7": "590183813437", "ca-west-1": "204538143572",
-    "cn-north-1": "727897471807", "cn-northwest-1": "727897471807", "eu-central-2": "380420809688",
-    "eu-south-1": "692866216735", "eu-south-2": "503227376785", "il-central-1": "780543022126",
-    "me-central-1": "914824155844", "me-south-1": "217643126080", "mx-central-1": "637423239942",
-    "us-gov-east-1": "446045086412", "us-gov-west-1": "442386744353", "us-iso-east-1": "886529160074",
-    "us-isob-east-1": "094389454867",
+    "af-south-1": "626614931356", "ap-east-1": "871362719292", "ap-east-2": "975050140332",
+    "ap-northeast-3": "364406365360", "ap-south-2": "772153158452", "ap-southeast-3": "907027046896",
+    "ap-southeast-4": "457447274322", "ap-southeast-5": "550225433462", "ap-southeast-6": "633930458069",
+    "ap-southeast-7": "590183813437", "ca-west-1": "204538143572", "cn-north-1": "727897471807",
+    "cn-northwest-1": "727897471807", "eu-central-2": "380420809688", "eu-isoe-west-1": "371248457586",
+    "eu-south-1": "692866216735", "eu-south-2": "503227376785", "eusc-de-east-1": "204133271717",
+    "il-central-1": "780543022126", "me-central-1": "914824155844", "me-south-1": "217643126080",
+    "me-west-1": "124382933778", "mx-central-1": "637423239942", "us-gov-east-1": "446045086412",
+    "us-gov-west-1": "442386744353", "us-iso-east-1": "886529160074", "us-isob-east-1": "094389454867",
+    "us-isof-east-1": "303241398832", "us-isof-south-1": "454834333376",
 }  # fmt: skip
-_SUFFIXES = {"cn-": "amazonaws.com.cn", "us-iso-": "c2s.ic.gov", "us-isob-": "sc2s.sgov.gov"}
+_SUFFIXES = {
+    "cn-": "amazonaws.com.cn", "us-iso-": "c2s.ic.gov", "us-isob-": "sc2s.sgov.gov", "us-isof-": "csp.hci.ic.gov",
+    "eu-isoe-": "cloud.adc-e.uk", "eusc-": "amazonaws.eu",
+}  # fmt: skip
 
 _INSTANCE = re.compile(r"ml\.(?P<family>[a-z0-9-]+)\.(?P<size>[a-z0-9]+)\Z")
-# Family -> GPUs by size; "" is every size that is not named.
+_ONE_GPU = dict.fromkeys(("xlarge", "2xlarge", "4xlarge", "8xlarge", "16xlarge"), 1)
+_G5 = {**_ONE_GPU, "12xlarge": 4, "24xlarge": 4, "48xlarge": 8}
+# Family -> GPUs by size.
 _GPUS: dict[str, dict[str, int]] = {
-    "p2": {"xlarge": 1, "8xlarge": 8, "16xlarge": 16},
-    "p3": {"2xlarge": 1, "8xlarge": 4, "16xlarge": 8},
-    "p3dn": {"24xlarge": 8},
-    "p4d": {"24xlarge": 8},
-    "p4de": {"24xlarge": 8},
-    "p5": {"4xlarge": 1, "48xlarge": 8},
-    "p5e": {"48xlarge": 8},
-    "p5en": {"48xlarge": 8},
-    "p6-b200": {"48xlarge": 8},
-    "p6-b300": {"48xlarge": 8},
-    "g4dn": {"12xlarge": 4, "": 1},
-    "g5": {"12xlarge": 4, "24xlarge": 4, "48xlarge": 8, "": 1},
-    "g6": {"12xlarge": 4, "24xlarge": 4, "48xlarge": 8, "": 1},
-    "g6e": {"12xlarge": 4, "24xlarge": 4, "48xlarge": 8, "": 1},
-}
+    "p2": {"xlarge": 1, "8xlarge": 8, "16xlarge": 16}, "p3": {"2xlarge": 1, "8xlarge": 4, "16xlarge": 8},
+    "p3dn": {"24xlarge": 8}, "p4d": {"24xlarge": 8}, "p4de": {"24xlarge": 8}, "p5": {"4xlarge": 1, "48xlarge": 8},
+    "p5e": {"48xlarge": 8}, "p5en": {"48xlarge": 8}, "p6-b200": {"48xlarge": 8}, "p6-b300": {"48xlarge": 8},
+    "g4dn": {**_ONE_GPU, "12xlarge": 4}, "g5": _G5, "g6": _G5, "g6e": _G5,
+}  # fmt: skip
 _ACCELERATED = re.compile(r"(p|g|trn|inf|dl)\d")  # GPUs, or AWS's and Habana's chips
 
 
@@ -205,5 +219,5 @@ def gpus(instance_type: str) -> int | None:
         return None
     sizes = _GPUS.get(match["family"])
     if sizes is not None:
-        return sizes.get(match["size"], sizes.get(""))
+        return sizes.get(match["size"])
     return None if _ACCELERATED.match(match["family"]) else 0

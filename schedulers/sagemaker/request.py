@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 import math
 import re
@@ -23,7 +24,7 @@ JOB_ID, DIGEST = "accel.dev/job-id", "accel.dev/digest"
 CHANNEL = "code"
 DIRECTORY = f"/opt/ml/input/data/{CHANNEL}"
 ENTRY, SETTINGS, CODE = "entry.py", "job.json", "code.tar.gz"
-_DAY_S = 86_400
+_DAY_S, _MAX_DAYS = 86_400, 28
 # Option -> the path of its unchanged value in the request.
 FIELDS: Mapping[str, tuple[str, ...]] = {
     "instance_type": ("ResourceConfig", "InstanceType"),
@@ -63,17 +64,12 @@ FIELD_SOURCES: Mapping[tuple[str, ...], str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Account:
-    """Account data that only AWS knows; by default, placeholders."""
+    """Account data that only AWS knows; by default, placeholders. The region may be in the options."""
 
     account: str = "{account}"
     region: str = "{region}"
     partition: str = "{partition}"
     role_arn: str | None = None
-
-
-def account_from_options(options: SageMakerOptions) -> Account:
-    """Return the account data that the options contain."""
-    return Account(region=options.region or Account.region)
 
 
 def root(options: SageMakerOptions, account: Account) -> str:
@@ -88,10 +84,12 @@ def input_uri(options: SageMakerOptions, account: Account, job_id: str) -> str:
 
 
 def build(spec: JobSpec, options: SageMakerOptions, job_id: str, account: Account, target: str) -> dict[str, Any]:
-    """Build the request, without the tag that identifies its content. Raises SpecError."""
+    """Build the request, without the tag that identifies its content. Raises SpecError if the API would reject it."""
     image = str(spec.image or options.image)
     if account.region != Account.region or not is_named_image(image):
         image = image_address(image, account.region, options.instance_type, f"target {target}")
+    code = {"S3DataType": "S3Prefix", "S3Uri": input_uri(options, account, job_id),
+            "S3DataDistributionType": "FullyReplicated"}  # fmt: skip
     job_request: dict[str, Any] = {
         "TrainingJobName": object_name(spec.name, job_id),
         "RoleArn": account.role_arn or _role(options.role, account),
@@ -99,10 +97,12 @@ def build(spec: JobSpec, options: SageMakerOptions, job_id: str, account: Accoun
             "TrainingImage": image,
             "TrainingInputMode": "File",
             "ContainerEntrypoint": [options.python, f"{DIRECTORY}/{ENTRY}"],
-            **({"MetricDefinitions": [_camel(definition) for definition in options.metric_definitions]}
-               if options.metric_definitions else {}),
+            **({"MetricDefinitions": _camel(options.metric_definitions)} if options.metric_definitions else {}),
         },
-        "InputDataConfig": [_code_channel(options, account, job_id), *map(_camel, options.input_data_config)],
+        "InputDataConfig": [
+            {"ChannelName": CHANNEL, "DataSource": {"S3DataSource": code}, "InputMode": "File"},
+            *_camel(options.input_data_config),
+        ],
         "OutputDataConfig": {"S3OutputPath": root(options, account)},
         "ResourceConfig": {"InstanceCount": spec.nodes},
         "StoppingCondition": {"MaxRuntimeInSeconds": math.ceil(spec.time_limit_s or _DAY_S)},
@@ -119,7 +119,9 @@ def build(spec: JobSpec, options: SageMakerOptions, job_id: str, account: Accoun
         job_request["CheckpointConfig"] = {
             "S3Uri": options.checkpoint_s3_uri.replace("{id}", job_id), "LocalPath": options.checkpoint_local_path
         }  # fmt: skip
-    return dict(_merge_patch(job_request, options.patch))
+    job_request = dict(_merge_patch(job_request, options.patch))
+    _check_limits(job_request, target)
+    return job_request
 
 
 def with_digest(request: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -162,15 +164,6 @@ def _launch(spec: JobSpec, options: SageMakerOptions) -> list[str]:
     return [*arguments, "--", *spec.argv]
 
 
-def _code_channel(options: SageMakerOptions, account: Account, job_id: str) -> dict[str, Any]:
-    source = {
-        "S3DataType": "S3Prefix",
-        "S3Uri": input_uri(options, account, job_id),
-        "S3DataDistributionType": "FullyReplicated",
-    }
-    return {"ChannelName": CHANNEL, "DataSource": {"S3DataSource": source}, "InputMode": "File"}
-
-
 def _role(role: str, account: Account) -> str:
     return role if role.startswith("arn:") else f"arn:{account.partition}:iam::{account.account}:role/{role}"
 
@@ -209,13 +202,29 @@ _KINDS: dict[str, Any] = {
 _Path = tuple[str, ...]
 
 
-def check_limits(request: Mapping[str, Any], target: str) -> None:
+def _check_limits(request: Mapping[str, Any], target: str) -> None:
     """Raise SpecError, naming the flag or option, for a value that the API rejects. Without botocore, do nothing."""
     model = _model()
     if model is None:
         return
-    for path, problem in _problems(model, request, ()):
+    for path, problem in itertools.chain(_problems(model, request, ()), _textual_rules(request)):
         raise SpecError(f"target {target}: {_origin(path)}: {problem}")
+
+
+def _textual_rules(request: Mapping[str, Any]) -> Iterator[tuple[_Path, str]]:
+    """Check what the API's pages state in their text only: API_StoppingCondition, API_Channel and API_Tag."""
+    limits = request.get("StoppingCondition", {})
+    run_s, wait_s = limits.get("MaxRuntimeInSeconds", _DAY_S), limits.get("MaxWaitTimeInSeconds")
+    if run_s > _MAX_DAYS * _DAY_S:
+        yield ("StoppingCondition", "MaxRuntimeInSeconds"), f"{run_s} s is above AWS's limit of {_MAX_DAYS} days"
+    if wait_s is not None and wait_s < run_s:
+        problem = f"{wait_s} is below the run time (--time-limit), {run_s} s, which it includes"
+        yield ("StoppingCondition", "MaxWaitTimeInSeconds"), problem
+    if [channel["ChannelName"] for channel in request.get("InputDataConfig", ())].count(CHANNEL) > 1:
+        yield ("InputDataConfig",), f"the channel {CHANNEL} is accel's own: choose another channel_name"
+    for tag in request.get("Tags", ()):
+        if tag["Key"].lower().startswith("aws:"):
+            yield ("Tags",), f"{tag['Key']}: AWS reserves names that begin with aws:"
 
 
 def unknown_type(instance_type: str) -> str | None:
@@ -235,9 +244,8 @@ def _model() -> Any:
         import botocore.session
     except ImportError:
         return None
-    return (
-        botocore.session.get_session().get_service_model("sagemaker").operation_model("CreateTrainingJob").input_shape
-    )
+    service = botocore.session.get_session().get_service_model("sagemaker")
+    return service.operation_model("CreateTrainingJob").input_shape
 
 
 def _problems(shape: Any, value: Any, path: _Path) -> Iterator[tuple[_Path, str]]:
@@ -245,10 +253,14 @@ def _problems(shape: Any, value: Any, path: _Path) -> Iterator[tuple[_Path, str]
     if kind in _KINDS and not isinstance(value, _KINDS[kind]):
         yield path, f"expects {'names and values' if kind in ('structure', 'map') else kind}, not {value!r}"
         return
+    is_placeholder = kind == "string" and "{" in value and path[:1] != ("AlgorithmSpecification",)  # AWS has the value
+    if is_placeholder:
+        return
+    if kind in ("list", "map", "string") and not limits.get("min", 0) <= len(value) <= limits.get("max", len(value)):
+        yield path, f"expects a length of {_range(limits)}, not {len(value)}"
     if kind == "structure":
         yield from _members(shape, value, path)
     elif kind in ("list", "map"):
-        yield from _count(value, limits, path)
         items = enumerate(value) if kind == "list" else value.items()
         for key, item in items:
             element_shape = shape.member if kind == "list" else shape.value
@@ -273,21 +285,17 @@ def _members(shape: Any, value: Mapping[str, Any], path: _Path) -> Iterator[tupl
             yield path, f"{key} is missing"
 
 
-def _count(value: Sequence[Any], limits: Mapping[str, Any], path: _Path) -> Iterator[tuple[_Path, str]]:
-    if not limits.get("min", 0) <= len(value) <= limits.get("max", len(value)):
-        yield path, f"expects a length of {_range(limits)}, not {len(value)}"
-
-
 def _text(shape: Any, value: str, path: _Path) -> Iterator[tuple[_Path, str]]:
-    limits = shape.metadata
-    if "{" in value and path[:1] != ("AlgorithmSpecification",):
-        return  # a placeholder for data that only AWS has
-    if not limits.get("min", 0) <= len(value) <= limits.get("max", len(value)):
-        yield path, f"expects a length of {_range(limits)}, not {len(value)}"
-    elif shape.enum and value not in shape.enum and path != _TYPE:
+    if shape.enum and value not in shape.enum and path != _TYPE:
         yield path, f"expects one of {', '.join(shape.enum)}, not {value!r}{nearest(value, shape.enum)}"
-    elif (pattern := limits.get("pattern")) and not re.fullmatch(_python(pattern), value, re.DOTALL):
+    elif path == _TYPE and value not in shape.enum and _family(value) in map(_family, shape.enum):
+        yield path, f"{_family(value)} has no {value}{nearest(value, shape.enum)}; if AWS has it, upgrade boto3"
+    elif (pattern := shape.metadata.get("pattern")) and not re.fullmatch(_python(pattern), value, re.DOTALL):
         yield path, f"must match {pattern}, not {value!r}"
+
+
+def _family(instance_type: str) -> str:
+    return instance_type.rpartition(".")[0]
 
 
 def _python(pattern: str) -> str:

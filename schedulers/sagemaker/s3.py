@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import NotReady, SchedulerError, SubmitError
+from ..node.archive import extract
 from ..store import atomic_files
 from . import request
 from .aws import Aws, AwsError, split
@@ -219,7 +220,7 @@ def _fetch_one(aws: Aws, uri: str, partial: Path, name: str) -> bool:
     _download(aws, bucket, key, archive, size)
     try:
         with tarfile.open(archive, "r:gz") as tar:
-            tar.extractall(partial / name, filter="data")
+            extract(tar, str(partial / name))
     except (tarfile.TarError, EOFError, OSError) as error:
         raise SchedulerError(f"{uri} cannot be unpacked: {error}") from None
     os.unlink(archive)

@@ -57,6 +57,8 @@ _STOPPED: Mapping[str, tuple[State, Reason, str]] = {
     "MaxWaitTimeExceeded": (State.FAILED, Reason.NO_CAPACITY, "max_wait_time_in_seconds passed"),
     "MaxPendingTimeExceeded": (State.FAILED, Reason.NO_CAPACITY, "max_pending_time_in_seconds passed"),
 }
+# AWS answers ValidationException, with a text that may change; the names here are always valid.
+_NO_SUCH_JOB = ("ResourceNotFound", "ValidationException")
 _RESTARTED_STATES = ("Interrupted", "Restarting")
 _CODE = re.compile(r",? *exit code: (\d+)\s*\Z", re.IGNORECASE)
 _OURS = re.compile(r" \[accel (\w+)\]")
@@ -90,14 +92,12 @@ def status_of(job: Mapping[str, Any]) -> Status:
 
 def _details(job: Mapping[str, Any]) -> dict[str, Any]:
     training_s, billable_s = job.get("TrainingTimeInSeconds"), job.get("BillableTimeInSeconds")
-    saving = (
-        1 - billable_s / training_s
-        if job.get("EnableManagedSpotTraining") and training_s and billable_s is not None
-        else None
-    )
+    saving = None
+    if job.get("EnableManagedSpotTraining") and training_s and billable_s is not None:
+        saving = round(100 - 100 * billable_s / training_s)
     return {
         "secondary_status": job.get("SecondaryStatus"), "billable_seconds": billable_s, "training_seconds": training_s,
-        "spot_saving_percent": None if saving is None else round(100 * saving),
+        "spot_saving_percent": saving,
     }  # fmt: skip
 
 
@@ -139,13 +139,10 @@ class Poller:
     def _list_entries(self, since: int, names: set[str]) -> list[dict[str, Any]]:
         """Return the list entries of these jobs, oldest first, from no more pages than needed."""
         created_after = datetime.datetime.fromtimestamp(since - 1, datetime.timezone.utc)
-        parameters = {
-            "CreationTimeAfter": created_after,
-            "SortBy": "CreationTime",
-            "SortOrder": "Ascending",
-            "MaxResults": _PAGE,
-        }
-        entries = self._aws.pages("sagemaker", "list_training_jobs", "TrainingJobSummaries", **parameters)
+        entries = self._aws.pages(
+            "sagemaker", "list_training_jobs", "TrainingJobSummaries", CreationTimeAfter=created_after,
+            SortBy="CreationTime", SortOrder="Ascending", MaxResults=_PAGE,
+        )  # fmt: skip
         return list(itertools.islice((entry for entry in entries if entry["TrainingJobName"] in names), len(names)))
 
     def _described(self, native: Native) -> Status:
@@ -163,7 +160,7 @@ def describe(aws: Aws, name: str) -> dict[str, Any] | None:
     try:
         return aws.call("sagemaker", "describe_training_job", TrainingJobName=name)
     except AwsError as error:
-        if error.code == "ValidationException" and "not found" in error.detail:
+        if error.code in _NO_SUCH_JOB:
             return None
         raise
 

@@ -21,7 +21,7 @@ from . import logs, request, s3
 from . import options as sagemaker_options
 from . import submit as submission
 from .aws import Aws
-from .options import KIND, SageMakerOptions
+from .options import GRACE_S, KIND, SageMakerOptions
 from .status import Native, Poller, describe, stop
 
 _PLUGIN = "session-manager-plugin"
@@ -35,6 +35,7 @@ class SageMakerTarget:
     """A target that runs each job as a training job. Native ids: `region/training job/job id/created`."""
 
     Options: ClassVar[type] = SageMakerOptions
+    grace_s: ClassVar[float] = GRACE_S
 
     def __init__(self, context: TargetContext) -> None:
         self.name = context.name
@@ -58,9 +59,8 @@ class SageMakerTarget:
         """Return the request and the containers' settings, without what only AWS knows. Raises SpecError."""
         options = self._options
         sagemaker_options.check(spec, options, self.name)
-        account = request.account_from_options(options)
+        account = request.Account(region=options.region or request.Account.region)
         job_request = request.build(spec, options, job_id, account, self.name)
-        request.check_limits(job_request, self.name)
         settings = request.settings(spec, options, job_id)
         unknown = request.unknown_type(options.instance_type)
         return Plan(
@@ -131,16 +131,8 @@ class SageMakerTarget:
         parameters = {"Target": f"sagemaker-training-job:{native.name}_algo-{node + 1}"}
         session = self._aws.call("ssm", "start_session", **parameters)
         session_json = json.dumps({key: session[key] for key in ("SessionId", "TokenValue", "StreamUrl")})
-        url = self._aws.client("ssm").meta.endpoint_url
-        command = [
-            program,
-            _SESSION,
-            native.region,
-            "StartSession",
-            self._options.profile or "",
-            json.dumps(parameters),
-            url,
-        ]
+        url, profile = self._aws.client("ssm").meta.endpoint_url, self._options.profile or ""
+        command = [program, _SESSION, native.region, "StartSession", profile, json.dumps(parameters), url]
         previous_handler = signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C is for the shell
         try:
             return subprocess.call(command, env={**os.environ, _SESSION: session_json})
@@ -156,8 +148,7 @@ class SageMakerTarget:
         spec = JobSpec.from_json(plan.settings["spec"])
         try:
             account = self._aws.resolve_account()
-            job_request = request.build(spec, self._options, plan.job_id, account, self.name)
-            request.check_limits(job_request, self.name)
+            request.build(spec, self._options, plan.job_id, account, self.name)
             root = request.root(self._options, account)
             s3.check_bucket(self._aws, root, explicit=self._options.s3_output_path is not None)
         except Unreachable:

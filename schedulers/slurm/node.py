@@ -207,9 +207,11 @@ class Node:
                 signal.signal(signum, signal.SIG_IGN)
 
         with contextlib.ExitStack() as stack:
+            # accel's runtime refuses to be one of several tasks, unless it is meant to be alone as a setup command is.
+            env = self._environment() | ({} if log is None else {"WORLD_SIZE": "1"})
             output = None if log is None else stack.enter_context(open(os.path.join(self._logs, log), "ab"))
             return subprocess.Popen(
-                argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd=workdir, env=self._environment(),
+                argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd=workdir, env=env,
                 preexec_fn=enter,
             )  # fmt: skip
 

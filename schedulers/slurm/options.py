@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ..errors import SpecError
+from ..hosts.jobs.options import check_lines
 from ..hosts.remote_files import ROOT
 from . import sbatch_options as sbatch
 
@@ -109,8 +110,8 @@ def check(options: SlurmOptions, name: str) -> None:
     for key in DIRECTIVES:
         value = getattr(options, key)
         texts = value if isinstance(value, tuple) else (str(value),)
-        if value is not None and not all(text and text.isprintable() for text in texts):
-            raise SpecError(f"{subject}: {key} must be one printable line, not {value!r}")
+        if value is not None and not all(texts):
+            raise SpecError(f"{subject}: {key} must not be empty")
     if options.gres is not None and not _GRES.match(options.gres):
         raise SpecError(f"{subject}: gres must be like gpu:a100:4,nvme:1, not {options.gres!r}")
     if not 0 < options.start_timeout_s < float("inf"):
@@ -119,8 +120,7 @@ def check(options: SlurmOptions, name: str) -> None:
         raise SpecError(f"{subject}: array_throttle must be 1 or more, not {options.array_throttle}")
     if options.slurm_version is not None and not _VERSION.match(options.slurm_version):
         raise SpecError(f"{subject}: slurm_version must be like '23.11', in quotes, not {options.slurm_version!r}")
-    if any("\n" in line or "\0" in line for line in (*options.modules, *options.prologue)):
-        raise SpecError(f"{subject}: an entry of modules or prologue has a line break. Write one line per entry")
+    check_lines(options.modules, options.prologue, subject)
     if any(not argv or not argv[0] for argv in options.setup):
         raise SpecError(f"{subject}: setup: a command has no program")
     _check_login(options, subject)

@@ -6,10 +6,11 @@ version that introduced an option, if later than 20.11.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from ..errors import SpecError, nearest
+from ..errors import SpecError
+from ..hints import hint
 
 Value = Literal["value", "switch", "either"]
 
@@ -47,14 +48,12 @@ _OURS: Mapping[str, str] = {
     "array": "--sweep",
     "chdir": "--code",
     "comment": "nothing: accel finds its jobs by their comments",
-    "cpus-per-task": "--cpus",
     "dependency": "--after",
     "error": "accel logs",
     "export": "--env",
     "gres": "gres: in the target, or --gpus",
     "job-name": "--name",
     "kill-on-invalid-dep": "--after",
-    "mem": "--memory",
     "nodes": "--nodes",
     "no-requeue": "--max-restarts",
     "ntasks": "--procs-per-node",
@@ -70,6 +69,12 @@ _OURS: Mapping[str, str] = {
     "verbose": "--json",
     "wait": "accel wait",
 }
+
+# Options that request GPUs, besides --gres.
+GPUS = ("gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket")
+# Options that request the same resource; sbatch accepts one of them: https://slurm.schedmd.com/sbatch.html
+MEMORY = ("mem", "mem-per-cpu", "mem-per-gpu")
+CPUS = ("cpus-per-task", "cpus-per-gpu")
 
 OPTIONS: Mapping[str, Value] = {
     **dict.fromkeys(_VALUES, "value"),
@@ -90,15 +95,21 @@ def check(options: Mapping[str, str | int | float | bool], subject: str) -> None
         name = key.replace("_", "-")
         kind = OPTIONS.get(name)
         if kind is None:
-            raise SpecError(f"{subject}: sbatch has no option {key!r}{nearest(name, OPTIONS)}")
+            raise SpecError(f"{subject}: sbatch has no option {key!r}{hint(name, OPTIONS, 'sbatch')}")
         if name in _OURS:
             raise SpecError(f"{subject}: accel sets {name!r} itself; use instead: {_OURS[name]}")
         if kind == "value" and isinstance(value, bool):
             raise SpecError(f"{subject}: {key} needs a value")
         if kind == "switch" and not isinstance(value, bool):
             raise SpecError(f"{subject}: {key} is true or false, not {value!r}")
-        if "\n" in str(value) or "\0" in str(value):
-            raise SpecError(f"{subject}: {key} must be one line, not {value!r}")
+    for resource, names in (("memory", MEMORY), ("processors", CPUS)):
+        if len(keys := among(options, names)) > 1:
+            raise SpecError(f"{subject}: {' and '.join(keys)} both request {resource}: keep one")
+
+
+def among(options: Mapping[str, object], names: Sequence[str]) -> list[str]:
+    """Return the keys, in their own spelling, of the options that are among `names`."""
+    return [key for key in options if key.replace("_", "-") in names]
 
 
 def unsupported_options(options: Mapping[str, object], version: str) -> list[str]:

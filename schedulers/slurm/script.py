@@ -10,20 +10,22 @@ from typing import Any
 
 from ..config import secrets
 from ..errors import SpecError
-from ..job import JobSpec
+from ..hosts.jobs.options import module_lines
+from ..job import FUNCTION_TARGETS, JobSpec
+from . import sbatch_options as sbatch
 from .options import DIRECTIVES, SlurmOptions
 
 SCHEMA = 1
 COMMENT = "accel:"
 _BATCH = "slurm/batch.py"
 _MAX_WARNING_S = 65535
-# Options of sbatch that request GPUs, besides --gres.
-_GPU_OPTIONS = ("gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket")
 
 
 def check(spec: JobSpec, options: SlurmOptions, name: str) -> None:
     """Raise SpecError for a job that this target cannot run."""
     subject = f"target {name}"
+    if spec.calls_function and options.login is not None:
+        raise SpecError(f"{subject}: {FUNCTION_TARGETS}")
     if spec.image is not None and options.container is None:
         raise SpecError(f"{subject}: --image needs container: pyxis, apptainer or singularity")
     if options.cpu and spec.resources.gpus:
@@ -37,10 +39,14 @@ def check(spec: JobSpec, options: SlurmOptions, name: str) -> None:
         )
     _check_gpu_type(spec.resources.accelerator, "--accelerator", options, subject)
     _check_gpu_type(options.gpu_type, "gpu_type:", options, subject)
-    gpu_options = _gpu_options(options)
+    gpu_options = sbatch.among(options.sbatch, sbatch.GPUS)
     if gpu_options and (spec.resources.gpus or gres_gpus is not None):
         other_option = "gres" if gres_gpus is not None else "--gpus"
         raise SpecError(f"{subject}: sbatch: {gpu_options[0]} and {other_option} both ask for GPUs: keep one")
+    for flag, names in (("--memory", sbatch.MEMORY), ("--cpus", sbatch.CPUS)):
+        amount = spec.resources.memory_gb if flag == "--memory" else spec.resources.cpus
+        if amount is not None and (keys := sbatch.among(options.sbatch, names)):
+            raise SpecError(f"{subject}: sbatch: {keys[0]} and {flag} request the same: keep one")
     secrets.check(spec.secrets, "a slurm target")
 
 
@@ -56,17 +62,15 @@ def _check_gpu_type(kind: str | None, option: str, options: SlurmOptions, subjec
 def warnings(spec: JobSpec, options: SlurmOptions) -> tuple[str, ...]:
     """Return a warning for each setting without effect, or with a surprising one."""
     messages = []
-    option_names = {name.replace("_", "-") for name, value in options.sbatch.items() if value is not False}
-    if spec.resources.cpus is None and not options.exclusive and not option_names & {"cpus-per-gpu", "exclusive"}:
+    others = sbatch.among(options.sbatch, (*sbatch.CPUS, "exclusive"))
+    if spec.resources.cpus is None and not options.exclusive and not any(options.sbatch[key] for key in others):
         messages.append("--cpus is not set: Slurm may allocate only one core on each node")
     if spec.time_limit_s is not None and spec.time_limit_s % 60:
         messages.append(f"Slurm counts time limits in minutes: {spec.time_limit_s:g} s become {_minutes(spec)} min")
     if spec.resources.shm_gb is not None:
         messages.append("shm_gb is not enforced on a slurm target")
     if options.slurm_version is not None:
-        from .sbatch_options import unsupported_options
-
-        messages += unsupported_options(options.sbatch, options.slurm_version)
+        messages += sbatch.unsupported_options(options.sbatch, options.slurm_version)
     return tuple(messages)
 
 
@@ -96,7 +100,7 @@ class JobScript:
         options = self.options
         lines = ["#!/bin/bash", *(_line(name, value) for name, value in self._directives(after, tasks))]
         if options.modules:
-            lines += ["", *(f"module load {shlex.quote(module)} || exit" for module in options.modules)]
+            lines += ["", *module_lines(options.modules)]
         if options.prologue:
             lines += ["", *options.prologue]
         directory = shlex.quote(self.directory)
@@ -158,8 +162,9 @@ class JobScript:
             "--open-mode=append",
             f"--output={_pattern(self.directory)}/logs/node-%n.log",
         ]
-        if self.spec.resources.cpus is not None:
-            argv.append(f"--cpus-per-task={self.spec.resources.cpus}")
+        own = [self.options.sbatch[key] for key in sbatch.among(self.options.sbatch, ("cpus-per-task",))]
+        for cpus in own if self.spec.resources.cpus is None else [self.spec.resources.cpus]:
+            argv.append(f"--cpus-per-task={cpus}")
         if self.spec.image is not None and self.options.container == "pyxis":
             argv += [f"--container-image={pyxis_image(self.spec.image)}", f"--container-mounts={self._mounts()}"]
         return [*argv, *self.options.srun]
@@ -170,8 +175,9 @@ class JobScript:
         argv = [self._node_python, "-u", "-m", "submitit.core._submit", pickles]
         if spec.image is None or options.container == "pyxis":
             return argv
-        gpus = ["--nv"] if spec.resources.gpus or _gpus_in(options.gres) or _gpu_options(options) else []
-        return [str(options.container), "exec", *gpus, "--bind", self._mounts(), spec.image, *argv]
+        has_gpus = spec.resources.gpus or _gpus_in(options.gres) or sbatch.among(options.sbatch, sbatch.GPUS)
+        nvidia = ["--nv"] if has_gpus else []
+        return [str(options.container), "exec", *nvidia, "--bind", self._mounts(), spec.image, *argv]
 
     def _mounts(self) -> str:
         directories = [self.directory] if self.code is None else [self.directory, self.code]
@@ -221,14 +227,16 @@ def _resources(spec: JobSpec, options: SlurmOptions) -> Iterator[tuple[str, str]
 
 
 def _line(name: str, value: str | bool) -> str:
-    """Return a directive. sbatch parses quotes and escapes in it as a shell does."""
+    """Return a directive. sbatch parses quotes and escapes in it as a shell does. Raises SpecError for a line break."""
+    if "\n" in str(value) or "\0" in str(value):
+        raise SpecError(f"sbatch --{name} must be one line, not {value!r}")
     return f"#SBATCH --{name}" if value is True else f"#SBATCH --{name}={shlex.quote(str(value))}"
 
 
 def _pattern(path: str) -> str:
     """Escape a path for Slurm's file name patterns. Raises SpecError if that is impossible."""
-    if "\\" in path or "\n" in path:
-        raise SpecError(f"Slurm cannot write to a directory whose name holds a backslash or a line break: {path!r}")
+    if "\\" in path:
+        raise SpecError(f"Slurm cannot write to a directory whose name holds a backslash: {path!r}")
     if any(f"%{letter}" in path for letter in "jtAa"):
         raise SpecError(f"submitit replaces %j, %t, %A and %a in a directory's name: {path!r}")
     return path.replace("%", "%%")
@@ -250,10 +258,6 @@ def pyxis_image(image: str) -> str:
     ):
         return image
     return f"{scheme}{separator}{registry}#{repository}"
-
-
-def _gpu_options(options: SlurmOptions) -> list[str]:
-    return [name for name in options.sbatch if name.replace("_", "-") in _GPU_OPTIONS]
 
 
 def _gpus_in(gres: str | None) -> int | None:

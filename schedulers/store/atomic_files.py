@@ -33,7 +33,8 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 _LINE_START = '{"schema":'
 # Ends a torn line so that it is no record, even where all but its newline had been written.
 _VOID = b"~\n"
-_FOREIGN_LOCK_STALE_S = 600.0
+# A lock file's holder renews its time; without a renewal it is stale, if its process cannot be looked up here.
+_RENEW_S, _FOREIGN_LOCK_STALE_S = 60.0, 600.0
 
 
 def store_error(error: OSError, path: str, action: str) -> StoreError:
@@ -289,7 +290,12 @@ def exclusive_lock(path: str, *, blocking: bool = True) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def locked_by_file(path: str, *, blocking: bool = True) -> Iterator[bool]:
-    """Hold the same lock on a file system without locks: its holder is the process that created `path`."""
+    """Hold the same lock on a file system without locks: its holder is the process that created `path`.
+
+    A thread renews the file's time, by the file server's clock, so that other hosts can tell a holder that has died.
+    """
+    import threading
+
     fields = (os.uname().nodename, str(os.getpid()), os.urandom(4).hex(), boot_id() or "-", pid_namespace() or "-")
     holder = " ".join(fields).encode()
     while not _create_lock(path, holder):
@@ -297,9 +303,18 @@ def locked_by_file(path: str, *, blocking: bool = True) -> Iterator[bool]:
             yield False
             return
         time.sleep(0.005)
+    released = threading.Event()
+
+    def renew() -> None:
+        while not released.wait(_RENEW_S):
+            with contextlib.suppress(OSError):
+                os.utime(path)
+
+    threading.Thread(target=renew, daemon=True, name="accel-lock").start()
     try:
         yield True
     finally:
+        released.set()
         with contextlib.suppress(OSError):
             os.unlink(path)
 
@@ -320,7 +335,7 @@ def _create_lock(path: str, holder: bytes) -> bool:
 
 
 def _break_if_stale(path: str, temporary: str) -> None:
-    holder = _stale_holder(path)
+    holder = _stale_holder(path, os.stat(temporary).st_mtime)
     if holder is None:
         return
     stale_path = f"{temporary}.aside"
@@ -332,7 +347,8 @@ def _break_if_stale(path: str, temporary: str) -> None:
         os.unlink(stale_path)
 
 
-def _stale_holder(path: str) -> bytes | None:
+def _stale_holder(path: str, now: float) -> bytes | None:
+    """Return the holder if it is stale. `now`: the file server's time."""
     holder = read_bytes(path)
     if not holder:
         return None
@@ -342,6 +358,6 @@ def _stale_holder(path: str) -> bytes | None:
     if space == pid_space():
         return holder if has_ended(int(pid), space) else None
     try:
-        return holder if time.time() - os.stat(path).st_mtime > _FOREIGN_LOCK_STALE_S else None
+        return holder if now - os.stat(path).st_mtime > _FOREIGN_LOCK_STALE_S else None
     except OSError:
         return None

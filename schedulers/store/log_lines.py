@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Generator, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..job import Cursor, LogLine
 from ..node import logs as files
@@ -34,8 +33,7 @@ def read(directory: Path, since: Cursor | None, *, complete: bool) -> Iterator[L
                 yield from lines(file.read, complete, source=name, rank=rank, attempt=attempt, offset=offset)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Chunk:
+class Chunk(NamedTuple):
     """A part of a log that another machine has sent. `source`: the name of the log in cursors."""
 
     source: str
@@ -181,3 +179,32 @@ def positions(since: Cursor | None) -> dict[str, str]:
 def offsets(since: Cursor | None) -> dict[str, int]:
     """Return the cursor's position in each file that it names."""
     return {source: int(position) for source, position in positions(since).items() if position.isdigit()}
+
+
+class LogText:
+    """Lines of ranks as text: exactly their bytes, with `[rank N] ` before each line if `prefix`.
+
+    A prefix starts on a line of its own, so a line without an ending gets one. None: prefixes from the first line of a
+    rank other than 0.
+    """
+
+    def __init__(self, prefix: bool | None) -> None:
+        self.prefix = prefix
+        self.unended = False  # the last line has no ending
+        self._unfinished: tuple[str, int | None] | None = None  # source and rank of a line in pieces
+
+    def add(self, line: LogLine) -> bytes:
+        """Return the bytes of a rank's line."""
+        if self.prefix is None and line.rank:
+            self.prefix = True
+        data = line.data
+        if self.prefix and self._unfinished != (line.source, line.rank):
+            data = self.end() + f"[rank {line.rank}] ".encode() + data
+        self.unended = not data.endswith((b"\n", b"\r"))
+        self._unfinished = (line.source, line.rank) if line.partial else None
+        return data
+
+    def end(self) -> bytes:
+        """Return the ending that the last line lacks."""
+        ending, self.unended, self._unfinished = b"\n" * self.unended, False, None
+        return ending

@@ -70,6 +70,7 @@ class Record(_JobDirectory):
     cancel_requested: a cancel of the job was requested through accel.
     incomplete:     the submit is not complete: the target has not confirmed all of the job, or the cancel of it.
     warning:        why `status` may be old; never stored.
+    owner:          the user who submitted a job that its target has listed, where jobs have one; never stored.
     """
 
     id: str
@@ -93,6 +94,7 @@ class Record(_JobDirectory):
     cancel_requested: bool = False
     incomplete: bool = False
     warning: str = ""
+    owner: str = ""
 
     def spec(self) -> JobSpec:
         """Return the submitted spec. Raises StoreError if spec.json is missing, damaged or newer."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import hashlib
 import os
 import re
@@ -19,7 +20,7 @@ from ..errors import SnapshotError, StoreError
 from ..printable import one_line
 from . import atomic_files
 from .record import CorruptRecord, Record
-from .source_files import Entry, list_code
+from .source_files import Entry, list_all, list_code
 
 _LARGE_BYTES = 100_000_000
 _MAX_SHOWN = 5
@@ -45,14 +46,15 @@ class _ChangedError(Exception):
 
 
 def pack(code: Path, home: Path) -> Snapshot:
-    """Pack the code directory, unless the same tree is packed already, and log warnings.
+    """Pack the code directory, unless the same tree is packed already, and log each warning once per process.
 
-    The tree is what git tracks or would track in `code` (uncommitted work included), or, without git, everything;
-    less what `.accelignore` names and untracked files that look like secrets. Links stay links, and permissions
-    are kept.
+    The tree is what git tracks or would track in `code` (uncommitted work included), or, without git, everything
+    that is not hidden; less what `.accelignore` names and untracked files that look like secrets. Links stay links,
+    and permissions are kept. A directory that `unpack` has made, and nobody has changed, is the snapshot that it was
+    made from.
 
-    Raises SnapshotError, naming the path, for a link that leads outside `code`, a file that cannot be read, files
-    that keep changing, and a failed write.
+    Raises SnapshotError, naming the path, for the home directory and `/`, a link that leads outside `code`, a file
+    that cannot be read, files that keep changing, and a failed write.
     """
     top = os.path.realpath(code)
     if not os.path.isdir(top):
@@ -61,22 +63,27 @@ def pack(code: Path, home: Path) -> Snapshot:
         with contextlib.suppress(_ChangedError):
             packed = _pack(top, os.path.realpath(home))
             for warning in packed.warnings:
-                import logging
-
-                logging.getLogger(__name__).warning("%s", one_line(warning))
+                _warn_once(top, warning)
             return packed
     raise SnapshotError(f"the files in {top} change while they are packed: try again when nothing writes to them")
 
 
-def unpack(snapshot: Path, destination: Path) -> None:
+@functools.cache
+def _warn_once(top: str, warning: str) -> None:
+    import logging
+
+    logging.getLogger(__name__).warning("%s", one_line(warning))
+
+
+def unpack(snapshot: Path, destination: Path, *, max_files: int | None = None) -> None:
     """Unpack a snapshot into the directory `destination`, which appears only complete and with the right digest.
 
     Does nothing if the same snapshot was unpacked there before. Raises SnapshotError if `destination` is
-    something else, or if the snapshot is damaged or would write outside it.
+    something else, or if the snapshot is damaged, would write outside it, or has more than `max_files` entries.
     """
     digest = Path(snapshot).name.removesuffix(".tar")
     parent, name = os.path.split(os.path.abspath(destination))
-    marker = os.path.join(parent, f".{name}.snapshot")
+    marker = _marker(destination)
     if os.path.lexists(destination):
         if atomic_files.read_bytes(marker) == digest.encode():
             return
@@ -85,7 +92,7 @@ def unpack(snapshot: Path, destination: Path) -> None:
     try:
         try:
             os.makedirs(temporary, mode=0o700)
-            _extract(snapshot, temporary, digest)
+            _extract(snapshot, temporary, digest, max_files)
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(marker)
             atomic_files.create_file(marker, digest.encode())
@@ -95,6 +102,12 @@ def unpack(snapshot: Path, destination: Path) -> None:
             raise
     except OSError as error:
         raise SnapshotError(str(atomic_files.store_error(error, str(destination), "unpack"))) from error
+
+
+def _marker(destination: str | os.PathLike[str]) -> str:
+    """Return the path of the file that holds the digest of the snapshot that was unpacked into `destination`."""
+    parent, name = os.path.split(os.path.abspath(destination))
+    return os.path.join(parent, f".{name}.snapshot")
 
 
 def _touch_existing(path: str) -> bool:
@@ -115,9 +128,7 @@ def _lock(directory: str) -> contextlib.AbstractContextManager[bool]:
 
 
 def _pack(top: str, home: str) -> Snapshot:
-    entries, warnings = list_code(top, home)
-    hashes = [_content_hash(top, entry) for entry in entries]
-    digest = _digest(zip(entries, hashes, strict=True))
+    entries, warnings, hashes, digest = _read_unpacked(top) or _read_code(top, home)
     directory = os.path.join(home, "snapshots")
     path = os.path.join(directory, f"{digest}.tar")
     try:
@@ -132,6 +143,29 @@ def _pack(top: str, home: str) -> Snapshot:
         path=Path(path),
         warnings=(*warnings, *_size_warning(top, entries)),
     )
+
+
+_Tree = tuple[list[Entry], list[str], list[bytes], str]  # entries, warnings, hashes of the contents, digest
+
+
+def _read_code(top: str, home: str) -> _Tree:
+    entries, warnings = list_code(top, home)
+    hashes = [_content_hash(top, entry) for entry in entries]
+    return entries, warnings, hashes, _digest(zip(entries, hashes, strict=True))
+
+
+def _read_unpacked(top: str) -> _Tree | None:
+    """Return the whole tree if `unpack` has made it and it has still the same content.
+
+    Without this, files that git tracked where the snapshot was packed, such as hidden ones, would be left out.
+    """
+    digest = atomic_files.read_bytes(_marker(top))
+    if digest is None:
+        return None
+    entries = list_all(top)
+    hashes = [_content_hash(top, entry) for entry in entries]
+    is_same = _digest(zip(entries, hashes, strict=True)).encode() == digest
+    return (entries, [], hashes, digest.decode()) if is_same else None
 
 
 def _digest(entries: Iterable[tuple[Entry, bytes]]) -> str:
@@ -221,12 +255,12 @@ class _Hashing:
         return self._hash.digest()
 
 
-def _extract(snapshot: Path, top: str, digest: str) -> None:
+def _extract(snapshot: Path, top: str, digest: str, max_files: int | None) -> None:
     problem = f"the snapshot {snapshot} is damaged; delete it and submit again"
     try:
         with tarfile.open(snapshot, "r:", encoding="utf-8", errors="surrogateescape") as tar:
             max_bytes = os.path.getsize(snapshot)
-            entries = [(entry, _member(tar, info, entry, top)) for info, entry in _members(tar, max_bytes)]
+            entries = [(entry, _member(tar, info, entry, top)) for info, entry in _members(tar, max_bytes, max_files)]
     except FileNotFoundError:
         raise SnapshotError(f"snapshot not found: {snapshot}") from None
     except (tarfile.TarError, EOFError) as error:
@@ -246,14 +280,16 @@ def _extract(snapshot: Path, top: str, digest: str) -> None:
             raise SnapshotError(f"the snapshot {snapshot} has a link that leads outside: {entry.path!r}")
 
 
-def _members(tar: tarfile.TarFile, max_bytes: int) -> Iterable[tuple[tarfile.TarInfo, Entry]]:
+def _members(tar: tarfile.TarFile, max_bytes: int, max_files: int | None) -> Iterable[tuple[tarfile.TarInfo, Entry]]:
     """Yield the members.
 
     Raises SnapshotError for one that `pack` does not write, such as a sparse file, which can be larger than the
-    archive; ReadError for files of more than `max_bytes` bytes together.
+    archive, and for more than `max_files`; ReadError for files of more than `max_bytes` bytes together.
     """
     remaining = max_bytes
-    for info in tar:
+    for number, info in enumerate(tar):
+        if number == max_files:
+            raise SnapshotError(f"a snapshot must not hold more than {max_files:,} files")
         parts = info.name.split("/")
         if info.name.startswith("/") or not all(parts) or ".." in parts or "." in parts:
             raise SnapshotError(f"a snapshot must not write outside its directory: {info.name!r}")
@@ -277,7 +313,9 @@ def _member(tar: tarfile.TarFile, info: tarfile.TarInfo, entry: Entry, top: str)
     """Write a file or an empty directory, and return the hash of its content."""
     content = hashlib.sha256(os.fsencode(entry.link))
     if entry.type == "directory":
-        os.mkdir(_with_parents(top, entry.path), entry.mode | 0o700)
+        full_path = _with_parents(top, entry.path)
+        os.mkdir(full_path, 0o700)
+        os.chmod(full_path, entry.mode | 0o700)
     elif entry.type == "file":
         source = tar.extractfile(info)
         full_path = _with_parents(top, entry.path)

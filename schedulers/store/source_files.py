@@ -26,11 +26,16 @@ IGNORE_FILE = ".accelignore"
 DOCKER_FILE = ".dockerignore"
 
 # Names of files and directories that hold credentials, in any case; `*` is any part of a name. The only such list.
-SECRETS = (".env*", ".netrc", ".npmrc", ".pypirc", ".ssh", ".aws", "*.pem", "*.key", "credentials.json",
+SECRETS = (".env*", ".netrc", ".npmrc", ".pypirc", ".git-credentials", ".ssh", ".aws", ".kube", "kubeconfig*",
+           ".docker", ".dockercfg", ".htpasswd", ".vault-token", "*.pem", "*.key", "*.p12", "*.pfx",
+           "*credentials.json", "service-account*.json", "secrets.y*ml", "*.tfstate*",
            "id_rsa*", "id_ecdsa*", "id_ed25519*", "id_dsa*")  # fmt: skip
 
 # Never code, so left out where there is no git; `!name` in .accelignore includes one again.
 NEVER_CODE = (
+    IGNORE_FILE,
+    DOCKER_FILE,
+    ".gitignore",
     ".git",
     ".hg/",
     ".svn/",
@@ -81,7 +86,7 @@ def read_rules(top: str, *, git: bool, image: bool) -> Rules:
 
 
 def warnings_of(excluded: Sequence[str], accepted: Sequence[str], tracked: Sequence[str]) -> list[str]:
-    """Return the warnings about paths that look like secrets.
+    """Return the warnings about hidden paths and those that look like secrets.
 
     excluded: not shipped.
     accepted: shipped, because .accelignore includes them again.
@@ -89,7 +94,7 @@ def warnings_of(excluded: Sequence[str], accepted: Sequence[str], tracked: Seque
     """
     remedy = f"To leave one out, add its name to {IGNORE_FILE}"
     paths_by_message = {
-        f"left out, named like secrets. To ship one, add `!NAME` to {IGNORE_FILE}": excluded,
+        f"left out, hidden or named like secrets. To ship one, add `!NAME` to {IGNORE_FILE}": excluded,
         f"named like secrets, and shipped, as `!NAME` in {IGNORE_FILE} includes them again": accepted,
         f"named like secrets, and shipped, as git tracks them. {remedy}": tracked,
     }
@@ -177,8 +182,12 @@ def list_code(top: str, home: str | None = None, *, image: bool = False) -> tupl
     """Return the entries to pack, sorted by path, and warnings.
 
     Leaves out accel's own files, in `home` or in this user's store, and for an `image` what `.dockerignore`
-    names. Raises SnapshotError for a link that leads outside, a directory that cannot be read, or a failing git.
+    names. Raises SnapshotError for a link that leads outside, a directory that cannot be read, a failing git, and
+    the home directory and `/`, which hold more than code.
     """
+    if top in ("/", os.path.realpath(os.path.expanduser("~"))):
+        kind = "the root directory" if top == "/" else "your home directory"
+        raise SnapshotError(f"{top} is {kind}, which is not packed as code: put the code into a directory below it")
     warnings: list[str] = []
     own_directories = _own_directories(
         top, {os.path.realpath(candidate) for candidate in (home, store_paths.data_home()) if candidate is not None}
@@ -206,6 +215,13 @@ def list_code(top: str, home: str | None = None, *, image: bool = False) -> tupl
         if group is not None and (group is secrets or entry is not None):
             group.append(path)
     return entries, warnings + warnings_of(secrets, accepted, tracked)
+
+
+def list_all(top: str) -> list[Entry]:
+    """Return all files, links and empty directories, sorted by path. Raises SnapshotError as `list_code` does."""
+    paths = _walk(top, (), Rules(ignored=lambda path: False, accepted=lambda path: True), [], [])
+    entries = (_entry(top, path, []) for path in sorted(paths, key=os.fsencode))
+    return [entry for entry in entries if entry is not None]
 
 
 def _own_directories(top: str, homes: Iterable[str]) -> tuple[str, ...]:
@@ -323,7 +339,7 @@ def _walk(
 ) -> dict[str, bool]:
     """Return all files, links and empty directories that are not left out.
 
-    Directories that look like secrets are added to `secrets`.
+    Hidden ones, and directories that look like secrets, are added to `secrets`.
     """
     paths: dict[str, bool] = {}
     pending = [""]
@@ -336,10 +352,11 @@ def _walk(
             if entry.path in own_directories or rules.ignored(f"{path}/" if is_directory else path):
                 continue
             entry_count += 1
-            if not is_directory:
-                paths[path] = False
-            elif is_secret(path) and not rules.accepted(f"{path}/"):
+            is_excluded = entry.name.startswith(".") or (is_directory and is_secret(path))
+            if is_excluded and not rules.accepted(f"{path}/" if is_directory else path):
                 secrets.append(path)
+            elif not is_directory:
+                paths[path] = False
             elif os.path.exists(os.path.join(entry.path, "pyvenv.cfg")):
                 warnings.append(f"{path!r} is left out: it is a virtual environment")
             else:

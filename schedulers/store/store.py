@@ -8,7 +8,7 @@ import errno
 import os
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import StoreError, UnknownJob, nearest
@@ -77,12 +77,14 @@ class Store:
         native_id: str | None = None,
         made_at: float | None = None,
         backend: str = "",
+        files: Mapping[str, bytes] | None = None,
     ) -> Record:
         """Store a new job with the status `submitting`. When this returns, the whole job is on disk.
 
         `options` are the target's, stored so that the job can be polled from any directory. A `native_id` marks a job
         that another machine submitted: `adopted`, never to be submitted here, `queued` until its target is polled,
-        and created at `made_at`, or at the time in its id. `backend`: its identity, if known.
+        and created at `made_at`, or at the time in its id. `backend`: its identity, if known. `files`: name -> content,
+        of further files in its directory.
 
         Raises StoreError if it cannot be written or the id exists, SpecError if the spec holds what JSON cannot.
         """
@@ -90,7 +92,7 @@ class Store:
             raise StoreError(f"{job_id!r} is not a job id")
         if native_id is not None and made_at is None:
             made_at = created_at(job_id)
-        files: dict[str, dict[str, Any]] = {
+        documents: dict[str, dict[str, Any]] = {
             "spec.json": {"spec": spec.to_json()},
             "plan.json": {"plan": plan.to_json()},
             "target.json": {"name": target, "kind": kind, "options": dict(options or {}), "source": plan.source},
@@ -100,14 +102,14 @@ class Store:
         }
         texts = {
             name: atomic_files.encode({"schema": atomic_files.SCHEMA, **data}, name) + b"\n"
-            for name, data in files.items()
+            for name, data in documents.items()
         }
         if options is None:
             del texts["target.json"]
         path = f"{self._jobs}/{job_id}"
         self._make_home()
         try:
-            self._publish(job_id, path, texts)
+            self._publish(job_id, path, {**texts, **(files or {})})
         except OSError as error:
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
                 raise StoreError(f"job {job_id} exists already") from None
@@ -143,22 +145,21 @@ class Store:
 
     def ids(self) -> list[str]:
         """Return the ids of all jobs, damaged ones too, newest first. Raises StoreError."""
+        base = self._jobs
+        return sorted(
+            self._names(),
+            key=lambda name: _order(_read(name, f"{base}/{name}")) if name.startswith(_TIMELESS) else name,
+            reverse=True,
+        )
+
+    def _names(self) -> list[str]:
         try:
             names = os.listdir(self._jobs)
         except FileNotFoundError:
             return []
         except OSError as error:
             raise atomic_files.store_error(error, self._jobs, "read") from error
-        return sorted((name for name in names if _ID.match(name)), key=self._order, reverse=True)
-
-    def _order(self, job_id: str) -> str:
-        """Return the id; for an id without a time, as Helm charts create them, one with the job's creation time."""
-        if not job_id.startswith(_TIMELESS):
-            return job_id
-        with contextlib.suppress(StoreError):
-            made_at = read_record(job_id, f"{self._jobs}/{job_id}").created_at
-            return _encode(max(0, int(made_at * 1000) - _EPOCH_MS) << _RANDOM_BITS)
-        return job_id
+        return [name for name in names if _ID.match(name)]
 
     def records(self, ids: Iterable[str] | None = None) -> list[Record | CorruptRecord]:
         """Return all jobs, newest first, or those of `ids` (full ids) in their order; no other file is read.
@@ -167,8 +168,9 @@ class Store:
         the store itself cannot be read.
         """
         base = self._jobs
-        records = (_read(job_id, f"{base}/{job_id}") for job_id in (self.ids() if ids is None else ids))
-        return [record for record in records if record is not None]
+        jobs = (_read(job_id, f"{base}/{job_id}") for job_id in (self._names() if ids is None else ids))
+        records = [record for record in jobs if record is not None]
+        return records if ids is not None else sorted(records, key=_order, reverse=True)
 
     def prune(
         self,
@@ -177,7 +179,6 @@ class Store:
         ids: Iterable[str] | None = None,
         dry_run: bool = False,
         force: bool = False,
-        missing_ok: bool = False,
     ) -> list[str]:
         """Delete finished jobs and return their ids, newest first. With `dry_run`, only return them.
 
@@ -185,16 +186,26 @@ class Store:
         keep:         not the newest `keep` finished jobs; may be combined with older_than_s.
         ids:          only these (ids or prefixes), damaged ones included; one that is not over is a StoreError.
         force:        with `ids`, these whatever their state.
-        missing_ok:   ignore those of `ids` (full ids) that another process has deleted meanwhile.
 
         Otherwise never deletes a job that is not over, or that such a job waits for (`after`). Raises StoreError.
         """
+        chosen = self.prunable(self.records(), older_than_s, keep, ids, force)
+        return chosen if dry_run else self.delete(chosen)
+
+    def prunable(
+        self,
+        all_records: Sequence[Record | CorruptRecord],
+        older_than_s: float | None,
+        keep: int | None,
+        ids: Iterable[str] | None,
+        force: bool,
+    ) -> list[str]:
+        """Return the ids that `prune` would delete of `all_records`, all jobs of the store."""
         if older_than_s is None and keep is None and ids is None:
             raise StoreError("nothing selected to prune: give older_than_s, keep or ids")
-        all_records = self.records()
         records = [record for record in all_records if isinstance(record, Record)]
         known = {record.id for record in all_records}
-        requested = None if ids is None else {ref if missing_ok or ref in known else self.resolve(ref) for ref in ids}
+        requested = None if ids is None else {ref if ref in known else self.resolve(ref) for ref in ids}
         if requested is not None and not force:
             _reject_live(records, requested)
         needed = {job_id for record in records if not record.status.state.final for job_id in record.after}
@@ -203,11 +214,13 @@ class Store:
         chosen = {r.id for r in finished[keep or 0 :] if (r.ended_at or r.created_at) < cutoff}
         if requested is not None:
             chosen = {r.id for r in all_records if force or r.id in chosen or isinstance(r, CorruptRecord)} & requested
-        chosen_ids = sorted(chosen, reverse=True)
-        if not dry_run:
-            chosen_ids = [job_id for job_id in chosen_ids if self._delete(job_id)]
-            self._remove_leftovers()
-        return chosen_ids
+        return sorted(chosen, reverse=True)
+
+    def delete(self, ids: Iterable[str]) -> list[str]:
+        """Delete these jobs (full ids) in any state. Return those that no other process has deleted meanwhile."""
+        deleted = [job_id for job_id in ids if self._delete(job_id)]
+        self._remove_leftovers()
+        return deleted
 
     def _make_home(self) -> None:
         """Create the directory of jobs if it is missing. Raises StoreError, with the way to choose another."""
@@ -266,6 +279,13 @@ def _read(job_id: str, path: str) -> Record | CorruptRecord | None:
     except StoreError as error:
         # Pruned by another process since the directory was listed, or never a job.
         return CorruptRecord(id=job_id, path=path, reason=str(error)) if os.path.isdir(path) else None
+
+
+def _order(job: Record | CorruptRecord | None) -> str:
+    """Return the id; for an id without a time, as Helm charts create them, one with the job's creation time."""
+    if isinstance(job, Record) and job.id.startswith(_TIMELESS):
+        return _encode(max(0, int(job.created_at * 1000) - _EPOCH_MS) << _RANDOM_BITS)
+    return job.id if job is not None else ""
 
 
 def _reject_live(records: Iterable[Record], requested: set[str]) -> None:

@@ -20,7 +20,7 @@ from ..errors import ConfigError, CredentialsExpired, SubmitError, Unreachable
 from ..job import Reason
 from ..printable import one_line
 from .options import OWN_METADATA, TpuOptions, seconds
-from .topology import GENERATIONS, hosts_of
+from .topology import GENERATIONS
 
 _INSTALL = "needs Google's client for TPUs: pip install 'accel-launch[tpu]'"
 _LOGIN = "gcloud auth application-default login"
@@ -81,10 +81,7 @@ class CreatedSlice:
 
     @property
     def state(self) -> str:
-        """Return the state of the node, or of the queued resource if there is no node."""
-        if self.node is None:
-            return str(type(self.queued.state).State(self.queued.state.state).name)
-        return str(type(self.node).State(self.node.state).name)
+        return state_name(self.queued.state) if self.node is None else state_name(self.node)
 
     @property
     def is_queued(self) -> bool:
@@ -97,14 +94,13 @@ class CreatedSlice:
         return str(_requested_node(self.queued).accelerator_type if self.node is None else self.node.accelerator_type)
 
     @property
-    def hosts(self) -> int:
-        """Return the number of its machines, or 1 if that is unknown."""
-        return hosts_of(self.accelerator_type or None, None, None) or 1
-
-    @property
     def created_at(self) -> float:
-        """Return when it was requested, in seconds since the epoch."""
         return float((self.queued or self.node).create_time.timestamp())
+
+
+def state_name(resource: Any) -> str:
+    """Return the name of the state of a node, or of a queued resource's `state`."""
+    return str(type(resource).State(resource.state).name)
 
 
 def _requested_node(queued: Any) -> Any:
@@ -113,17 +109,14 @@ def _requested_node(queued: Any) -> Any:
 
 def _created_slices(nodes: Iterable[Any], queued: Iterable[Any]) -> list[CreatedSlice]:
     """Return the slices that have the label of a job."""
-    nodes_by_name = {node.name.rpartition("/")[2]: node for node in nodes if JOB_LABEL in node.labels}
-    queued_by_name = {
-        resource.name.rpartition("/")[2]: resource
-        for resource in queued
-        if resource.tpu.node_spec and JOB_LABEL in _requested_node(resource).labels
-    }
+    nodes_by_name = {node.name.rpartition("/")[2]: node for node in nodes}
+    queued_by_name = {resource.name.rpartition("/")[2]: resource for resource in queued if resource.tpu.node_spec}
     labels = {name: _requested_node(resource).labels for name, resource in queued_by_name.items()}
     labels |= {name: node.labels for name, node in nodes_by_name.items()}
     return [
         CreatedSlice(job_id=label[JOB_LABEL], name=name, node=nodes_by_name.get(name), queued=queued_by_name.get(name))
         for name, label in labels.items()
+        if JOB_LABEL in label
     ]
 
 

@@ -30,6 +30,7 @@ from . import api, slices
 from . import options as tpu_options
 from .api import node_id, result_url
 from .slice_target import CODE, SliceTarget
+from .topology import hosts_of
 
 _RETRY_PAUSES_S = (5.0, 300.0)  # after a stockout: first, last
 _MAX_MOVES = 10
@@ -461,8 +462,8 @@ class CreatedSlices(SliceTarget):
         """List the jobs of the zone's slices that accel created, from any machine."""
         return [
             JobSummary(
-                job_id=job_id, native_id=f"accel-{job_id}/{job_id}", name=created.name, nodes=created.hosts,
-                created_at=created.created_at,
+                job_id=job_id, native_id=f"accel-{job_id}/{job_id}", name=created.name, created_at=created.created_at,
+                nodes=hosts_of(created.accelerator_type or None, None, None) or 1,
             )
             for job_id, created in self._newest().items()
         ]  # fmt: skip

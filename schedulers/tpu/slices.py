@@ -18,6 +18,7 @@ from ..hosts.errors import LoginRefused, one_line
 from ..hosts.host_list import Host
 from ..job import Reason, State, Status
 from ..store import atomic_files
+from .api import state_name
 from .options import TpuOptions
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def read(node: Any, options: TpuOptions) -> Slice:
     return Slice(
         name=str(options.name),
         node_id=int(node.id),
-        state=type(node).State(node.state).name,
+        state=state_name(node),
         problem=str(node.health_description or ""),
         addresses=tuple(map(str, addresses)),
     )
@@ -101,14 +102,14 @@ def stage(name: str, node: Any, queued: Any) -> tuple[str, str]:
 
     `node` and its queued resource are None if they do not exist.
     """
-    state = None if queued is None else type(queued.state).State(queued.state.state).name
+    state = None if queued is None else state_name(queued.state)
     if state == "FAILED":
         return "failed", one_line(f"{name} was not granted: {queued.state.failed_data.error.message}")
     if state in ("SUSPENDING", "SUSPENDED"):
         return "preempted", f"{name} was preempted"
     if node is None:
         return ("gone", f"{name} is gone") if state is None else ("waits", f"{name} is {state}")
-    state = type(node).State(node.state).name
+    state = state_name(node)
     reason, phrase = _ENDS.get(state, (None, f"is {state}"))
     stages = {Reason.PREEMPTED: "preempted", Reason.NODE_FAILURE: "waits" if state == "DELETING" else "failed"}
     return "ready" if state == _READY else stages[reason] if reason else "waits", f"{name} {phrase}"

@@ -72,6 +72,14 @@ class Accel:
         assert isinstance(code, int)
         return subprocess.CompletedProcess(argv, code, *(stream.getvalue() for stream in printed))
 
+    def cancel_all(self) -> None:
+        """Cancel the jobs that a test which failed half way has left."""
+        if self.home.is_dir():
+            jobs = json.loads(self("list", "--all", "--json"))["jobs"]
+            live = [job["id"] for job in jobs if job["state"] in ("submitting", "queued", "running")]
+            if live:
+                self.finish("cancel", *live)
+
     def script(self, text: str, name: str = "train.py") -> str:
         (self.here / name).write_text(text)
         return name
@@ -96,8 +104,4 @@ def accel(tmp_path: Path) -> Iterator[Accel]:
     here.mkdir()
     runner = Accel(here=here, home=tmp_path / "home")
     yield runner
-    if runner.home.is_dir():  # a test that failed half way leaves no job behind
-        jobs = json.loads(runner("list", "--all", "--json"))["jobs"]
-        live = [job["id"] for job in jobs if job["state"] in ("submitting", "queued", "running")]
-        if live:
-            runner.finish("cancel", *live)
+    runner.cancel_all()

@@ -25,7 +25,7 @@ from ..ports import free_port
 
 _APPLETS = "cat chmod chown cp env ls mkdir rm sh sleep".split()
 # What accel needs to print its version, and pip to see that nothing is lacking.
-_PACKAGES = "pip msgspec pathspec platformdirs PyYAML rich markdown-it-py mdurl Pygments".split()
+_PACKAGES = "pip msgspec pathspec platformdirs PyYAML rich markdown-it-py mdurl Pygments urllib3".split()
 _ACCEPTED = "application/vnd.oci.image.manifest.v1+json, application/vnd.docker.distribution.manifest.v2+json"
 
 

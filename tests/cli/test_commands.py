@@ -102,6 +102,29 @@ def test_help_fits_a_narrow_terminal(
         (["train.py"], "accel: 'train.py' is not a command; to run a script: accel submit train.py"),
         (["--target", "x"], "accel: unknown option '--target'; options follow the command: accel COMMAND [OPTIONS]"),
         (["submit", "--node", "2", "x"], "accel submit: unknown option '--node'; did you mean '--nodes'?"),
+        (
+            ["submit", "--num_processes", "2", "x"],
+            "accel submit: unknown option '--num_processes'; use --procs-per-node (",
+        ),
+        (["submit", "--gpus-per-node", "2", "x"], "accel submit: unknown option '--gpus-per-node'; use --gpus ("),
+        (["submit", "python", "x.py"], "accel submit: 'python' is not a script: leave out python, and give the script"),
+        (
+            ["launch", "--nproc_per_node", "2", "x"],
+            "accel launch: unknown option '--nproc_per_node'; use --num_processes",
+        ),
+        (["launch", "--ipex", "x"], "accel launch: unknown option '--ipex'; leave it out"),
+        (
+            ["launch", "torchrun", "x.py"],
+            "accel launch: 'torchrun' is not a script: leave out torchrun and its options",
+        ),
+        (
+            ["submit", "--target", "slurm", "--option", "sbatch={C: a}", "--dry-run", "--no-python", "x"],
+            "accel submit: target slurm: sbatch: sbatch has no option 'C'; use constraint",
+        ),
+        (
+            ["submit", "--target", "ssh", "--option", "hosts=a", "--option", "key=id", "--dry-run", "--no-python", "x"],
+            "accel submit: --option key: the ssh target has no such option; set IdentityFile in ~/.ssh/config",
+        ),
         (["submit", "--nodes", "two", "x"], "accel submit: --nodes: not a whole number: 'two'"),
         (["submit", "--nodes", "2:", "x"], "accel submit: --nodes: not a whole number: ''"),
         (["submit", "--json"], "accel submit: nothing to run: give a script, -m MODULE, or --no-python COMMAND"),

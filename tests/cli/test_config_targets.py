@@ -168,7 +168,6 @@ def test_a_link_and_its_mode_stay(somewhere: Path) -> None:
         ("place: slurm\ntarget: lab", ":2: target: a target 'lab' of kind ssh already exists"),
         ("place: ssh\nssh_hosts: a[3-1]", ":2: ssh_hosts: "),
         ("place: ssh", ": no answer to ssh_hostfile: The hostfile, one machine per line?"),
-        ("place: slurm\nslurm_partition: \"a\\nb\"", ":2: slurm_partition: partition must be one printable line"),
         ("place: slurm\nslurm_container: docker", ":2: slurm_container: 'docker' is not one of none, pyxis, apptainer"),
         ("place: kubernetes\nkubernetes_namespace: A b",
          ":2: kubernetes_namespace: namespace must consist of lowercase letters"),

@@ -149,10 +149,9 @@ BRANCHES: dict[str, dict[str, Any]] = {
     "torch.compile": {"dynamo_backend": "inductor", "dynamo_mode": "max-autotune",
                       "dynamo_use_regional_compilation": True},
     "gpus": {"device": "gpu", "num_processes": 4, "gpu_ids": "0,1,2,3", "enable_cpu_affinity": True, "debug": True},
-    "fp8 te": {"device": "gpu", "mixed_precision": "fp8", "fp8_margin": 2, "fp8_format": "E4M3",
-               "fp8_override_linear_precision": (True, False, False)},
-    "fp8 ao": {"device": "gpu", "mixed_precision": "fp8", "fp8_backend": "ao", "fp8_pad_inner_dim": False},
-    "fp8 msamp": {"device": "gpu", "mixed_precision": "fp8", "fp8_backend": "msamp", "fp8_opt_level": "O1"},
+    "fp8 te": {"device": "gpu", "mixed_precision": "fp8", "fp8_backend": "te", "fp8_margin": 2,
+               "fp8_format": "E4M3", "fp8_override_linear_precision": (True, False, False)},
+    "fp8 ao": {"device": "gpu", "mixed_precision": "fp8", "fp8_pad_inner_dim": False},
     "fsdp 1": {"device": "gpu", "way": "fsdp", "fsdp_version": "1", "fsdp_sharding_strategy": "SHARD_GRAD_OP",
                "fsdp_cpu_ram_efficient_loading": False, "fsdp_transformer_layer_cls_to_wrap": "BertLayer"},
     "fsdp 2 and tp": {"device": "gpu", "way": "fsdp", "use_parallelism_config": True, "parallelism_config_tp_size": 2,
@@ -288,7 +287,7 @@ def test_a_dumb_terminal_is_asked_by_numbers(tmp_path: Path) -> None:
         terminal.asks("How many processes? [1]", "two\n")
         terminal.asks("expects a whole number of 1 or more, not 'two'", "2\n")
         terminal.asks("another one\n [1]", "\n")
-        terminal.asks("2  bf16\n [1]", "2\n")
+        terminal.asks("3  fp8\n [1]", "2\n")
         terminal.asks("Check every collective", "\n")
         terminal.asks("Write this to x.yaml?", "\n")
         assert terminal.ends() == 0, terminal.shown

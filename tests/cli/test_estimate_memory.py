@@ -91,6 +91,25 @@ def test_checkpointing_keeps_less(tmp_path: Path) -> None:
     assert measure(find(llama), "float32", batch_size=4, sequence_length=32, checkpointing=True) < plain
 
 
+class Attention(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.project, self.dropout = nn.Linear(32, 32), dropout
+
+    def forward(self, input: Any) -> Any:
+        heads = self.project(input).view(2, 64, 4, 8).transpose(1, 2)
+        by_name = nn.functional.scaled_dot_product_attention(heads, heads, heads, dropout_p=self.dropout)
+        return by_name + nn.functional.scaled_dot_product_attention(heads, heads, heads, None, self.dropout, True)
+
+
+def test_attention_with_dropout_is_fused() -> None:
+    """As on a GPU: the CPU's fused kernel takes no dropout, and without it the scores are kept."""
+    with_dropout, without = (
+        step_bytes(Attention(dropout), {"input": torch.zeros(2, 64, 32)}, "float32") for dropout in (0.1, 0.0)
+    )
+    assert with_dropout == without
+
+
 def test_nothing_is_left_behind(tmp_path: Path) -> None:
     """A model that has been measured is as it was."""
     model = real(described("bert", tmp_path)).train()
@@ -106,6 +125,7 @@ REAL = """
 import contextlib, gc, json, sys
 import torch
 from torch.profiler import ProfilerActivity, profile
+from accel.estimate.activations import NoAttentionDropout
 from accel.estimate.find import find
 from accel.estimate.find import transformers_inputs as inputs_of
 
@@ -131,7 +151,7 @@ def steps(model, half, batches, mark, inputs):
         if step == 2:
             mark()  # only now is the optimizer there, and DDP has its buckets
         for _ in range(batches):
-            with cast(half):
+            with cast(half), NoAttentionDropout():
                 outputs = model(**inputs)
             (outputs.loss if hasattr(outputs, "loss") else outputs[0].sum()).backward()
             del outputs

@@ -93,7 +93,7 @@ def test_an_image_is_built_pushed_and_pinned(project: Accel, shop: Workshop, bas
     assert shop.run(image, "accel", "--version").strip() == f"accel {__version__}"
     listed = "import os; open('written', 'w'); print(os.getuid(), os.stat('.').st_uid, *sorted(os.listdir('.')))"
     assert shop.run(image, "python3", "-c", listed).split() == [
-        "1000", "1000", ".accelignore", "accel.yaml", "requirements.txt", "train.py", "written"
+        "1000", "1000", "accel.yaml", "requirements.txt", "train.py", "written"
     ]  # fmt: skip
 
     text = (project.here / "accel.yaml").read_text()
@@ -114,7 +114,7 @@ def test_the_context_holds_no_secret_and_nothing_that_accel_keeps(
     made.mkdir()
     warnings = context.make(made, project, None)
     files = (path.relative_to(made / dockerfile.CODE) for path in (made / dockerfile.CODE).rglob("*") if path.is_file())
-    assert sorted(map(str, files)) == [".dockerignore", "train.py"]
+    assert sorted(map(str, files)) == ["train.py"]
     assert [warning.partition(":")[0] for warning in warnings] == ["'.env'"]
 
 
@@ -137,7 +137,7 @@ def test_docker_builds_an_image_and_pushes_it(project: Accel, on_docker: Docker,
         assert on_docker.run("run", "--rm", image, "accel", "--version").strip() == f"accel {__version__}"
     listed = "import os; print(os.getuid(), os.getcwd(), open('train.py').read(), *sorted(os.listdir('.')))"
     assert on_docker.run("run", "--rm", image, "python3", "-c", listed).split() == [
-        "1000", "/workspace", "print('trained')", ".accelignore", "accel.yaml", "train.py"
+        "1000", "/workspace", "print('trained')", "accel.yaml", "train.py"
     ]  # fmt: skip
 
 
@@ -309,7 +309,7 @@ def test_kanikos_objects_are_valid_and_hold_the_context(project: Accel, tmp_path
     ]
     subprocess.run([sys.executable, *argv], check=True, timeout=60)
     assert sorted(os.listdir(tmp_path / "context")) == ["Dockerfile", "code", "wheels"]
-    assert sorted(os.listdir(tmp_path / "context/code")) == [".accelignore", "accel.yaml", "train.py"]
+    assert sorted(os.listdir(tmp_path / "context/code")) == ["accel.yaml", "train.py"]
     given = pod["containers"][0]["args"]
     assert "--destination=host/team/train:1" in given
     assert "--digest-file=/dev/termination-log" in given

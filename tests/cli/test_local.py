@@ -27,7 +27,7 @@ HOSTILE = ["--", "-h", "--json", "", " ", "a b", "'", '"', "\n", "$(exit 1)", "`
 HELD = """
 import fcntl
 print("ready", flush=True)
-with open("gate") as gate:
+with open({gate!r}) as gate:
     fcntl.flock(gate, fcntl.LOCK_SH)
     print(gate.read(), flush=True)
 """
@@ -37,7 +37,7 @@ class Gate:
     """Holds the job that runs `script` until it is opened. A lock, so that a job that failed does not hold the test."""
 
     def __init__(self, accel: Accel) -> None:
-        self.script = accel.script(HELD)
+        self.script = accel.script(HELD.format(gate=str(accel.here / "gate")))
         self._file = open(accel.here / "gate", "w")  # noqa: SIM115  # open for as long as the test holds it
         fcntl.flock(self._file, fcntl.LOCK_EX)
 
@@ -69,9 +69,8 @@ def test_submit_prints_the_id_alone_and_the_job_can_be_found_by_it(accel: Accel)
 
 
 def test_every_word_after_the_script_reaches_it(accel: Accel) -> None:
-    accel.script("import json, sys; json.dump(sys.argv[1:], open('argv.json', 'w'))")
-    accel("submit", "--follow", "--max_restarts=0", "--", "train.py", *HOSTILE)
-    assert json.loads((accel.here / "argv.json").read_text()) == HOSTILE
+    accel.script("import json, sys; print(json.dumps(sys.argv[1:]))")
+    assert json.loads(accel("submit", "--follow", "--max_restarts=0", "--", "train.py", *HOSTILE)) == HOSTILE
 
 
 def test_modules_and_commands(accel: Accel) -> None:
@@ -163,7 +162,7 @@ def test_a_dry_run_shows_the_plan_and_leaves_no_trace(accel: Accel) -> None:
 
 def test_after_takes_any_reference_and_waits_for_it(accel: Accel, gate: Gate) -> None:
     first = accel("submit", gate.script).strip()
-    accel.script("print(open('second').read())", "second.py")
+    accel.script(f"print(open({str(accel.here / 'second')!r}).read())", "second.py")
     second = accel("submit", "--after", "@last", "second.py").strip()
     assert json.loads(accel("describe", "--json", second))["spec"]["after"] == [first]
     (accel.here / "second").write_text("after the first")  # written before the first may end, read after it has
@@ -228,6 +227,19 @@ def test_a_reader_that_goes_away_ends_it_quietly(accel: Accel) -> None:
         process.stdout.close()
         assert process.stderr.read() == b""
         assert process.wait(60) == exit_status.BROKEN_PIPE
+
+
+def test_an_exit_code_stays_where_stderr_cannot_be_written(accel: Accel) -> None:
+    if not Path("/dev/full").exists():
+        missing("/dev/full", "run on Linux with /dev mounted")
+    reader, writer = os.pipe()
+    os.close(reader)
+    for descriptor in (writer, os.open("/dev/full", os.O_WRONLY)):
+        with os.fdopen(descriptor, "wb") as stderr:
+            done = subprocess.run(
+                accel.command("nonsense"), cwd=accel.here, env=accel.env(), stderr=stderr, check=False
+            )
+        assert done.returncode == exit_status.USAGE
 
 
 def test_a_full_disk_under_stdout_is_said_in_one_line(accel: Accel) -> None:

@@ -37,12 +37,17 @@ RIGHT: dict[str, list[str]] = {
     "fetch": ["@last"],
     "shell": ["@last"],
     "image": ["build", "--tag", "x", "--print"],
+    "serve": ["check"],
+    "login": ["http://127.0.0.1:1", "--token-file", "nowhere"],
+    "logout": [],
+    "context": [],
+    "token": ["list"],
 }
 # Their words are as many as one likes, or those of a program.
 MANY_WORDS = ("submit", "launch", "wait", "cancel", "prune", "shell")
 # Those that read and write the most files.
 _SOME = ("submit", "launch", "status", "prune", "config", "env")
-NEEDS_NO_WORDS = ("test", "list", "targets", "config", "env")
+NEEDS_NO_WORDS = ("test", "list", "targets", "config", "env", "serve", "context")
 
 
 def actions(command: str) -> list[argparse.Action]:

@@ -16,7 +16,9 @@ from accel.cli.arguments import Parser
 from accel.cli.launch import resolve_settings
 from accel.cli.test import add_arguments, launches
 from accel.selftest.__main__ import CHECKS, checks_for
+from accel.world.available import is_torchao_available
 from schedulers.processes import Identity
+from tests.needs import missing
 from tests.settings.lines import given
 from tests.waiting import until
 
@@ -37,7 +39,7 @@ def test_every_check_runs_on_1_2_and_4_processes_and_those_of_sharding_on_4(acce
         *(n for n in "124" for _ in WHOLE),
         *("4" * len(SHARDED)),
     ]
-    assert {*WHOLE, *SHARDED} == CHECKS.keys()
+    assert {*WHOLE, *SHARDED, "sequences", "8 bits"} == CHECKS.keys()
 
 
 def test_the_settings_of_a_file_that_shards_are_used(accel: Accel) -> None:
@@ -47,6 +49,33 @@ def test_the_settings_of_a_file_that_shards_are_used(accel: Accel) -> None:
         "parallelism_config: {parallelism_config_dp_replicate_size: 2}\n"
     )
     assert checks(accel("test", "--config_file", "fsdp.yaml")) == [("ok", name) for name in SHARDED]
+
+
+def test_the_settings_of_a_file_that_splits_layers_are_used(accel: Accel) -> None:
+    (accel.here / "tp.yaml").write_text(
+        "distributed_type: FSDP\nuse_cpu: true\nfsdp_config: {fsdp_version: 2}\n"
+        "parallelism_config: {parallelism_config_tp_size: 2}\n"
+    )
+    shown = accel("test", "--config_file", "tp.yaml")  # 2, and 2 × 2
+    assert checks(shown) == [("ok", name) for name in SHARDED * 2]
+    assert [line.split()[-2] for line in shown.splitlines()] == [n for n in "24" for _ in SHARDED]
+
+
+@pytest.mark.parametrize("way", ["cp", "sp"])
+def test_the_settings_of_a_file_that_splits_sequences_are_used(way: str, accel: Accel) -> None:
+    (accel.here / "parts.yaml").write_text(
+        f"use_cpu: true\nnum_processes: 2\nparallelism_config: {{parallelism_config_{way}_size: 2}}\n"
+    )
+    names = checks_for(sharded=False, split_sequences=True)
+    assert checks(accel("test", "--config_file", "parts.yaml")) == [("ok", name) for name in names]
+
+
+def test_a_file_with_fp8_checks_layers_in_8_bits_and_the_rest_in_bf16(accel: Accel) -> None:
+    if not is_torchao_available():
+        missing("torchao", "pip install -c constraints.txt --no-deps torchao")
+    (accel.here / "fp8.yaml").write_text("mixed_precision: fp8\nnum_processes: 1\nuse_cpu: true\n")
+    names = checks_for(sharded=False, fp8=True)
+    assert checks(accel("test", "--config_file", "fp8.yaml")) == [("ok", name) for name in names]
 
 
 # Put before accel by PYTHONPATH: a machine on which gathering gives another result.
@@ -137,6 +166,8 @@ OTHER = "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\nenable_cpu_affi
         ("distributed_type: MULTI_GPU", "--num_processes 2", {"cpu": False, "multi_gpu": True, "num_processes": 2}, 1),
         ("mixed_precision: bf16", "--num_processes 2", {"cpu": True, "mixed_precision": "bf16"}, 1),
         ("num_processes: -1", "--num_processes 1", {"num_processes": 1}, 1),
+        ("parallelism_config: {parallelism_config_tp_size: 2}", "", {"num_processes": 2}, 1),
+        ("parallelism_config: {parallelism_config_tp_size: 8}", "", {"num_processes": 8}, 1),
     ],
 )
 def test_a_launch_has_the_settings_of_the_file_that_is_named(

@@ -36,6 +36,13 @@ def test_a_report_of_the_launcher_stays_out_of_the_ranks_bytes(capfdbinary: pyte
     assert (shown.out, shown.err) == (b"no end after all\n", b"a report\n")
 
 
+def test_a_line_about_missing_lines_is_no_ranks(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    gap = LogLine(rank=1, stream="missing", text="accel: some is missing\n", source="rank1", position="2")
+    LogPrinter(prefix=True, json=False, since=None, flush=False).print([line("a\n"), gap, line("b\n", 1)])
+    shown = capfdbinary.readouterr()
+    assert (shown.out, shown.err) == (b"[rank 0] a\n[rank 1] b\n", b"accel: some is missing\n")
+
+
 def test_json_lines_hold_exact_bytes_and_a_cursor_to_go_on_from(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     lines = [line("é\n", 0, "3"), line("\udcff\n", 1, "9")]
     LogPrinter(prefix=True, json=True, since=Cursor.parse("rank1=7"), flush=True).print(lines)

@@ -86,6 +86,8 @@ def test_a_file_for_a_tpu_is_for_a_tpu_target(
     Path("train.py").touch()
     carried = from_config_file("c.yaml")
     assert (carried.kind, carried.procs_per_node, carried.gpus) == ("tpu", 4, None)
+    Path("machines.yaml").write_text(f"{XLA}num_machines: 2\n")
+    assert from_config_file("machines.yaml").procs_per_node == 4  # each host's
     assert carried.options == {"name": "pod1", "zone": "us-east1-d", "main_training_function": "go"}
     assert (carried.env["A"], carried.env["ACCELERATE_MIXED_PRECISION"]) == ("1=2", "bf16")
     assert carried.notes == ("c.yaml:7: tpu_use_sudo is ignored: only accel launch uses it",)

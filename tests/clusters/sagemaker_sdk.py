@@ -51,7 +51,7 @@ def run(request: Mapping[str, Any], docker: Docker, directory: Path) -> Outcome:
 
     What the containers left is in `directory`/artifacts.
     """
-    python = cached.directory("sagemaker-sdk", (sys.version_info[:2], SDK), _make_sdk) / "bin/python"
+    python = _sdk() / "bin/python"
     directory.mkdir()
     file = directory / "request.json"
     file.write_text(json.dumps(request))
@@ -67,9 +67,20 @@ def run(request: Mapping[str, Any], docker: Docker, directory: Path) -> Outcome:
         docker.clear()
 
 
+def image_table() -> Any:
+    """The SDK's own table of AWS's images of PyTorch."""
+    (path,) = _sdk().glob("lib/python*/site-packages/sagemaker/core/image_uri_config/pytorch.json")
+    return json.loads(path.read_text())
+
+
 def toolkit() -> Path:
     """A directory for PYTHONPATH with sagemaker-training."""
     return cached.directory("sagemaker-toolkit", (sys.version_info[:2], TOOLKIT), _make_toolkit)
+
+
+def _sdk() -> Path:
+    """A virtual environment with the SDK."""
+    return cached.directory("sagemaker-sdk", (sys.version_info[:2], SDK), _make_sdk)
 
 
 def _make_sdk(place: Path) -> None:

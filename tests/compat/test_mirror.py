@@ -64,11 +64,11 @@ print((len(sys.meta_path), os.environ["PYTHONPATH"]) == before)
 @pytest.mark.parametrize(
     ("statement", "kind"),
     [
-        ("from accelerate.utils import MegatronEngine", "ImportError"),
-        ("from accelerate.utils.megatron_lm import GPTTrainStep", "ModuleNotFoundError"),
+        ("from accelerate.utils import MegatronLMDummyDataLoader", "ImportError"),
+        ("from accelerate.utils.megatron_lm import GPTTrain", "ImportError"),
         ("import accelerate.test_utils.scripts", "ModuleNotFoundError"),
         ("from accelerate.state import PartialStat", "ImportError"),
-        ("import accelerate; accelerate.utils.MegatronEngine", "AttributeError"),
+        ("import accelerate; accelerate.utils.MegatronLMDummyDataLoader", "AttributeError"),
     ],
 )
 def test_what_is_not_there_fails_where_it_is_imported_and_says_where_to_read(statement: str, kind: str) -> None:
@@ -76,7 +76,7 @@ def test_what_is_not_there_fails_where_it_is_imported_and_says_where_to_read(sta
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith(f"{kind}: ")
     assert "docs/migrating.md" in last
-    assert "Engine" not in statement or "MegatronEngine" in last
+    assert "Dummy" not in statement or "MegatronLMDummyDataLoader" in last
 
 
 def test_a_name_that_is_nearly_right_is_told() -> None:
@@ -87,7 +87,7 @@ def test_a_name_that_is_nearly_right_is_told() -> None:
 def test_questions_about_what_is_not_there_are_answered_with_no() -> None:
     code = """
 import accel.compat, accelerate.utils
-print(hasattr(accelerate.utils, "MegatronEngine"), getattr(accelerate.utils, "gone", None), hasattr(accelerate, "x"))
+print(hasattr(accelerate.utils, "T5TrainStep"), getattr(accelerate.utils, "gone", None), hasattr(accelerate, "x"))
 """
     assert said("-c", code) == "False None False"
 

@@ -68,6 +68,8 @@ def test_visible_is_a_choice_that_grows_with_its_mask(entries: list[str], uuids:
     assert seen[: len(fewer)] == fewer
 
 
+FAST, SLOW = (f"GPU-{n * 8}-{n * 4}-{n * 4}-{n * 4}-{n * 12}" for n in "21")
+
 NVML = """
 #include <string.h>
 #include <stdlib.h>
@@ -78,9 +80,24 @@ int nvmlDeviceGetCount_v2(unsigned *n) { *n = count(); return 0; }
 int nvmlDeviceGetHandleByIndex_v2(unsigned i, void **handle) { *handle = (void *)(size_t)(i + 1); return 0; }
 int nvmlDeviceGetUUID(void *handle, char *text, unsigned size) {
     if ((size_t)handle == 3) return 3; /* the third one has no name */
-    strncpy(text, (size_t)handle == 1 ? "GPU-11111111-aaaa" : "GPU-22222222-bbbb", size);
+    const char *uuids[] = {"GPU-11111111-aaaa", "GPU-22222222-bbbb", %s};
+    strncpy(text, uuids[(size_t)handle - 1 + (getenv("FAKE_FAST") ? 2 : 0)], size);
     return 0;
 }
+int nvmlDeviceGetName(void *handle, char *text, unsigned size) {
+    strncpy(text, (size_t)handle == 2 && getenv("FAKE_FAST") ? "Fast" : "Slow", size);
+    return 0;
+}
+"""
+
+# Two GPUs, of which NVML has the second first, and the library that says so.
+CUDA = """
+#include <stdlib.h>
+#include <string.h>
+int cuInit(unsigned flags) { return getenv("CUDA_VISIBLE_DEVICES") ? 100 : 0; }
+int cuDeviceGetCount(int *count) { *count = 2; return 0; }
+int cuDeviceGet(int *device, int index) { *device = index; return 0; }
+int cuDeviceGetUuid(char *uuid, int device) { memset(uuid, device ? 0x11 : 0x22, 16); return 0; }
 """
 
 
@@ -91,9 +108,10 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         missing("a C compiler", "apt-get install -y gcc libc6-dev")
-    (folder / "nvml.c").write_text(NVML)
-    library = str(folder / "libnvidia-ml.so.1")
-    subprocess.run([str(compiler), "-shared", "-fPIC", "-o", library, str(folder / "nvml.c")], check=True, timeout=60)
+    for name, source in (("libnvidia-ml.so.1", NVML % f'"{SLOW}", "{FAST}"'), ("libcuda.so.1", CUDA)):
+        (folder / f"{name}.c").write_text(source)
+        command = [str(compiler), "-shared", "-fPIC", "-o", str(folder / name), str(folder / f"{name}.c")]
+        subprocess.run(command, check=True, timeout=60)
     return folder
 
 
@@ -132,3 +150,17 @@ def test_through_nvml(driver: Path, env: dict[str, str], kind: str, ids: list[st
 def test_needs_no_torch() -> None:
     code = "import sys, accel.launch.run, accel.launch.plan as p; p.find(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("env", "ids"),
+    [
+        ({"CUDA_VISIBLE_DEVICES": "0"}, [FAST]),
+        ({"CUDA_VISIBLE_DEVICES": "1,0"}, [SLOW, FAST]),
+        ({"CUDA_VISIBLE_DEVICES": "0", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, [SLOW]),
+        ({"CUDA_VISIBLE_DEVICES": SLOW}, [SLOW]),
+        ({}, [SLOW, FAST]),
+    ],
+)
+def test_indices_are_read_in_cudas_order(driver: Path, env: dict[str, str], ids: list[str]) -> None:
+    assert devices(driver, FAKE_GPUS="2", FAKE_FAST="1", **env)["ids"] == ids

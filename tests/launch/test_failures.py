@@ -50,6 +50,36 @@ def test_the_first_rank_and_not_its_echoes(launcher: Launcher) -> None:
     assert done.err.count("accel launch: ") == 1
 
 
+def test_one_process_without_logs_explains_its_error(launcher: Launcher) -> None:
+    launcher.script(
+        "import os, torch, accel\n"
+        "accel.Accelerator()\n"
+        "print(os.environ.get('ACCEL_EXPLAIN_ERRORS'))\n"
+        "raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2 GiB')\n"
+    )
+    done = launcher("train.py", code=1)
+    assert done.out == "None\n"
+    trace, _, report = done.err.partition("accel launch: ")
+    assert trace.endswith("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB\n")
+    assert report.startswith("the program failed\n  cause:  the GPU's memory is full\n  remedy: smaller batch")
+
+
+def test_ranks_get_a_short_grace_after_a_failure(launcher: Launcher) -> None:
+    """No signal handler runs inside a collective that never ends."""
+    launcher.script(
+        "import os, pathlib, signal, time\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "    pathlib.Path('ready').touch()\n"
+        "    while True: signal.pause()\n"
+        "while not os.path.exists('ready'): time.sleep(0.01)\n"
+        "raise ValueError('the cause')\n"
+    )
+    done = launcher("--shutdown_timeout", "1000", *GANG, "train.py", code=1)
+    assert "ValueError: the cause" in done.err
+    launcher.nothing_left()
+
+
 def test_a_killed_rank_and_not_its_peers_errors(launcher: Launcher) -> None:
     launcher.script(
         "import os, torch, torch.distributed as dist\n"
@@ -164,7 +194,8 @@ def test_a_command_that_is_not_there(launcher: Launcher, name: str, code: int, s
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (("no.py",), "script 'no.py' not found in "),
+        (("no.py",), "no script at "),
+        (("two.yaml", "train.py"), "two.yaml is a configuration file (its name ends in .yaml), not a Python program: "),
         (("--log_dir", "/proc", "train.py"), "--log_dir /proc cannot be written to: "),
         (("--log_dir", "train.py", "train.py"), "--log_dir train.py cannot be written to: File exists"),
         (
@@ -180,6 +211,7 @@ def test_a_command_that_is_not_there(launcher: Launcher, name: str, code: int, s
 )
 def test_what_cannot_be_is_one_line(launcher: Launcher, argv: tuple[str, ...], said: str) -> None:
     launcher.script("print('ran')")
+    launcher.script("num_processes: 2", "two.yaml")
     done = launcher(*argv, code=2)
     assert done.err.startswith(f"accel launch: {said}"), done
     assert done.out == ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,7 @@ def test_refusals(flags: tuple[str, ...], env: dict[str, str], said: list[str]) 
     ("flags", "env", "said"),
     [
         (("--num_processes", "5"), {}, ["5 processes", "4 visible GPUs", "--cpu"]),
-        (("--num_processes", "2"), {"CUDA_VISIBLE_DEVICES": "3"}, ["2 processes", "1 visible"]),
+        (("--num_processes", "2"), {"CUDA_VISIBLE_DEVICES": "3"}, ["2 processes", "1 visible GPU:"]),
         (("--gpu_ids", "4"), {}, ["--gpu_ids 4", "0 … 3"]),
         (("--gpu_ids", "0,0"), {}, ["--gpu_ids 0,0", "once"]),
         (("--gpu_ids", "0,x"), {}, ["--gpu_ids 0,x"]),
@@ -112,7 +113,7 @@ def test_refusals_with_gpus(flags: tuple[str, ...], env: dict[str, str], said: l
 
 
 def test_what_is_not_there_is_named() -> None:
-    with pytest.raises(LaunchError, match=r"script 'trian.py' not found in .*; did you mean 'train.py'\?"):
+    with pytest.raises(LaunchError, match=r"no script at .*/trian.py: it does not exist; did you mean 'train.py'\?"):
         planned_of(Program(argv=["trian.py"], entry="script"))
     with pytest.raises(LaunchError, match="command 'no-such-command' not found on PATH"):
         planned_of(Program(argv=["no-such-command"], entry="command"))
@@ -221,6 +222,84 @@ def test_a_flag_that_contradicts_the_scheduler(source: str) -> None:
     agreed = planned("--num_machines", "2", "--machine_rank", "1", "--main_process_ip", "x", **env)
     assert (agreed.nodes, agreed.node_rank, agreed.address) == (2, 1, "x")
     assert planned("--machine_rank", "1", **env).nodes == 2
+
+
+OPERATOR = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "run-master-0"}
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "processes"),
+    [
+        ("3", (), 3),
+        ("3", ("--num_processes", "6"), 3),
+        ("auto", (), 1),
+        ("", (), 1),
+        ("auto", ("--num_processes", "4"), 2),
+    ],
+)
+def test_an_operator_sets_the_processes_of_a_node(text: str, flags: tuple[str, ...], processes: int) -> None:
+    assert planned("--cpu", *flags, PET_NPROC_PER_NODE=text, **OPERATOR).processes == processes
+    assert planned("--cpu", PET_NPROC_PER_NODE="cpu", **OPERATOR).processes == len(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize(
+    ("flags", "env", "said"),
+    [
+        ((), {"PET_NPROC_PER_NODE": "two"}, ["PET_NPROC_PER_NODE='two'", "auto, gpu or cpu"]),
+        (("--cpu",), {"PET_NPROC_PER_NODE": "gpu"}, ["PET_NPROC_PER_NODE=gpu", "no GPU"]),
+        (("--cpu", "--num_processes", "2"), {"PET_NPROC_PER_NODE": "2"}, ["--num_processes 2", "4 in all"]),
+        (("--cpu",), {"PET_MAX_RESTARTS": "3"}, ["PET_MAX_RESTARTS=3", "write --max_restarts 3"]),
+        (("--cpu",), {"PET_STANDALONE": "1"}, ["PET_STANDALONE=1", "unset it"]),
+    ],
+)
+def test_what_an_operator_sets_is_read_or_refused(flags: tuple[str, ...], env: dict[str, str], said: list[str]) -> None:
+    with pytest.raises(LaunchConfigError) as refused:
+        planned(*flags, **OPERATOR, **env)
+    assert all(word in str(refused.value) for word in said), refused.value
+
+
+@pytest.mark.parametrize(
+    ("flags", "env", "processes"),
+    [
+        ("", {"PET_NPROC_PER_NODE": "3"}, 3),
+        ("", {"PET_NPROC_PER_NODE": "3", "PET_NNODES": "1", "PET_NAME": "Rex"}, 3),
+        ("--num_machines 2 --machine_rank 0 --main_process_ip h", {"PET_NPROC_PER_NODE": "3", "PET_NNODES": "4"}, 3),
+        ("--num_machines 2 --machine_rank 0 --main_process_ip h --num_processes 4", {"PET_NPROC_PER_NODE": "3"}, 2),
+        ("", {"PET_NPROC_PER_NODE": "3", "ACCEL_JOB_ID": "2mxaaaaaaaa"}, 1),
+    ],
+)
+def test_variables_of_torchrun_without_an_operator(flags: str, env: dict[str, str], processes: int) -> None:
+    assert planned("--cpu", *flags.split(), **env).processes == processes
+
+
+@pytest.mark.parametrize(
+    ("flags", "env", "said"),
+    [
+        ("--num_processes 2", {"PET_NPROC_PER_NODE": "3"}, "--num_processes 2 contradicts PET_NPROC_PER_NODE"),
+        (
+            "",
+            {"PET_NNODES": "2"},
+            "PET_NNODES=2, without PET_NODE_RANK: unset it, or write --num_machines 2 --machine_r",
+        ),
+        ("", {"PET_MAX_RESTARTS": "3"}, "PET_MAX_RESTARTS=3 is torchrun's, and is not read: write --max_restarts 3"),
+    ],
+)
+def test_variables_of_torchrun_that_are_refused(flags: str, env: dict[str, str], said: str) -> None:
+    with pytest.raises(LaunchConfigError, match=re.escape(said)):
+        planned("--cpu", *flags.split(), **env)
+
+
+def test_an_option_that_the_operator_requests_too() -> None:
+    assert planned("--cpu", "--max_restarts", "3", PET_MAX_RESTARTS="3", **OPERATOR).max_restarts == 3
+
+
+def test_ranks_of_an_operator_are_no_world_of_one() -> None:
+    env = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "job-0", "MASTER_PORT": "23456"}
+    with pytest.raises(LaunchConfigError, match=r"--num_machines \$WORLD_SIZE --machine_rank \$RANK .*\$MASTER_PORT"):
+        planned(**env)
+    flags = ("--num_machines", "4", "--machine_rank", "1", "--main_process_ip", "job-0")
+    assert planned(*flags, **env).node_rank == 1
+    assert planned(**env, LOCAL_RANK="0").nodes == 1
 
 
 def test_rdzv_conf() -> None:

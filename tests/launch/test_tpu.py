@@ -232,13 +232,21 @@ def test_chips_that_are_not_used_are_said(torch_xla: Machine) -> None:
     assert err == "accel launch: this machine has TPU chips that the ranks do not use: pass --tpu or --cpu\n"
 
 
-def test_torch_tpu_on_the_hosts_of_a_slice(torch_tpu: Machine, worker_1: Mapping[str, str]) -> None:
-    """Ranks are those of the workers: worker 1 has the second half."""
-    env = {"TORCH_TPU_DEVICES_PER_HOST": "1", "TPU_SKIP_MDS_QUERY": "", **worker_1}
+@pytest.mark.parametrize(
+    ("processes", "more"),
+    [("", {}), ("--config_file c.yaml", {}), ("--num_processes 1", {"ACCELERATE_IN_TPU_POD": "1"})],
+)
+def test_torch_tpu_on_the_hosts_of_a_slice(
+    processes: str, more: dict[str, str], torch_tpu: Machine, worker_1: Mapping[str, str]
+) -> None:
+    """Worker 1 has the second half of the ranks. `num_processes` of a file, and in a pod, is for each host."""
+    (torch_tpu.here / "c.yaml").write_text("distributed_type: XLA\nnum_processes: 1\n")
+    env = {"TORCH_TPU_DEVICES_PER_HOST": "1", "TPU_SKIP_MDS_QUERY": "", **worker_1, **more}
     words = ["--main_process_ip", "127.0.0.1", "--main_process_port", str(_free_port())]
+    counted = [*words, *processes.split()]
     other = {**env, "TPU_WORKER_HOSTNAMES": "10.0.0.3,10.0.0.4", "TPU_WORKER_ID": "0", "TPU_TOPOLOGY": "2x2x2"}
-    with torch_tpu.start(TELL, *words, "train.py", **other) as first:
-        code, lines, err = torch_tpu.launch(TELL, *words, "train.py", **env)
+    with torch_tpu.start(TELL, *counted, "train.py", **other) as first:
+        code, lines, err = torch_tpu.launch(TELL, *counted, "train.py", **env)
         out, first_err = first.communicate(timeout=180)
     assert (code, first.returncode) == (0, 0), (err, first_err)
     addresses = "10.0.0.3:8070,10.0.0.4:8070"

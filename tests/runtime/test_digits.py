@@ -32,7 +32,6 @@ def train(*arguments: str, processes: int = 1, script: Path = DIGITS) -> list[st
                 **world_env(rank, processes, port),
                 PYTHONPATH=str(ROOT),
                 OMP_NUM_THREADS="1",
-                CUDA_VISIBLE_DEVICES="",
                 PATH=os.environ["PATH"],
             ),
             stdout=subprocess.PIPE,

@@ -10,10 +10,12 @@ import torch
 from torch import nn
 
 from accel import Accelerator
+from accel.big_models import cpu_offload
 from accel.enums import DDPCommunicationHookType
 from accel.errors import ArgumentError
 from accel.parallel.base import Strategy
 from accel.plugins import DistributedDataParallelKwargs, TorchDynamoPlugin
+from accel.plugins.fsdp import FullyShardedDataParallelPlugin as Plugin
 
 from .worlds import outcomes, run, run_one
 
@@ -166,6 +168,91 @@ def test_models_that_are_not_trained_are_not_wrapped() -> None:
         assert type(evaluated) is nn.Linear
 
 
+def _unfrozen(sharded: bool, partly: bool) -> list[float]:
+    """The gradients of weights that a pass with others came before: unfrozen, in a window of two batches."""
+    accelerator = Accelerator(gradient_accumulation_steps=2, fsdp_plugin=Plugin() if sharded else None)
+    bare = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+    for weight in bare.parameters():
+        nn.init.ones_(weight)
+    (bare[0] if partly else bare).requires_grad_(False)
+    model = accelerator.prepare(bare)
+    inputs = torch.full((1, 1), 2.0 + 2 * accelerator.process_index)
+    if partly:
+        accelerator.backward(model(inputs).sum())
+        model.zero_grad()
+    bare.requires_grad_(True)
+    for _ in range(2):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(inputs).sum())
+    gradients: list[Any] = [weight.grad for weight in bare.parameters()]
+    return [(gradient.full_tensor() if sharded else gradient).item() for gradient in gradients]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("partly", [False, True])
+def test_gradients_of_weights_that_are_unfrozen_later_are_averaged(sharded: bool, partly: bool) -> None:
+    assert run(_unfrozen, sharded, partly) == [[3.0, 3.0]] * 2
+
+
+def _static_graph() -> list[float]:
+    kwargs = DistributedDataParallelKwargs(static_graph=True)
+    accelerator = Accelerator(gradient_accumulation_steps=2, kwargs_handlers=[kwargs])
+    model = accelerator.prepare(nn.Linear(1, 1, bias=False))
+    seen = []
+    for step in range(6):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.full((1, 1), 1.0 + step + accelerator.process_index)).sum())
+            if accelerator.sync_gradients:
+                seen.append(_gradient(model))
+                model.zero_grad()
+    return seen
+
+
+def test_a_static_graph_is_trained_with_accumulation() -> None:
+    assert run(_static_graph) == [[2.0, 4.0, 6.0]] * 2
+
+
+def _prepared_twice(sharded: bool) -> list[Any]:
+    warnings.simplefilter("ignore")  # torch's tracer warns at itself
+    plugin = Plugin() if sharded else None
+    model = Accelerator(dynamo_plugin=TorchDynamoPlugin(backend="eager"), fsdp_plugin=plugin).prepare(
+        bare := nn.Linear(1, 1, bias=False)
+    )
+    accelerator = Accelerator()
+    again = accelerator.prepare(model)
+    accelerator.backward(again(torch.full((1, 1), 1.0 + accelerator.process_index)).sum())
+    gradient: Any = bare.weight.grad
+    return [again is model, (gradient.full_tensor() if sharded else gradient).item()]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_compiled_model_of_one_accelerator_is_the_same_in_another(sharded: bool) -> None:
+    assert run(_prepared_twice, sharded) == [[True, 1.5]] * 2
+
+
+def _offloaded(sharded: bool, training: bool) -> list[Any]:
+    accelerator = Accelerator(fsdp_plugin=Plugin() if sharded else None)
+    model: Any = cpu_offload(nn.Linear(1, 1, bias=False))
+    expected = model(torch.ones(1, 1)).tolist()
+    if training:
+        model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+    elif sharded:
+        model = accelerator.prepare_model(model)
+    else:
+        model = accelerator.prepare_model(model, evaluation_mode=accelerator.num_processes > 1)
+    return [model(torch.ones(1, 1)).tolist() == expected, model.weight.is_meta]
+
+
+def test_an_offloaded_model_is_evaluated_where_it_is_and_not_trained() -> None:
+    assert run_one(_offloaded, False, False) == [True, True]
+    assert run(_offloaded, False, False) == [[True, True]] * 2
+    for outcome in [*outcomes(_offloaded, False, True, processes=1), *outcomes(_offloaded, False, True)]:
+        assert outcome.error == "ArgumentError"
+        assert outcome.message.startswith("prepare: SGD has parameters on the meta device, such as those of an offload")
+    for outcome in outcomes(_offloaded, True, False):
+        assert outcome.message.startswith("prepare: a model that is offloaded, or dispatched over several devices, ")
+
+
 def _dispatched(training: bool) -> bool:
     accelerator = Accelerator()
     model = nn.Linear(1, 1)
@@ -271,3 +358,29 @@ def test_a_quantised_model_on_another_device_is_refused(
         return
     with pytest.raises(ArgumentError, match=message):
         accelerator.prepare(model)
+
+
+class _WithExpandedBuffer(nn.Linear):
+    shift: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.register_buffer("shift", torch.zeros(1).expand(2))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return super().forward(rows) + self.shift
+
+
+def _expanded(sharded: bool) -> list[float]:
+    accelerator = Accelerator(cpu=True, fsdp_plugin=Plugin() if sharded else None)
+    bare = _WithExpandedBuffer()
+    bare.shift = torch.full((1,), float(accelerator.process_index)).expand(2)
+    model: Any = accelerator.prepare(bare)
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+    unwrapped: Any = accelerator.unwrap_model(model)
+    return list(unwrapped.shift.tolist())
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_buffers_whose_elements_share_memory_are_received(sharded: bool) -> None:
+    assert run(_expanded, sharded) == [[0.0, 0.0]] * 2

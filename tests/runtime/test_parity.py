@@ -226,7 +226,7 @@ def _refused() -> list[str]:
         lambda: accel.state.AcceleratorState(deepspeed_plugin=object()),
         lambda: accel.state.AcceleratorState().select_deepspeed_plugin("b"),
         lambda: accel.state.AcceleratorState().get_deepspeed_plugin("b"),
-        lambda: (accel.state.AcceleratorState._reset_state(), accel.state.AcceleratorState("fp8")),
+        lambda: (accel.state.AcceleratorState._reset_state(), accel.state.AcceleratorState("fp9")),
     ]
     for action in actions:
         try:
@@ -238,10 +238,10 @@ def _refused() -> list[str]:
 
 def test_ways_of_training_that_are_not_here_are_named() -> None:
     assert run_one(_refused) == [
-        "AcceleratorState(deepspeed_plugin=…) is not in this version of accel: leave it out",
+        "deepspeed_plugin must be a DeepSpeedPlugin, or a dict of them by name, not object",
         "select_deepspeed_plugin('b') needs a run under DeepSpeed, this is NO",
         "get_deepspeed_plugin('b') needs a run under DeepSpeed, this is NO",
-        "mixed_precision: 'fp8' is not in this version of accel: use 'bf16' or 'fp16'",
+        "mixed_precision: 'fp9' is none of no, fp8, fp16, bf16; did you mean 'fp8'?",
     ]
 
 

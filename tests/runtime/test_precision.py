@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel import Accelerator
-from accel.errors import PrecisionError, StateError
+from accel.errors import StateError
 from accel.plugins import AutocastKwargs, GradScalerKwargs
-from accel.precision import HalfPrecision, LowPrecision, choose_precision
+from accel.precision import HalfPrecision, LowPrecision
 from accel.precision.outputs import ConvertOutputsToFp32, convert_outputs_to_fp32
 from accel.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 
@@ -85,6 +85,7 @@ def test_the_scaler_leaves_out_steps_that_overflowed_and_tells_the_scheduler() -
     assert weight.item() == 0.0
     optimizer.zero_grad()
     precision.backward((weight * float("inf")).sum())
+    assert precision.scaler is not None
     assert precision.scaler.get_scale() == 16.0
     optimizer.step()
     scheduler.step()
@@ -92,6 +93,7 @@ def test_the_scaler_leaves_out_steps_that_overflowed_and_tells_the_scheduler() -
     assert weight.item() == 0.0
     assert scheduler.get_last_lr() == [0.05]
     precision.finish_pending()
+    assert precision.scaler is not None
     assert precision.scaler.get_scale() == 8.0
 
 
@@ -220,14 +222,14 @@ def test_a_skipped_step_is_told_to_the_scheduler_in_a_whole_loop() -> None:
     assert (third, after_third) == (2.0, [False, pytest.approx(-2.2), 0.01])
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.gpu
 def test_fp16_trains_on_cuda() -> None:
     rates = run_one(_cuda, "fp16")
     assert rates[0] == "cuda:0"
     assert rates[1] < 0.05
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.gpu
 def test_fp16_synchronizes_as_often_as_by_hand() -> None:
     assert run_one(_syncs) == [1, 0, 1]
 
@@ -321,6 +323,38 @@ def test_outputs_are_widened_and_the_wrapper_pickles() -> None:
     ]
 
 
-def test_fp8_is_refused_in_one_line() -> None:
-    with pytest.raises(PrecisionError, match="'fp8' is not in this version of accel: use 'bf16', 'fp16' or 'no'"):
-        choose_precision("fp8", torch.device("cpu"))
+def test_a_script_sets_its_own_scaler() -> None:
+    assert run_one(_own_scaler) == [8.0, -1.0, None, -2.0]
+
+
+def _own_scaler() -> list[Any]:
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    seen: list[Any] = []
+    for _ in range(2):
+        loss = model(torch.ones(1, 1)).sum()
+        accelerator.backward(loss)
+        scale = accelerator.scaler and accelerator.scaler.get_scale()
+        assert model.weight.grad.item() == (scale or 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        seen += [scale, model.weight.item()]
+        accelerator.scaler = None
+    return seen
+
+
+def test_a_model_that_a_script_takes_out_is_not_saved(tmp_path: Any) -> None:
+    assert run_one(_taken_out, tmp_path) == ["model.safetensors"]
+
+
+def _taken_out(folder: Any) -> list[str]:
+    accelerator = Accelerator(cpu=True)
+    first, second, third = accelerator.prepare(nn.Linear(2, 2), nn.Linear(3, 3), nn.Linear(4, 4))
+    accelerator._models = [model for model in accelerator._models if model is not first]
+    accelerator._models.remove(second)
+    assert accelerator._models == [third]
+    accelerator.save_state(folder / "kept")
+    return [path.name for path in (folder / "kept").glob("*.safetensors")]

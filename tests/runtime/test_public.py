@@ -20,7 +20,8 @@ ROOT = Path(__file__).parents[2]
 
 NAMES = """
 AccelError Accelerator AcceleratorState AutocastKwargs BatchSamplerShard CollectiveError DDPCommunicationHookType
-DataLoaderConfiguration DataLoaderDispatcher DataLoaderShard DistributedDataParallelKwargs DistributedType
+DataLoaderConfiguration DataLoaderDispatcher DataLoaderShard DeepSpeedPlugin DistributedDataParallelKwargs
+DistributedType DummyOptim DummyScheduler
 FullyShardedDataParallelPlugin GeneralTracker GradScalerKwargs GradientAccumulationPlugin GradientState
 InitProcessGroupKwargs IterableDatasetShard Job JobSpec LocalSGD LogLine LoggerType ParallelismConfig PartialState
 ProcessError ProfileKwargs ProjectConfiguration Reason Resources
@@ -28,13 +29,14 @@ Retry SeedableRandomSampler SkipBatchSampler SkipDataLoader State Status TorchDy
 broadcast_object_list compile_regions concatenate cpu_offload cpu_offload_with_hook debug_launcher disk_offload
 dispatch_model extract_model_from_parallel find_executable_batch_size gather gather_object get_logger get_sampler
 infer_auto_device_map init_empty_weights init_on_device load_checkpoint_and_dispatch load_checkpoint_in_model
-notebook_launcher pad_across_processes prepare_data_loader reduce register_tracker_class send_to_device set_seed
-skip_first_batches submit submit_async synchronize_rng_states
+notebook_launcher pad_across_processes prepare_data_loader prepare_pippy reduce register_tracker_class send_to_device
+set_seed skip_first_batches submit submit_async synchronize_rng_states
 """.split()
 
 MEMBERS = """
 accumulate autocast backward check_trigger checkpoint_on_preemption clear clip_grad_norm_ clip_grad_value_
-context_parallel_rank data_parallel_rank data_parallel_shard_rank deepspeed_plugin deepspeed_ulysses_dl_adapter device
+context_parallel_rank data_parallel_rank data_parallel_shard_rank deepspeed_config deepspeed_engine_wrapped
+deepspeed_plugin deepspeed_ulysses_dl_adapter device
 dispatch_batches distributed_type end_training even_batches fp8_backend free_memory gather gather_for_metrics
 get_state_dict get_tracker gradient_accumulation_steps init_trackers is_composable_parallelism_enabled is_fsdp2
 is_last_process is_local_main_process is_main_process join_uneven_inputs load_state local_main_process_first
@@ -134,13 +136,3 @@ def test_seeds() -> None:
     assert main[0] == other[0]
     assert all(a != b for a, b in zip(main[1], other[1], strict=True))
     assert main[2] == other[2]
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("ACCELERATE_USE_MEGATRON_LM", "true"), ("ACCELERATE_USE_DEEPSPEED", "1")],
-)
-def test_a_way_of_training_that_is_not_here_is_refused(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(name, value)
-    with pytest.raises(ArgumentError, match=f"{name}={value}: not in this version"):
-        accel.Accelerator()

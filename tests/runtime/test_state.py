@@ -82,7 +82,7 @@ def _describe() -> dict[str, Any]:
 
 def test_ranks_form_one_world_without_any_flag() -> None:
     """Accelerate's defects 1 and 2: N ranks on a CPU machine became N worlds of one."""
-    seen = run(_describe, processes=3, env={"CUDA_VISIBLE_DEVICES": ""})
+    seen = run(_describe, processes=3)
     assert [one["rank"] for one in seen] == [0, 1, 2]
     assert {one["size"] for one in seen} == {3}
     assert {one["type"] for one in seen} == {"MULTI_CPU"}
@@ -126,9 +126,8 @@ def _late() -> None:
     PartialState(timeout=timedelta(seconds=1))
 
 
+@pytest.mark.gpu
 def test_more_ranks_than_devices_is_refused() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs CUDA: without it ranks share the CPU")
     beyond = str(torch.cuda.device_count())
     ended = outcomes(_state, processes=1, env={"LOCAL_RANK": beyond})[0]
     assert "has no device of its own" in ended.message
@@ -152,7 +151,7 @@ def _errors() -> list[str]:
 def test_errors_are_one_line_with_the_nearest_name() -> None:
     assert run_one(_errors) == [
         "PartialState(tiemout=…) is unknown; did you mean 'timeout'?",
-        "mixed_precision: 'bf61' is none of no, fp16, bf16; did you mean 'bf16'?",
+        "mixed_precision: 'bf61' is none of no, fp8, fp16, bf16; did you mean 'bf16'?",
         "mixed_precision='bf16': this process already uses 'no': pass it to the first Accelerator or AcceleratorState",
         "PartialState has no attribute 'proces_index'; did you mean 'process_index'?",
     ]
@@ -165,7 +164,7 @@ def _precision_from_env() -> str:
 def test_precision_comes_from_the_environment_and_is_checked() -> None:
     assert run_one(_precision_from_env, env={"ACCELERATE_MIXED_PRECISION": "bf16"}) == "bf16"
     ended = outcomes(_precision_from_env, processes=1, env={"ACCELERATE_MIXED_PRECISION": "half"})[0]
-    assert ended.message == "environment variable ACCELERATE_MIXED_PRECISION: 'half' is none of no, fp16, bf16"
+    assert ended.message == "environment variable ACCELERATE_MIXED_PRECISION: 'half' is none of no, fp8, fp16, bf16"
 
 
 def _decorated() -> list[Any]:
@@ -192,7 +191,17 @@ def test_decorators_and_splitting() -> None:
     assert other == ["last", "one", "local one", ["d", "e"], padded[1]]
 
 
-@pytest.mark.parametrize(("items", "parts"), [([], 3), ([1], 3), ([1, 2, 3, 4], 3), ("text", 2), ((1, 2, 3), 2)])
+@pytest.mark.parametrize("padded", [True, False])
+def test_a_text_is_whole_for_every_process(padded: bool) -> None:
+    texts = {"positive": "a cat", "negative": b"dogs", "seeds": [1, 2]}
+    assert [share_of("a photo", index, 2, padded) for index in range(2)] == ["a photo", "a photo"]
+    assert [share_of(texts, index, 2, padded) for index in range(2)] == [
+        {**texts, "seeds": [1]},
+        {**texts, "seeds": [2]},
+    ]
+
+
+@pytest.mark.parametrize(("items", "parts"), [([], 3), ([1], 3), ([1, 2, 3, 4], 3), ((1, 2, 3), 2)])
 def test_padded_shares_are_of_one_length(items: Any, parts: int) -> None:
     shares = [share_of(items, index, parts, True) for index in range(parts)]
     assert len({len(share) for share in shares}) == 1
@@ -257,7 +266,7 @@ def test_a_script_ends_without_a_word_on_stderr(tmp_path: Any, how: list[str]) -
     running = [
         subprocess.Popen(
             [sys.executable, "-W", "error", str(script), *how],
-            env=clean_env(**world_env(rank, 2, port), PYTHONPATH=os.getcwd(), CUDA_VISIBLE_DEVICES=""),
+            env=clean_env(**world_env(rank, 2, port), PYTHONPATH=os.getcwd()),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -33,12 +33,12 @@ class Sharded(Strategy):
         self.shards.update({whole[name]: shard for name, shard in model.named_parameters()})
         return model
 
-    def prepare(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> Any:
+    def prepare(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], *more: Any) -> Any:
         self.optimizers.update(optimizers)
-        made = super().prepare(models, optimizers)
+        prepared = super().prepare(models, optimizers, *more)
         for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
             group["params"] = [self.shards.get(parameter, parameter) for parameter in group["params"]]
-        return made
+        return prepared
 
 
 def _losses(sharded: bool, order: str, precision: str) -> list[float]:

@@ -42,15 +42,18 @@ def main():
     accelerator = Accelerator(gradient_accumulation_steps=2)
     set_seed(3 + accelerator.process_index)  # every process begins with weights of its own
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    late = torch.nn.Linear(4, 1, bias=False).requires_grad_(False)
+    torch.nn.init.zeros_(late.weight)
+    optimizer = torch.optim.AdamW([*model.parameters(), *late.parameters()], lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     x = torch.arange(96.0).reshape(24, 4).sin()
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x.sum(1)), batch_size=3)
-    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    model, late, optimizer, loader, scheduler = accelerator.prepare(model, late, optimizer, loader, scheduler)
+    late.requires_grad_(True)  # which was frozen until now
     for epoch in range(2):
         for features, target in loader:
-            with accelerator.accumulate(model):
-                loss = (model(features).squeeze(-1) - target).square().mean()
+            with accelerator.accumulate(model, late):
+                loss = ((model(features) + late(features)).squeeze(-1) - target).square().mean()
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
                     norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
@@ -59,7 +62,7 @@ def main():
                 optimizer.zero_grad()
         if epoch == 0:
             accelerator.save_state("kept")
-    weights = accelerator.get_state_dict(model)
+    weights = {**accelerator.get_state_dict(model), "late": accelerator.get_state_dict(late)["weight"]}
     end = {name: value.tolist() for name, value in weights.items()}
     everyones = accelerator.gather(torch.cat([value.reshape(-1) for value in weights.values()])[None])
     accelerator.save_state("end")

@@ -45,6 +45,7 @@ def world_env(rank: int, size: int, port: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        "CUDA_VISIBLE_DEVICES": "",  # a machine with fewer GPUs than ranks would refuse some; a test may say otherwise
     }
 
 
@@ -77,7 +78,7 @@ def outcomes(
     running = []
     for rank in range(processes):
         ours, theirs = _context.Pipe(duplex=False)
-        variables = clean_env(**world_env(rank, processes, port), **(env or {}))
+        variables = clean_env(**{**world_env(rank, processes, port), **(env or {})})
         process = _context.Process(target=_child, args=(theirs, variables, function, args))
         process.start()
         theirs.close()

@@ -73,11 +73,34 @@ def test_a_status_from_a_later_version_is_read_without_what_is_new() -> None:
         ({"argv": ["a"], "env": {"A B": "x"}}, "'A B' is not a name"),
         ({"argv": ["a"], "env": {"A": "x"}, "secrets": {"A": "env:B"}}, "both as --env and as --secret"),
         ({"argv": ["a"], "resources": {"gpus": -1}}, "gpus must be 0 or more"),
+        ({"argv": ["a"], "resources": {"memory_gb": 0}}, "^--memory must be more than 0, not 0; .*`sbatch: {mem: 0}`"),
+        ({"argv": ["a"], "resources": {"shm_gb": -1}}, "shm_gb must be more than 0, not -1$"),
     ],
 )
 def test_what_no_target_can_run_is_refused(wrong: dict[str, Any], said: str) -> None:
     with pytest.raises(SpecError, match=said):
         JobSpec.from_json(wrong)
+
+
+def test_numbers_in_env_become_text() -> None:
+    env: Any = {"SEED": 1, "LR": 1e-3, "NAME": "x"}
+    assert JobSpec(argv=("a",), env=env).env == {"SEED": "1", "LR": "0.001", "NAME": "x"}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"env": {"A": True}}, r"^env: A must be text or a number, not bool True$"),
+        ({"env": {"A": None}}, r"^env: A must be text or a number, not NoneType None$"),
+        ({"env": {"A": ["x"]}}, r"^env: A must be text or a number, not list \['x'\]$"),
+        ({"env": {1: "x"}}, r"^1 is not a name for an environment variable"),
+        ({"secrets": {"A": 1}}, r"^secrets: A must be a reference such as env:NAME, not int$"),
+        ({"argv": ("a", 0.1)}, r"^argument 0\.1 must be text, not float$"),
+    ],
+)
+def test_a_value_of_another_type_is_one_line(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(SpecError, match=said):
+        JobSpec(**{"argv": ("a",), **wrong})
 
 
 @pytest.mark.parametrize("data", [None, 3, [], {"argv": "train.py"}, {"argv": ["a"], "nodes": "two"}, {}])

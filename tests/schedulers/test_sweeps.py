@@ -229,3 +229,14 @@ def test_nothing_is_asked_of_the_target_when_an_intent_cannot_be_kept(tmp_path: 
             lambda job_id: store.create(job_id, records[0].spec(), records[0].plan(), target="t", kind="local"),
             [records[0].id] * 3,
         )
+
+
+def test_a_caller_may_choose_the_ids(tmp_path: Path) -> None:
+    store = Store(tmp_path / "home")
+    ids = [store.new_id() for _ in range(2)]
+    jobs = [JobSpec(argv=("true",), entry="command")] * 2
+    submitted = sweeps.submit_sweep(jobs, "local", store, start=tmp_path, ids=ids)
+    assert [job.id for job in submitted] == ids
+    with pytest.raises(StoreError, match=f"job {ids[0]} exists already"):
+        sweeps.submit_sweep(jobs, "local", store, start=tmp_path, ids=ids)
+    assert [job.wait(60).state for job in submitted] == [State.SUCCEEDED] * 2

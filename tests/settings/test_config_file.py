@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import json
 from pathlib import Path
 
 import pytest
 import yaml
 
+from accel.cli import main
 from accel.cli.argv import UsageError
 from accel.cli.launch_file import default_path, read_file
 from accel.settings.config_file import read_document, to_document
@@ -169,7 +172,10 @@ def test_json_is_read_too(somewhere: Path) -> None:
         ("\nnum_processes: two", "@:2: num_processes: expects a whole number of 1 or more, not 'two'"),
         ("num_processes: true", "@:1: num_processes: expects a whole number of 1 or more, not true"),
         ("num_processes: 2024-01-01", "@:1: num_processes: expects a whole number of 1 or more, not 2024-01-01"),
-        ("fsdp_config: {a: 1, 2024-01-01: 2}", "@:1: unknown setting 'a'"),
+        ("fp8_config: {a: 1, 2024-01-01: 2}", "@:1: unknown setting 'a'"),
+        ("deepspeed_config:\n  offload_optimizer: {device: cpu}", "@:2: unknown setting 'offload_optimizer'; did you"),
+        ("deepspeed_config: {num_machines: 2}", "@:1: unknown setting 'num_machines'"),
+        ("dynamo_config: {use_dynamics: true}", "@:1: unknown setting 'use_dynamics'; did you mean 'dynamo_use_dyn"),
         ("gpu_ids: a;b", "--gpu_ids a;b (@:1): expects numbers or UUIDs such as GPU-"),
         ("fsdp_config:\n  fsdp_version: 1\n  version: 2",
          "@:3: fsdp_config.version and fsdp_config.fsdp_version are one setting: keep one"),
@@ -199,6 +205,37 @@ def test_what_is_wrong_is_said_with_its_line(text: str, said: str, somewhere: Pa
         found("--config_file", name)
     assert said.replace("@", name) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+UNREAD = [
+    ("deepspeed_config", "seq_parallel_communication_data_type"),
+    ("deepspeed_config", "train_micro_batch_size_per_gpu"),
+    ("fsdp_config", "fsdp_limit_all_gathers"),
+    ("fsdp_config", "mixed_precision"),
+    ("megatron_lm_config", "megatron_lm_learning_rate_decay_iters"),
+    ("dynamo_config", "dynamo_options"),
+]
+
+
+@pytest.mark.parametrize(("section", "key"), UNREAD)
+@pytest.mark.parametrize("form", ["yaml", "json"])
+def test_a_key_that_nothing_reads_is_a_warning(
+    section: str, key: str, form: str, somewhere: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known = {"dynamo_config": {"dynamo_backend": "INDUCTOR"}}.get(section, {})
+    document = {"num_processes": 2, section: {**known, key: {"a": 1}}}
+    dump = yaml.safe_dump if form == "yaml" else functools.partial(json.dumps, indent=0)
+    lines = dump(document).splitlines()
+    name = written(somewhere, "\n".join(lines), f"c.{form}")
+    assert options("--config_file", name)["num_processes"] == 2
+    line = next(number for number, text in enumerate(lines, start=1) if key in text)
+    warning = f"accel: warning: {name}:{line}: {section}.{key} is ignored: no version of Accelerate reads it\n"
+    assert capsys.readouterr().err == warning
+    assert main(["config", "update", "--config_file", name]) == 0
+    assert capsys.readouterr().err == warning
+    assert key not in yaml.safe_load(Path(name).read_text()).get(section, {})
+    assert options("--config_file", name)["num_processes"] == 2
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(
@@ -239,6 +276,29 @@ def test_where_the_file_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     (tmp_path / "hf/accelerate").mkdir(parents=True)
     (tmp_path / "hf/accelerate/default_config.json").touch()
     assert default_path().endswith("default_config.json")
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "processes"),
+    [
+        ("distributed_type: 'NO'", "", 1),
+        ("distributed_type: MPS", "", 1),
+        ("distributed_type: 'NO'\nnum_machines: 1", "", 1),
+        ("distributed_type: 'NO'\nnum_processes: 2", "", 2),
+        ("distributed_type: 'NO'", "--num_processes 3", 3),
+        ("distributed_type: 'NO'", "--multi_gpu", 4),
+        ("distributed_type: MULTI_GPU", "", 4),
+        ("mixed_precision: bf16", "", 4),
+    ],
+)
+@pytest.mark.usefixtures("gpus")
+def test_a_file_that_distributes_nothing_is_for_one_process(
+    text: str, flags: str, processes: int, somewhere: Path
+) -> None:
+    name = written(somewhere, text)
+    for _ in range(2):
+        assert planned("--config_file", name, *flags.split()).processes == processes
+        assert main(["config", "update", "--config_file", name]) == 0  # and it still says so
 
 
 @pytest.mark.usefixtures("gpus")
@@ -318,8 +378,6 @@ class TestWhoWins:
 
 
 def test_explain_says_where_each_comes_from(somewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from accel.cli import main
-
     name = written(somewhere, "mixed_precision: bf16")
     assert main(["launch", "--config_file", name, "--explain", "--num_processes", "2", "train.py"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -334,8 +392,6 @@ def test_explain_names_the_next_where_one_says_nothing(
     without: str, somewhere: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Flags, the environment, the scheduler, the file, the defaults: who has the word where all of them speak."""
-    from accel.cli import main
-
     name = written(somewhere, "fsdp_config: {fsdp_version: 2}\nmain_process_port: 1\nnum_processes: 2\ndebug: true")
     flags = {
         "flag": ["--use_fsdp", "--fsdp_version", "1", "--main_process_port", "3", "--num_processes", "4"],
@@ -367,8 +423,6 @@ def test_explain_names_the_next_where_one_says_nothing(
 
 
 def test_explain_shows_no_key(somewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from accel.cli import main
-
     keys = ["--aws_access_key_id", "A1", "--aws_secret_access_key", "S2", "--env", "HF_TOKEN=T3", "--env", "SEED=4"]
     main(["launch", "--explain", *keys])
     shown = capsys.readouterr().out

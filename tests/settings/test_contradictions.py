@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from accel.cli import exit_status, main
@@ -14,7 +16,7 @@ from .lines import given, options
 pytestmark = pytest.mark.usefixtures("somewhere")
 
 CONTRADICTIONS = [
-    "--cpu --multi_gpu", "--cpu --tpu", "--cpu --use_deepspeed", "--cpu --use_megatron_lm", "--multi_gpu --use_fsdp",
+    "--cpu --multi_gpu", "--cpu --tpu", "--multi_gpu --use_fsdp",
     "--use_deepspeed --use_fsdp", "--use_fsdp --use_megatron_lm", "--tpu --use_fsdp", "--module --no_python",
     "--tpu --gpu_ids=0", "--tpu --mpirun_hostfile=h", "--multi_gpu --mpirun_hostfile=h",
     "--tpu_cluster --no_tpu_cluster", "--deepspeed_inclusion_filter=a --deepspeed_exclusion_filter=b",
@@ -37,7 +39,6 @@ def test_both_are_named(line: str, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("line", "needed"),
     [
-        ("--use_parallelism_config", "--use_fsdp"),
         ("--use_fsdp --fsdp_activation_checkpointing_offload true", "--fsdp_activation_checkpointing true"),
         ("--use_fsdp --fsdp_version 1 --fsdp_activation_checkpointing true "
          "--fsdp_activation_checkpointing_offload true", "--fsdp_version 2"),
@@ -119,11 +120,13 @@ def test_a_flag_that_does_something_or_asks_for_nothing_is_not(line: str) -> Non
     ("line", "package", "extra"),
     [
         ("--use_deepspeed", "DeepSpeed", "deepspeed"),
-        ("--use_megatron_lm", "Megatron-LM", "megatron"),  # and where its training part is
         ("--tpu_runtime torch_tpu", "torch_tpu", "torch-tpu"),
         ("--tpu_runtime torch_xla", "torch_xla", "torch-xla"),
     ],
 )
-def test_a_package_that_is_missing_is_named_with_its_extra(line: str, package: str, extra: str) -> None:
+def test_a_package_that_is_missing_is_named_with_its_extra(
+    line: str, package: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "deepspeed", None)  # as if it were not installed
     with pytest.raises(LaunchError, match=rf"{line}: {package} is not installed in .*accel-launch\[{extra}\]'"):
         refuse_missing(options(*line.split(), *(["--tpu"] if "tpu" in line else [])))

@@ -201,6 +201,6 @@ def test_a_pod_that_cannot_be_reached(machine: Machine, text: str, code: int, sa
 
 
 def test_a_package_that_is_missing(machine: Machine) -> None:
-    done = machine.launch("--use_deepspeed", "train.py")
+    done = machine.launch("--tpu", "--tpu_runtime", "torch_xla", "train.py")
     assert done.returncode == 1
-    assert "pip install 'accel-launch[deepspeed]'" in done.stderr
+    assert "pip install 'accel-launch[torch-xla]'" in done.stderr

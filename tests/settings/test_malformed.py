@@ -43,9 +43,9 @@ FLAGS = [
     ("--use_deepspeed --offload_param_device nvme @", "--offload_param_device nvme needs --offload_param_nvme_path"),
     ("--fsdp_version 3 --use_fsdp @", "--fsdp_version: '3' is not one of 1, 2"),
     ("--fsdp_offload_params perhaps @", "--fsdp_offload_params: expects true or false, not 'perhaps'"),
-    ("--use_parallelism_config @", "--use_parallelism_config needs --use_fsdp"),
     ("--fp8_override_linear_precision true @", "--fp8_override_linear_precision: expects three of true or false"),
     ("--fp8_backend te --mixed_precision bf16 @", "--fp8_backend te and --mixed_precision bf16 contradict each other"),
+    ("--fp8_backend msamp @", "--fp8_backend msamp: MS-AMP, which is no longer developed, is not supported: use ao"),
     ("--megatron_lm_gradient_clipping x @", "--megatron_lm_gradient_clipping: expects a number of 0 or more, not 'x'"),
     ("--num_cpu_threads_per_process 0 @", "--num_cpu_threads_per_process: expects a whole number of 1 or more"),
     (
@@ -61,7 +61,7 @@ FLAGS = [
     ("--tpu_cluster --tpu --vm h --env A @", "--env A: expects NAME=VALUE"),
     ("--aws_access_key_id A @", "--aws_access_key_id needs --aws_secret_access_key"),
     ("--cpu=yes @", "--cpu takes no value"),
-    ("trian.py", "script 'trian.py' not found in "),
+    ("trian.py", "no script at "),
     ("--config_file nowhere.yaml @", "--config_file: cannot read nowhere.yaml: it does not exist"),
     ("--config_file . @", "--config_file: cannot read .: it is not a file"),
 ]

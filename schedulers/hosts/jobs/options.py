@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...errors import SpecError
@@ -30,6 +32,8 @@ class HostOptions:
                      environment, once for the same content, which sees the packages of that interpreter.
     requirements_python: another Python version for that environment. uv creates it, and it has only the packages of the
                      file: accel and torch must be among them.
+    modules:         environment modules that a login shell loads on every host, before setup commands and ranks.
+    prologue:        lines of bash that it runs after that.
     setup:           argvs that run once on every host before the ranks start, before those of the job.
     cpu:             train on the CPU even if there are GPUs.
     heartbeat_s:     seconds of silence after which a host counts as lost.
@@ -52,6 +56,8 @@ class HostOptions:
     venv: str | None = None
     requirements: str | None = None
     requirements_python: str | None = None
+    modules: tuple[str, ...] = ()
+    prologue: tuple[str, ...] = ()
     setup: tuple[tuple[str, ...], ...] = ()
     cpu: bool = False
     heartbeat_s: float = 30.0
@@ -108,6 +114,7 @@ def check(options: HostOptions, name: str) -> None:
                 f"{subject}: requirements_python must be a version from 3.10 on, such as 3.12 or 3.12.4, "
                 f"not {options.requirements_python!r}"
             )
+    check_lines(options.modules, options.prologue, subject)
     if any(not argv or not argv[0] for argv in options.setup):
         raise SpecError(f"{subject}: setup: a command has no program")
     if not (options.root == "~" or options.root.startswith(("~/", "/"))):
@@ -116,6 +123,17 @@ def check(options: HostOptions, name: str) -> None:
         raise SpecError(
             f"{subject}: ports must be a range of {_MIN_PORTS} or more, such as 29500-29599, not {options.ports!r}"
         )
+
+
+def check_lines(modules: Sequence[str], prologue: Sequence[str], subject: str) -> None:
+    """Raise SpecError if an entry is not one line."""
+    if any("\n" in line or "\0" in line for line in (*modules, *prologue)):
+        raise SpecError(f"{subject}: an entry of modules or prologue has a line break. Write one line per entry")
+
+
+def module_lines(modules: Sequence[str]) -> list[str]:
+    """Return lines of bash that load the modules, and exit if one cannot be loaded."""
+    return [f"module load {shlex.quote(module)} || exit" for module in modules]
 
 
 def python_of(options: HostOptions) -> str:

@@ -108,6 +108,7 @@ class HostsTarget(abc.ABC):
             "workdir": _join(options.root, "jobs", job_id, "code", spec.workdir),
             "env": dict(spec.env),
             "secrets": list(spec.secrets),
+            "prologue": [*host_options.module_lines(options.modules), *options.prologue],
             "setup": [list(argv) for argv in (*options.setup, *spec.setup)],
             "grace_s": spec.grace_s,
             "time_limit_s": spec.time_limit_s,

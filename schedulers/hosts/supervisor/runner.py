@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import resource
+import shlex
 import shutil
 import signal
 import subprocess
@@ -33,6 +34,7 @@ FILES_LIMIT = resource.getrlimit(resource.RLIMIT_NOFILE)
 UMASK = os.umask(0o077)
 os.umask(UMASK)
 _MAX_MESSAGE = 500
+_COPY = "ACCEL_COPY_OF_"
 _QUIET = {"maintenance-event": "NONE", "preempted": "FALSE"}
 _WAIT_S, _ALLOWANCE_S, _RETRY_S = 60, 30.0, 5.0
 _SESSION_VARIABLES = ("SSH_CLIENT", "SSH_CONNECTION", "SSH_TTY", "SSH_AUTH_SOCK", "SSH_ORIGINAL_COMMAND")
@@ -276,16 +278,21 @@ class NodeRunner:
                 signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
         env = {name: value for name, value in os.environ.items() if name not in _SESSION_VARIABLES}
-        env.update(_interpreter_env(self._settings["command"][0], env.get("PATH") or os.defpath))
+        python = self._settings["command"][0]
+        interpreter = _interpreter_env(python, env.get("PATH") or os.defpath)
+        env.update(interpreter)
         for name, value in self._network().items():
             env.setdefault(name, value)
-        env.update(self._visible)
-        env.update(self._settings["env"])
-        env.update(self._secrets)
+        own = {**self._visible, **self._settings["env"], **self._secrets}
         if self._secrets:
-            env["ACCEL_SECRETS"] = ",".join(self._secrets)
-        env.update({JOB_MARK: self._settings["job_id"], "ACCEL_JOB_DIR": self._directory})
-        env.update(extra)
+            own["ACCEL_SECRETS"] = ",".join(self._secrets)
+        own.update({JOB_MARK: self._settings["job_id"], "ACCEL_JOB_DIR": self._directory, **extra})
+        env.update(own)
+        prologue = list(self._settings.get("prologue", ()))
+        if prologue:
+            if "PATH" in interpreter:
+                prologue.append(f"export PATH={shlex.quote(os.path.dirname(python))}:$PATH")
+            argv = _in_login_shell(prologue, argv, env, own)
         workdir = os.path.join(self._directory, os.path.expanduser(self._settings["workdir"]))
         if not os.path.isdir(workdir):
             raise NotADirectoryError(0, f"directory {workdir} does not exist")
@@ -360,6 +367,17 @@ def _interpreter_env(python: str, path: str) -> dict[str, str]:
     if os.path.exists(os.path.join(os.path.dirname(folder), "pyvenv.cfg")):
         env["VIRTUAL_ENV"] = os.path.dirname(folder)
     return env
+
+
+def _in_login_shell(lines: list[str], argv: list[str], env: dict[str, str], own: dict[str, str]) -> list[str]:
+    """Return a command that runs the lines in a login shell, whose profile may define `module`, and then `argv`.
+
+    The job's `own` variables in `env` win over the profile and the lines: copies restore them. They are not in the
+    command, which everybody on the host can read.
+    """
+    env.update({f"{_COPY}{name}": value for name, value in own.items()})
+    restored = [f'export {name}="${_COPY}{name}"; unset {_COPY}{name}' for name in own]
+    return ["bash", "-lc", "\n".join([*lines, *restored, 'exec "$@"']), "bash", *argv]
 
 
 class Announcements:

@@ -73,7 +73,7 @@ def build(
     }
     first: list[Object] = []
     then: list[Object] = []
-    if options.workload == "trainjob":
+    if options.workload == "trainjob" and options.runtime is None:
         first.append(workloads.training_runtime(spec, options, metadata(), pod))
     if pods.needs_rendezvous(spec):
         first.append(pods.rendezvous(options, metadata(), job_id))
@@ -96,6 +96,11 @@ def check(spec: JobSpec, options: KubernetesOptions, target: str) -> None:
         raise SpecError(
             f"target {target}: --nodes {spec.nodes}:{spec.max_nodes}: only a PyTorchJob may grow, not workload "
             f"{options.workload}"
+        )
+    if options.runtime is not None and spec.retry.max_restarts:
+        raise SpecError(
+            f"target {target}: --max-restarts: a TrainJob cannot set it: leave it out, since the runtime "
+            f"{options.runtime} decides"
         )
 
 
@@ -154,6 +159,9 @@ def _actions(manifests: Manifests, spec: JobSpec, options: KubernetesOptions, co
 
 def _command(manifests: Manifests, options: KubernetesOptions) -> tuple[str, ...]:
     """Return the command that every pod runs."""
+    trainer = manifests.workload["spec"].get("trainer") or {}
+    if "command" in trainer:  # a TrainJob on a runtime of the cluster
+        return tuple(argument.replace("$$", "$") for argument in (*trainer["command"], *trainer.get("args", ())))
     for manifest in manifests:
         for _, template in validate.templates(manifest):
             for container in template["spec"]["containers"]:
@@ -232,7 +240,7 @@ def template(
         built = unpatched(**parameters)
         merged = validate.apply_patch(built, options.pod_patch, subject)
         validate.check_template(merged, subject)
-        _check_pod(merged, built, options, subject)
+        _finish_pod(merged, built, options, subject)
         return merged
 
     return patched
@@ -241,21 +249,44 @@ def template(
 def _patched(workload: Object, options: KubernetesOptions, subject: str) -> Object:
     merged = validate.apply_patch(workload, options.patch, subject)
     validate.check_workload(merged, workload, subject)
-    for (field_path, template), (_, built) in zip(
-        validate.templates(merged), validate.templates(workload), strict=False
-    ):
-        _check_pod(template, built, options, f"{subject}: {field_path}")
+    built = dict(validate.templates(workload))
+    patched = dict(validate.templates(merged))
+    for field_path in built | patched:
+        _finish_pod(patched.get(field_path, {}), built.get(field_path), options, f"{subject}: {field_path}")
     return merged
 
 
-def _check_pod(template: Mapping[str, Any], built: Mapping[str, Any], options: KubernetesOptions, subject: str) -> None:
+def _finish_pod(template: Object, built: Mapping[str, Any] | None, options: KubernetesOptions, subject: str) -> None:
+    """Check a patched pod template, and drop what its patch adds to a container that these pods do not have."""
+    pod = template.get("spec") or {}
+    names = [container["name"] for container in (built or {}).get("spec", {}).get("initContainers", [])]
+    if options.code == "auto" and delivery.FETCH not in names and pod.get("initContainers"):
+        # Only code that is too large for ConfigMaps is fetched, and its size is not known before it is packed.
+        pod["initContainers"] = [added for added in pod["initContainers"] if added["name"] != delivery.FETCH]
+    _check_pod(template, built, options, subject)
+
+
+def _check_pod(
+    template: Mapping[str, Any], built: Mapping[str, Any] | None, options: KubernetesOptions, subject: str
+) -> None:
+    """Check a patched pod template against the built one; None if the patch adds it. Raises SpecError."""
+    pod, known = template.get("spec") or {}, (built or {}).get("spec") or {}
     name = pods.container_name(options)
-    containers = [
-        container for container in (template.get("spec") or {}).get("containers") or [] if container.get("name") == name
-    ]
-    if not containers or not containers[0].get("image"):
+    images = {container.get("name"): container.get("image") for container in pod.get("containers") or []}
+    if built is not None and not images.get(name):
         raise SpecError(f"{subject}: the training container {name!r} and its image cannot be removed")
-    validate.check_labels(template, built, subject, "pods")
+    if not images:
+        raise SpecError(f"{subject}: accel creates no such pods, and new ones need containers")
+    for key in ("containers", "initContainers"):
+        names = [container["name"] for container in known.get(key) or []]
+        for container in pod.get(key) or []:
+            if container["name"] not in names and not container.get("image"):  # the API's models do not require it
+                raise SpecError(
+                    f"{subject}: spec.{key}: the pods have no {container['name']!r} (they have "
+                    f"{', '.join(map(repr, names)) or 'none'}), and a new one needs an image"
+                )
+    if built is not None:
+        validate.check_labels(template, built, subject, "pods")
 
 
 def _metadata(spec: JobSpec, options: KubernetesOptions, job_id: str) -> Object:

@@ -15,8 +15,8 @@ from ..options import KubernetesOptions
 Object = dict[str, Any]
 
 DIRECTORY = "/accel/code"
-# The volume with the packed code, and the container that unpacks it.
-CODE_VOLUME = "accel-code"
+# The volume with the packed code, and the container that unpacks it; the container that fetches it from a store.
+CODE_VOLUME, FETCH = "accel-code", "accel-fetch"
 _HOME, PACKED = "/accel", "/accel-code"
 _FETCHED = f"{_HOME}/packed"
 # Limits of one ConfigMap: https://kubernetes.io/docs/concepts/configuration/configmap/
@@ -180,7 +180,7 @@ def _fetching(code: Code, options: KubernetesOptions, base: Object, mounted: Seq
     env = [{"name": "HOME", "value": _HOME}]
     if store.region is not None:
         env.append({"name": "AWS_REGION", "value": store.region})
-    fetch: Object = {**base, "name": "accel-fetch", "image": store.image, "command": command, "env": env}
+    fetch: Object = {**base, "name": FETCH, "image": store.image, "command": command, "env": env}
     fetch["terminationMessagePolicy"] = _POLICY
     if store.secret is not None:
         fetch["envFrom"] = [{"secretRef": {"name": store.secret}}]

@@ -238,6 +238,10 @@ def _main(
     }
 
 
+# https://cloud.google.com/kubernetes-engine/docs/how-to/tpus: for containers that are not privileged.
+_LOCK_MEMORY = "ulimit -l 68719476736"
+
+
 def command(spec: JobSpec, options: KubernetesOptions, launch: Sequence[str] = ()) -> list[str]:
     """Return a pod's command: `setup`, then `accel launch`, which with several ranks prefixes lines with `[rank N]`."""
     count = processes(spec)
@@ -252,10 +256,11 @@ def command(spec: JobSpec, options: KubernetesOptions, launch: Sequence[str] = (
         arguments += ["--log_dir", _LOGS, "--tee", "3"]
     arguments += {"script": [], "module": ["-m"], "command": ["--no_python"]}[spec.entry]
     arguments += ["--", *spec.argv]
-    setup = [*options.setup, *spec.setup]
-    if not setup:
+    lines = [_LOCK_MEMORY] if options.ipc_lock and options.gpu == "tpu" else []
+    lines += [shlex.join(argv) for argv in (*options.setup, *spec.setup)]
+    if not lines:
         return arguments
-    lines = ["set -e", *(shlex.join(argv) for argv in setup), 'exec "$@"']
+    lines = ["set -e", *lines, 'exec "$@"']
     return ["sh", "-c", "\n".join(lines), "sh", *arguments]
 
 
@@ -299,7 +304,7 @@ def security(options: KubernetesOptions) -> Object:
             "seccompProfile": {"type": "RuntimeDefault"},
         }
     elif options.ipc_lock:
-        context["capabilities"] = {"add": ["IPC_LOCK"]}
+        context["capabilities"] = {"add": ["SYS_RESOURCE" if options.gpu == "tpu" else "IPC_LOCK"]}
     return _drop_empty(context)
 
 
@@ -364,7 +369,12 @@ def _limit_codes(spec: JobSpec, options: KubernetesOptions) -> str:
 
 
 def _restarts_pods(spec: JobSpec, options: KubernetesOptions) -> bool:
-    """Return True if each failed pod restarts by itself. In other jobs node 0 reports for all."""
+    """Return True if each failed pod restarts by itself, or may (`backoffLimit` of a runtime of the cluster).
+
+    In other jobs node 0 reports for all.
+    """
+    if options.runtime is not None:
+        return True
     return options.workload in ("pytorchjob", "job") and spec.retry.max_restarts > 0
 
 

@@ -228,6 +228,8 @@ def _check_identity(patched: Mapping[str, Any], built: Mapping[str, Any], subjec
     for key in ("apiVersion", "kind"):
         if patched.get(key) != built[key]:
             raise SpecError(f"{subject}: {key} cannot be changed")
+    if built["kind"] == "TrainJob" and (patched.get("spec") or {}).get("runtimeRef") != built["spec"]["runtimeRef"]:
+        raise SpecError(f"{subject}: spec.runtimeRef cannot be changed: set `runtime: NAME` in the target instead")
     metadata = patched.get("metadata") or {}
     for key in ("name", "namespace"):
         if metadata.get(key) != built["metadata"].get(key):

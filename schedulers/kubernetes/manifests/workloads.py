@@ -193,21 +193,57 @@ def _elastic_launch(spec: JobSpec, name: str, job_id: str) -> Sequence[str]:
 
 
 # A TrainJob of Kubeflow Trainer v2. It can change little of a shared runtime, and cannot set restarts. So each job has
-# its own TrainingRuntime, which is created first. https://www.kubeflow.org/docs/components/trainer/
+# its own TrainingRuntime, which is created first, unless the target names one of the cluster.
+# https://www.kubeflow.org/docs/components/trainer/
 
 RUNTIME_API_VERSION = "trainer.kubeflow.org/v1alpha1"
 RUNTIME_KIND, RUNTIME_PLURAL = "TrainingRuntime", "trainingruntimes"
+_CLUSTER_RUNTIME_KIND = "ClusterTrainingRuntime"
+# The fields of a pod and of its container that a TrainJob's `runtimePatches` may set.
+_POD_FIELDS = (
+    "affinity", "imagePullSecrets", "nodeSelector", "securityContext", "serviceAccountName",
+    "terminationGracePeriodSeconds", "tolerations", "volumes",
+)  # fmt: skip
+_CONTAINER_FIELDS = ("name", "securityContext", "volumeMounts")
 _STEP = "trainer.kubeflow.org/trainjob-ancestor-step"
 _VOLCANO_QUEUE = "scheduling.volcano.sh/queue-name"
 
 
 def _trainjob(spec: JobSpec, options: KubernetesOptions, name: str, job_id: str, template: Template) -> Object:
-    return {
-        "runtimeRef": {"apiGroup": RUNTIME_API_VERSION.partition("/")[0], "kind": RUNTIME_KIND, "name": name},
+    kind = RUNTIME_KIND if options.runtime is None else _CLUSTER_RUNTIME_KIND
+    group = RUNTIME_API_VERSION.partition("/")[0]
+    trainjob: Object = {
+        "runtimeRef": {"apiGroup": group, "kind": kind, "name": options.runtime or name},
         "trainer": {"numNodes": spec.nodes, "numProcPerNode": pods.processes(spec)},
         **pods.lifecycle(options),
         **pods.deadline(spec),
     }
+    if options.runtime is not None:
+        pod = template(env=[_ATTEMPT])
+        trainjob["trainer"] |= _trainer(pod["spec"]["containers"][0])
+        trainjob["runtimePatches"] = [_runtime_patch(pod)]
+    return trainjob
+
+
+def _trainer(container: Object) -> Object:
+    """Return the fields of a TrainJob's `trainer` that run this container in a ClusterTrainingRuntime."""
+    first, *rest = container["command"]
+    if "workingDir" in container:  # it cannot be set
+        change = ["-c", 'cd "$0" && exec "$@"', container["workingDir"]]
+        first, rest = "sh", [*map(pods.unexpanded, change), first, *rest]
+    resources = {"resourcesPerNode": container["resources"]} if "resources" in container else {}
+    # Without `args`, the runtime's own would follow the command.
+    return {"image": container["image"], "command": [first], "args": rest, "env": container["env"], **resources}
+
+
+def _runtime_patch(pod: Object) -> Object:
+    """Return the runtime patch with everything else of the pod that a TrainJob may set."""
+    built = pod["spec"]["containers"][0]
+    container = {key: built[key] for key in _CONTAINER_FIELDS if key in built}
+    spec = {key: pod["spec"][key] for key in _POD_FIELDS if key in pod["spec"]}
+    template = {"metadata": pod["metadata"], "spec": {**spec, "containers": [container]}}
+    job = {"name": _REPLICATED, "template": {"spec": {"template": template}}}
+    return {"manager": names.MANAGER, "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [job]}}}}
 
 
 def training_runtime(spec: JobSpec, options: KubernetesOptions, metadata: Object, template: Template) -> Object:

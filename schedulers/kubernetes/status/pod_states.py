@@ -41,6 +41,9 @@ _CAUSES: Mapping[str, Reason] = {
     "a rank waited for others that did not come": Reason.RENDEZVOUS,
     "a package is ": Reason.SETUP,
     "this torch does not fit the GPU or driver": Reason.SETUP,
+    "the program uses a GPU that this process does not see": Reason.SETUP,
+    "two ranks use the same GPU": Reason.SETUP,
+    "the job's Python cannot load the function": Reason.SETUP,
     "the command was not found": Reason.SETUP,
     "the command may not be executed": Reason.SETUP,
 }

@@ -285,7 +285,6 @@ def test_what_is_wrong_with_a_checkpoint_is_one_line(tmp_path: Path, how: str) -
         ({"device_map": {"": "disk"}}, "pass offload_folder for"),
         ({"device_map": {"layers": "cpu"}}, "has no device for"),
         ({"dtype": "flot16"}, "'flot16' is unknown to torch"),
-        ({"offload_8bit_bnb": True}, "accel does not quantise"),
         ({"broadcast_from_rank0": True}, "needs a process group"),
         ({"broadcast_from_rank0": True, "device_map": {"": "cpu"}}, "cannot be combined with broadcast_from_rank0"),
     ],

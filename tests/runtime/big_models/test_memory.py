@@ -77,7 +77,7 @@ def test_a_model_on_disk_takes_a_part_of_its_size(tmp_path: Path) -> None:
 def test_converting_to_disk_takes_a_part_of_its_size_too(tmp_path: Path) -> None:
     write(tmp_path)
     peak, _ = run_one(load_and_run, str(tmp_path), {"": "disk"}, "bfloat16")
-    assert peak < MODEL // 4
+    assert peak < MODEL // 3
 
 
 def test_a_model_on_the_host_takes_its_size_and_little_more(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_what_a_killed_writer_left_of_an_older_checkpoint_is_deleted(tmp_path: P
     """As of one that was killed when it replaced the first, and that another run went on from."""
     run_one(_automatic, str(tmp_path))
     folder = tmp_path / "checkpoints"
-    for name in (".checkpoint_0.draft-01234567", ".checkpoint_1.old-01234567", ".checkpoint_7.draft-01234567"):
+    for name in (".checkpoint_0.draft-01234567", ".checkpoint_1.draft-01234567", ".checkpoint_7.draft-01234567"):
         (folder / name).mkdir()
         (folder / name / "model.safetensors").write_bytes(b"half")
     run_one(_automatic_again, str(tmp_path))

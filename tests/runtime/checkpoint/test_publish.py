@@ -355,31 +355,6 @@ def test_a_manifest_deletes_nothing_elsewhere(tmp_path: Path) -> None:
     assert other.exists()
 
 
-# Earlier versions renamed the whole folder: NAME to .NAME.old-ID, then the draft to NAME.
-
-
-@pytest.mark.parametrize("draft", ["whole", "half", "none"])
-@pytest.mark.parametrize("stands", ["nothing", "new", "empty"])
-def test_what_a_killed_writer_of_an_earlier_version_left_is_recovered(tmp_path: Path, draft: str, stands: str) -> None:
-    final, old = tmp_path / "here", tmp_path / ".here.old-01234567"
-    _save(old, OLD)
-    (old / "notes.txt").write_bytes(b"mine")
-    if draft != "none":
-        _save(tmp_path / ".here.draft-76543210", NEW)
-    if draft == "half":
-        (tmp_path / ".here.draft-76543210/only_new").unlink()
-    if stands == "new":
-        _save(final, NEW)
-    elif stands == "empty":
-        final.mkdir()
-    recover(final)
-    is_new = stands == "new" or draft == "whole"
-    assert _files(final) == {**(NEW if is_new else OLD), "notes.txt": b"mine"}
-    ours = _start(final)
-    assert drafts(final) == [ours]
-    assert not old.exists()
-
-
 # What is on the disk when the machine ends, and not only the process.
 
 

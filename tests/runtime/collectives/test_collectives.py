@@ -165,6 +165,50 @@ def test_gather_agrees_with_one_collective_a_tensor() -> None:
         assert all(right)
 
 
+def _views(rank: int) -> dict[str, torch.Tensor]:
+    scores = torch.arange(8.0).view(4, 2) + rank
+    complex_scores = torch.complex(scores, scores)
+    return {
+        "column": scores[:, 1],
+        "column of one row": scores[:1, 0],
+        "kept dimension": scores[:, :1],
+        "every second": torch.arange(8)[::2] + rank,
+        "bfloat16": scores.bfloat16()[:, 1],
+        "real part": complex_scores.real[:, 0],
+        "conjugate": complex_scores.conj()[:, 1],
+        "negative bit": complex_scores.conj().imag,
+        "expanded": (torch.ones(1) + rank).expand(4),
+        "expanded rows": torch.arange(4.0)[:, None].expand(4, 3),
+    }
+
+
+def _gathered_views() -> list[str]:
+    rank = PartialState().process_index
+    expected = {name: torch.cat([view, _views(1)[name]]) for name, view in _views(0).items()}
+    together = gather((_views(rank), torch.arange(4)))[0]
+    alone = {name: gather(view) for name, view in _views(rank).items()}
+    return [name for name, value in expected.items() for got in (alone, together) if not torch.equal(got[name], value)]
+
+
+def test_gather_takes_views_of_any_strides() -> None:
+    assert run(_gathered_views) == [[]] * 2
+
+
+def _broadcast_views() -> list[str]:
+    rank = PartialState().process_index
+    expected = {name: view.clone() for name, view in _views(1).items()}
+    alone, together = _views(rank), _views(rank)
+    for view in alone.values():
+        broadcast(view, from_process=1)
+    broadcast(together, from_process=1)
+    return [name for name, value in expected.items() for got in (alone, together) if not torch.equal(got[name], value)]
+
+
+def test_broadcast_fills_views_of_any_strides() -> None:
+    """An expanded tensor has its elements written once."""
+    assert run(_broadcast_views) == [[]] * 2
+
+
 def _library_outputs() -> list[Any]:
     from transformers import BatchEncoding
     from transformers.modeling_outputs import SequenceClassifierOutput
@@ -228,6 +272,7 @@ def _reductions() -> dict[str, Any]:
         "integers": reduce(torch.tensor(rank), "mean").item(),
         "scaled": reduce(torch.tensor([2]), "none", scale=0.5).tolist(),
         "empty": reduce([torch.empty(0), torch.ones(1)], "sum")[0].shape,
+        "half": reduce([torch.ones(1), torch.tensor([4e4, 6e-8], dtype=torch.float16)], "mean")[1],
     }
     parameter = torch.nn.Parameter(torch.ones(2))
     found["detached"] = reduce(parameter, "sum").requires_grad
@@ -237,6 +282,7 @@ def _reductions() -> dict[str, Any]:
 
 def test_reduce_of_every_kind_and_type() -> None:
     for seen in run(_reductions):
+        assert torch.equal(seen.pop("half"), torch.tensor([4e4, 6e-8], dtype=torch.float16))
         bf16 = seen.pop("bf16")
         assert (bf16.dtype, bf16.item()) == (torch.bfloat16, 3.0)
         assert seen == {

@@ -17,6 +17,8 @@ def _disagree(kind: str) -> Any:
     rank = PartialState().process_index
     if kind == "shape":
         return gather({"logits": torch.zeros(2, 3 + rank)})
+    if kind == "rows":
+        return gather(torch.ones(1 + rank))
     if kind == "dtype":
         return reduce([torch.zeros(1, dtype=torch.float32 if rank else torch.float64)])
     return broadcast([torch.zeros(1)] * (1 + rank))
@@ -27,11 +29,21 @@ def test_debug_mode_names_processes_and_shapes_that_disagree() -> None:
     for outcome in outcomes(_disagree, "shape", env=debug):
         assert outcome.error == "CollectiveError"
         where = "process 0 has float32[2, 3] at ['logits']; process 1 has float32[2, 4] at ['logits']"
-        assert outcome.message == f"gather: processes disagree: {where}"
+        assert outcome.message == f"gather: processes disagree: {where}; pad_across_processes makes sizes equal"
+    for outcome in outcomes(_disagree, "rows", env=debug):
+        where = "process 0 has float32[1]; process 1 has float32[2]"
+        assert outcome.message == f"gather: processes disagree: {where}; pad_across_processes makes sizes equal"
     for outcome in outcomes(_disagree, "dtype", env=debug):
         assert "process 0 has float64[1] at [0]; process 1 has float32[1] at [0]" in outcome.message
     for outcome in outcomes(_disagree, "count", env=debug):
         assert outcome.message == "broadcast: processes disagree: process 0 has 1 tensor(s); process 1 has 2 tensor(s)"
+
+
+def test_rows_of_one_size_that_disagree_are_an_error_on_all_processes() -> None:
+    """The backend aborts only if the processes' buffers, which are padded, differ in size."""
+    for outcome in outcomes(_disagree, "rows"):
+        assert outcome.error == "CollectiveError"
+        assert "different types or shapes: pad_across_processes makes sizes equal" in outcome.message
 
 
 def _disagree_how(kind: str) -> Any:

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from accel import Accelerator, DataLoaderConfiguration
+from accel.errors import CollectiveError
 from accel.pytree import find_batch_size
 
 from ..data.test_loader import OwnBatches, Shuffled, Stream
@@ -80,6 +81,60 @@ def test_a_loss_repeated_for_each_sample_of_a_full_batch_counts_once_a_real_samp
     for size in (9, 11, 12, 13):
         for lengths in run(_repeated_losses, size, dispatch, processes=processes):
             assert sum(lengths) == size, (size, lengths)
+
+
+def _without_even_batches(sizes: list[int], kind: str) -> list[Any]:
+    results = []
+    for size in sizes:
+        config = DataLoaderConfiguration(even_batches=False, dispatch_batches=kind.startswith("dispatched"))
+        accelerator = Accelerator(dataloader_config=config)
+        how: dict[str, Any] = {"batch_size": 4}
+        dataset: Any = Numbers(size)
+        if kind == "walked":
+            how["sampler"] = Shuffled(size)
+        if kind == "batch sampler":
+            how = {"batch_sampler": OwnBatches(range(size), 4, False)}
+        if kind in ("stream", "dispatched"):
+            dataset = Stream(size)
+        if kind == "dispatched batches":
+            dataset, how = [torch.arange(size)[start : start + 4] for start in range(0, size, 4)], {"batch_size": None}
+        gathered: dict[str, list[Any]] = {"rows": [], "pairs": [], "objects": [], "losses": [], "error": []}
+        try:
+            for batch in accelerator.prepare(DataLoader(dataset, **how)):
+                pairs = torch.stack([batch, batch + 1000], dim=1).reshape(-1)
+                everyones = accelerator.gather_for_metrics({"rows": batch, "pairs": pairs, "loss": torch.tensor([1.0])})
+                assert everyones["loss"].tolist() == [1.0, 1.0]
+                gathered["rows"] += everyones["rows"].tolist()
+                gathered["pairs"] += everyones["pairs"].tolist()
+                gathered["objects"] += accelerator.gather_for_metrics(batch.tolist(), use_gather_object=True)
+                if kind != "dispatched batches":
+                    gathered["losses"] += accelerator.gather_for_metrics(torch.tensor(2.0).repeat(4)).tolist()
+        except CollectiveError as error:
+            gathered["error"].append(str(error))
+        results.append(gathered)
+    return results
+
+
+@pytest.mark.parametrize("kind", ["map", "walked", "batch sampler", "stream", "dispatched", "dispatched batches"])
+def test_a_short_last_round_without_even_batches_is_gathered_whole(kind: str) -> None:
+    sizes = [13, 15, 16, 17]
+    first, second = run(_without_even_batches, sizes, kind)
+    for size, main, other in zip(sizes, first, second, strict=True):
+        absent = size == 17
+        complete = 16 if absent else size
+        assert other["error"] == []
+        assert bool(main["error"]) == absent
+        for gathered in (main, other):
+            rows = sorted(gathered["rows"])
+            assert len(rows) == complete
+            assert kind == "walked" or rows == list(range(complete))
+            assert sorted(gathered["pairs"]) == sorted(rows + [row + 1000 for row in rows])
+            assert sorted(gathered["objects"]) == rows
+            assert len(gathered["losses"]) == (0 if kind == "dispatched batches" else complete)
+    assert first[-1]["error"] == [
+        "gather_for_metrics: process 1 has no batch in the last round, because of even_batches=False: "
+        "set even_batches=True, or gather after the loop"
+    ]
 
 
 def _worker_stream() -> list[int]:

@@ -16,17 +16,14 @@ from accel.collectives.operations import (
     find_device,
     get_data_structure,
     get_shape,
-    honor_type,
     ignorant_find_batch_size,
     initialize_tensors,
-    is_namedtuple,
     listify,
     pad_input_tensors,
     recursively_apply,
-    send_to_device,
-    slice_tensors,
 )
 from accel.errors import ArgumentError, LeafError
+from accel.pytree import honor_type, is_namedtuple, send_to_device, slice_tensors
 
 
 class Pair(NamedTuple):

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from accel import Accelerator, DataLoaderConfiguration, set_seed, skip_first_batches
 from accel.data import DataLoaderDispatcher, prepare_data_loader
 from accel.data.dispatcher import BatchSplitter
-from accel.data.transfer import Decoder, Encoder
+from accel.data.transfer import decode, encode
 from accel.errors import DataError
 from accel.plugins import GradientAccumulationPlugin
 from accel.state import GradientState, PartialState
@@ -182,7 +182,7 @@ def test_a_last_round_that_cannot_be_cut_is_completed_with_whole_batches() -> No
 
 
 def _dealer(**how: Any) -> BatchSplitter:
-    return BatchSplitter(shares=2, split=False, even=True, drop_last=False, **how)
+    return BatchSplitter(shares=2, split=False, even_batches=True, drop_last=False, **how)
 
 
 def test_a_loop_that_changes_its_batch_does_not_change_what_completes_the_last_round() -> None:
@@ -266,19 +266,27 @@ def test_objects_are_cut_with_the_rows_they_belong_to() -> None:
     assert second[1]["name"] == ["item 3", "item 4", "item 0"]
 
 
-def test_a_structure_is_sent_once_and_again_when_it_changes() -> None:
-    encoder, decoder = Encoder(), Decoder()
-    batch = {"x": torch.arange(6.0), "y": torch.tensor([1, 0], dtype=torch.int8)}
-    first, second = encoder.encode(batch, None), encoder.encode({key: value * 2 for key, value in batch.items()}, None)
-    other = encoder.encode({"x": torch.arange(8.0)}, None)
-    again = encoder.encode(batch, (1, 2))
-    assert len(second) < len(first)
-    assert len(second) == 64 + 32 + 16  # a header, six floats, two bytes, each on a boundary of 16 bytes
-    arrived = [decoder.decode(message) for message in (first, second, other, again)]
-    assert arrived[1][0]["x"].tolist() == [0, 2, 4, 6, 8, 10]
-    assert arrived[2][0]["x"].tolist() == list(range(8))
-    assert arrived[3][0]["y"].tolist() == [1, 0]
-    assert [note for _, note in arrived] == [None, None, None, (1, 2)]
+def test_a_message_holds_tensors_of_any_type_and_strides() -> None:
+    rows = torch.arange(6, dtype=torch.int64).reshape(3, 2)
+    batch = {
+        "column of one row": rows[:1, 1],
+        "expanded": torch.ones(1).expand(4),
+        "conjugate": torch.tensor([1 + 2j]).conj(),
+        "bfloat16": torch.arange(3, dtype=torch.bfloat16),
+        "empty": torch.zeros(0, 7),
+        "scalar": torch.tensor(True),
+        "parameter": torch.nn.Parameter(torch.ones(3)),
+        "text": ["a", None],
+    }
+    received = decode(encode([batch, Pair(rows.t(), rows)]))
+    for got, sent in zip(received[0].values(), batch.values(), strict=True):
+        if isinstance(sent, torch.Tensor):
+            assert (got.dtype, got.tolist()) == (sent.dtype, sent.tolist())
+        else:
+            assert got == sent
+    assert torch.equal(received[1].left, rows.t())
+    sparse = torch.eye(2).to_sparse()
+    assert torch.equal(decode(encode(sparse)).to_dense(), torch.eye(2))
 
 
 def _failing(kind: str, fails_at: int) -> list[int]:
@@ -323,20 +331,23 @@ def test_what_the_main_process_fails_with_is_raised_everywhere(kind: str, fails_
     assert other.message.endswith(f"seen {given}")
 
 
-def _goes_on_after_break() -> list[Any]:
+def _goes_on_after_break(batches: int) -> list[Any]:
     loader = dispatched(DataLoader(Stream(range(12)), batch_size=2))
+    first = []
     for batch in loader:
-        first = batch.tolist()
-        break
+        first.append(batch.tolist())
+        if len(first) == batches:
+            break
     assert not GradientState().in_dataloader
-    return [first, *[batch.tolist() for batch in loader], loader.iteration]
+    return [first, [batch.tolist() for batch in loader], loader.iteration]
 
 
 def test_an_epoch_left_by_break_does_not_disturb_the_next() -> None:
-    assert run(_goes_on_after_break) == [
-        [[0, 1], [0, 1], [4, 5], [8, 9], 2],
-        [[2, 3], [2, 3], [6, 7], [10, 11], 2],
-    ]
+    """A look at the first batch is no epoch."""
+    for batches in (1, 2):
+        for rank, epoch in enumerate(run(_goes_on_after_break, batches)):
+            complete = [[start, start + 1] for start in range(rank * 2, 12, 4)]
+            assert epoch == [complete[:batches], complete, batches]
 
 
 def _uneven(size: int) -> list[Any]:
@@ -359,6 +370,16 @@ def test_without_even_batches_the_last_processes_have_less_or_nothing() -> None:
     assert first[0] == [([0, 1], False), ([4], True)]
     assert second[0] == [([2, 3], True)]
     assert second[1] == [[2, 3], [0]]
+
+
+def _short_round_amid_others() -> list[int]:
+    batches = [torch.arange(4), torch.arange(1), torch.arange(4)]
+    loader = dispatched(DataLoader(Stream(batches), batch_size=None), split_batches=True, even_batches=False)
+    return [len(batch) for batch in loader]
+
+
+def test_a_process_without_a_part_ends_its_epoch_and_is_sent_nothing_more() -> None:
+    assert run(_short_round_amid_others) == [[2, 1, 2], [2]]
 
 
 def _cut_by_hand(batch: Any, rows: slice, process_index: int, num_processes: int) -> Any:

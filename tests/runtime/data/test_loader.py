@@ -17,9 +17,11 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     Sampler,
+    WeightedRandomSampler,
 )
 
 from accel import Accelerator, DataLoaderConfiguration, set_seed, skip_first_batches
+from accel.collectives.rng import host_rng_state
 from accel.data import DataLoaderShard, PreparedLoader, prepare_data_loader
 from accel.errors import ArgumentError
 from accel.state import GradientState
@@ -55,6 +57,16 @@ class Shuffled(Sampler[int]):
         order = list(range(self.size))
         random.shuffle(order)
         return iter(order)
+
+
+class Drawn(IterableDataset[int]):
+    """A stream in an order that is drawn at its start."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(Shuffled(self.size))
 
 
 class OwnBatches(BatchSampler):
@@ -147,15 +159,57 @@ def test_skipping_a_plain_loader() -> None:
         skip_first_batches(DataLoader(Numbers(7)), -1)
 
 
+def seedable(**how: Any) -> PreparedLoader:
+    return prepared(use_seedable_sampler=True, data_seed=3, shuffle=True, **how)
+
+
 def test_breaking_out_ends_the_epoch() -> None:
-    loader = prepared(use_seedable_sampler=True, data_seed=3, shuffle=True)
-    whole = prepared(use_seedable_sampler=True, data_seed=3, shuffle=True)
-    expected = [listed(whole) for _ in range(2)]
-    for batch in loader:
-        assert batch.tolist() == expected[0][0]
-        break
+    loader = seedable()
+    expected = [listed(undisturbed := seedable()), listed(undisturbed)]
+    for number, batch in enumerate(loader):
+        assert batch.tolist() == expected[0][number]
+        if number == 1:
+            break
     assert not GradientState().in_dataloader
     assert listed(loader) == expected[1]
+
+
+@pytest.mark.parametrize("saved_at", [0, 1, 3])
+@pytest.mark.parametrize("stateful", [False, True])
+@pytest.mark.parametrize("by_number", [False, True])
+def test_a_look_at_the_first_batch_is_no_epoch(saved_at: int, stateful: bool, by_number: bool) -> None:
+    """Neither in a new run nor in a resumed one; ``by_number``: the script calls `set_epoch`, as for Accelerate."""
+    expected = [listed(undisturbed := seedable()), listed(undisturbed)]
+    loader = seedable(use_stateful_dataloader=stateful)
+    running = iter(loader)
+    seen = [next(running).tolist() for _ in range(saved_at)]
+    state = loader.state_dict()
+    loader = seedable(use_stateful_dataloader=stateful)
+    loader.load_state_dict(state)
+    for _ in range(2):
+        first = expected[0][saved_at if stateful else 0]
+        assert next(iter(loader)).tolist() == first
+        assert (loader.iteration, loader.position) == (0, saved_at)
+        if by_number:
+            loader.set_epoch(0)
+    assert [*seen, *listed(loader if stateful else skip_first_batches(loader, loader.position))] == expected[0]
+    look = iter(loader)  # it stays, unlike those above
+    assert next(look).tolist() == expected[1][0]
+    assert listed(loader) == expected[1]
+    assert loader.iteration == 2
+
+
+def test_a_checkpoint_of_an_epoch_left_at_its_first_batch_goes_on_after_it() -> None:
+    loader = seedable(use_stateful_dataloader=True)
+    expected = listed(seedable())
+    for position in range(1, 4):
+        for batch in loader:
+            assert batch.tolist() == expected[position - 1]
+            break
+        state = loader.state_dict()
+        assert state["position"] == position
+        loader.load_state_dict(state)
+    assert listed(loader) == expected[3:]
 
 
 def test_set_epoch_reaches_samplers_and_data_sets() -> None:
@@ -188,6 +242,63 @@ def test_ranks_deal_out_one_order_whatever_their_seeds(kind: str, own_seed: bool
         dealt = chain.from_iterable(first[epoch] + second[epoch])
         assert sorted(dealt) == list(range(24))
     assert first[0] != first[1]
+
+
+def _beside_a_plain_loop(kind: str) -> list[Any]:
+    accelerator = Accelerator()
+    epochs = []
+    for prepare in (False, True):
+        set_seed(11, device_specific=True)
+        sampler = RandomSampler(range(24), replacement=kind == "replacement")
+        how: dict[str, Any] = {"batch_size": 3, "sampler": sampler}
+        if kind == "own sampler":
+            how["sampler"] = WeightedRandomSampler([1.0] * 24, 24)
+        if kind == "own batches":
+            how = {"batch_sampler": OwnBatches(sampler, 3, False)}
+        plain = DataLoader(Numbers(24), **how)
+        loader: Any = accelerator.prepare(plain) if prepare else plain
+        epochs.append([listed(loader) for _ in range(2)])
+        epochs[-1].append([[int(torch.randint(1000, ())), random.randrange(1000)]])
+    next(iter(loader))
+    order = loader.state_dict()["order"]
+    return [*epochs, {key: type(value).__name__ for key, value in order.items()}]
+
+
+@pytest.mark.parametrize("kind", ["shuffle", "replacement", "own sampler", "own batches"])
+def test_processes_share_the_main_processs_plain_order(kind: str) -> None:
+    """Each process goes on with its own random numbers, the main process as after a plain loop."""
+    (plain, first, order), (_, second, other) = run(_beside_a_plain_loop, kind)
+    for epoch in range(2):
+        assert list(chain.from_iterable(zip(first[epoch], second[epoch], strict=True))) == plain[epoch]
+    assert first[2] == plain[2]
+    drawn_from = {"host": "dict"} if kind.startswith("own") else {"seed": "int"}
+    assert order == other == {"generators": "list", **drawn_from}
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("kind", ["shuffle", "replacement", "generator", "custom", "stream"])
+def test_a_state_of_an_older_version_goes_on(kind: str, processes: int) -> None:
+    """It holds the states of the global generators."""
+    generator = torch.Generator().manual_seed(8) if kind == "generator" else None
+    how: dict[str, Any] = {"sampler": RandomSampler(range(24), kind == "replacement", generator=generator)}
+    if kind == "custom":
+        how = {"sampler": Shuffled(24)}
+    if kind == "stream":
+        how = {"dataset": Drawn(24)}
+    set_seed(5)
+    order = {"host": host_rng_state(), "generators": [generator.get_state()] if generator else []}
+    if kind == "stream":
+        batches = listed(DataLoader(Drawn(24), batch_size=3))
+    else:
+        batches = [list(batch) for batch in BatchSampler(how["sampler"], 3, False)]
+    state = {"epoch": 1, "position": 2, "order": order, "in_epoch": True, "ended": False, "process": 0}
+    state |= {"round": 3 * processes, "generators": order["generators"], "seeds": []}
+    set_seed(99)
+    numbers = host_rng_state()
+    loader = prepared(24, 3, processes=processes, index=processes - 1, use_stateful_dataloader=True, **how)
+    loader.load_state_dict(state)
+    assert listed(loader) == batches[processes - 1 :: processes][2:]
+    assert str(host_rng_state()) == str(numbers)
 
 
 def _order_of_global_batches(processes: int) -> list[list[int]]:

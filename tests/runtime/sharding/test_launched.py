@@ -73,12 +73,3 @@ def test_what_is_said_to_the_launcher_is_what_is_done(name: str, tmp_path: Path)
         seen["warned"] = [part for part in wanted.get("warned", [said]) if part in said]
     assert len(warned) <= 1
     assert seen == {**_USUAL, **wanted}
-
-
-@pytest.mark.parametrize(("dimension", "kind"), [("tp", "tensor"), ("cp", "context"), ("sp", "sequence")])
-def test_a_dimension_that_is_not_here_is_one_line_of_the_run(dimension: str, kind: str, tmp_path: Path) -> None:
-    size = f"--parallelism_config_{dimension}_size 2"
-    done = _launched(f"--cpu --num_processes 2 --use_fsdp --use_parallelism_config {size}", tmp_path)
-    said = f"ParallelismConfig({dimension}_size=2): {kind} parallelism is not in this version of accel: leave it out"
-    assert done.returncode != 0
-    assert f"ArgumentError: {said}" in done.stderr

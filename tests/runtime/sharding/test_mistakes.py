@@ -12,7 +12,7 @@ from torch import nn
 from accel import Accelerator
 from accel.local_sgd import LocalSGD
 from accel.plugins.fsdp import FullyShardedDataParallelPlugin as Plugin
-from accel.plugins.parallelism import ParallelismConfig
+from accel.plugins.parallelism import ParallelismConfig, TorchTensorParallelPlugin
 from tests.runtime.worlds import outcomes, run_one
 
 from .training import decoder
@@ -26,12 +26,46 @@ def _divides() -> Any:
     Accelerator(fsdp_plugin=Plugin(), parallelism_config=ParallelismConfig(dp_replicate_size=3))
 
 
-def _tensors() -> Any:
-    Accelerator(fsdp_plugin=Plugin(), parallelism_config=ParallelismConfig(tp_size=2))
+def _split(plan: Any) -> Any:
+    model = decoder()
+    model.tp_plan = plan
+    Accelerator(parallelism_config=ParallelismConfig(tp_size=2)).prepare(model)
+
+
+def _no_plan() -> Any:
+    _split(None)
+
+
+def _no_layer() -> Any:
+    _split({"blocks.*.upp": "colwise"})
+
+
+def _no_style() -> Any:
+    _split({"blocks.*.up": "columnwise"})
+
+
+def _no_linear_layer() -> Any:
+    _split({"blocks.*": "colwise"})
+
+
+def _odd() -> Any:
+    _split({"head": "colwise"})
+
+
+def _tied_apart() -> Any:
+    _split({"head": "colwise_gather_output"})
+
+
+def _plugin_and_config() -> Any:
+    Accelerator(torch_tp_plugin=TorchTensorParallelPlugin(2), parallelism_config=ParallelismConfig(tp_size=2))
+
+
+def _no_plugin() -> Any:
+    Accelerator(torch_tp_plugin=ParallelismConfig(tp_size=2))
 
 
 def _unsharded() -> Any:
-    Accelerator(parallelism_config=ParallelismConfig(dp_shard_size=2))
+    Accelerator(parallelism_config=ParallelismConfig(dp_shard_size=2)).prepare(decoder())
 
 
 def _class() -> Any:
@@ -122,11 +156,22 @@ def _no_value() -> Any:
 CASES: list[tuple[Callable[[], Any], str]] = [
     (_sizes, "ParallelismConfig: dp_replicate_size=2 × dp_shard_size=2 is 4, but this world has 2 processes"),
     (_divides, "ParallelismConfig: dp_replicate_size=3 does not divide the 2 processes of this world"),
-    (_tensors, "ParallelismConfig(tp_size=2): tensor parallelism is not in this version of accel: leave it out"),
+    (_no_plan, "ParallelismConfig(tp_size=2): the Decoder has no tp_plan: set model.tp_plan = {'layers.*.up': "
+               "'colwise', 'layers.*.down': 'rowwise'} with the names of its layers"),
+    (_no_layer, "tp_plan: 'blocks.*.upp' names no module; did you mean 'blocks.2.up'?"),
+    (_no_style, "tp_plan['blocks.0.up'] is 'columnwise': expects a ParallelStyle of torch or one of colwise, "
+                "colwise_gather_output, rowwise, sequence_parallel; did you mean 'colwise'?"),
+    (_no_linear_layer, "tp_plan['blocks.0']: 'colwise' is for Linear and Embedding, not Block: name its layers, or "
+                       "give a ParallelStyle of torch"),
+    (_odd, "tp_plan['head']: out_features (33) is not divisible by tp_size (2)"),
+    (_tied_apart, "tp_plan: embed.weight and head.weight are one tied parameter and must be split alike: name both "
+                  "layers, an embedding as 'rowwise' and a linear layer as 'colwise' or 'colwise_gather_output'"),
+    (_plugin_and_config, "pass parallelism_config=ParallelismConfig(tp_size=…) or torch_tp_plugin, not both"),
+    (_no_plugin, "Accelerator(torch_tp_plugin=…) must be a TorchTensorParallelPlugin, not ParallelismConfig"),
     (_unsharded, "ParallelismConfig(dp_shard_size=2) shards models: pass fsdp_plugin=FullyShardedDataParallelPlugin() "
                  "too (--use_fsdp)"),
-    (_class, "Could not find the transformer layer class Blok in the model. It has Block, Decoder, Embedding, "
-             "LayerNorm, Linear, ModuleList"),
+    (_class, "Could not find the transformer layer class Blok in the prepared models, which have Block, Decoder, "
+             "Embedding, LayerNorm, Linear, ModuleList"),
     (_scalar, "prepare: temperature has no dimension that can be sharded: reshape it to (1,)"),
     (_types, "prepare: 0.weight is torch.float32 and 1.weight is torch.bfloat16, both trained in one unit (the model): "
              "convert one, or put them in different units"),

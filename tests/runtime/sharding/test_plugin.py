@@ -21,11 +21,19 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
+from accel import Accelerator
 from accel.errors import AccelError, ArgumentError
 from accel.plugins.fsdp import PREFETCHES, STATES, STRATEGIES, WRAPS
 from accel.plugins.fsdp import FullyShardedDataParallelPlugin as Plugin
-from accel.plugins.parallelism import ParallelismConfig
+from accel.plugins.parallelism import (
+    DeepSpeedSequenceParallelConfig,
+    ParallelismConfig,
+    TorchTensorParallelConfig,
+    TorchTensorParallelPlugin,
+)
 from accel.settings.schema import FSDP
+from accel.state import PartialState
+from tests.runtime.worlds import run
 
 
 @pytest.fixture(autouse=True)
@@ -197,6 +205,59 @@ def test_sizes_are_read_and_are_1_otherwise(monkeypatch: pytest.MonkeyPatch) -> 
         ParallelismConfig(cp_backend="ring")
     with pytest.raises(ArgumentError, match="pass the config to an Accelerator first"):
         config.get_device_mesh()
+
+
+def test_settings_of_split_sequences_are_read_and_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ParallelismConfig(sp_size=2).sp_handler == DeepSpeedSequenceParallelConfig(None, True, None)
+    monkeypatch.setenv("PARALLELISM_CONFIG_SP_SEQ_LENGTH_IS_VARIABLE", "false")
+    with pytest.raises(ArgumentError, match=r"sp_seq_length_is_variable=False\) needs sp_seq_length"):
+        DeepSpeedSequenceParallelConfig()
+    monkeypatch.setenv("PARALLELISM_CONFIG_SP_SEQ_LENGTH", "64")
+    assert DeepSpeedSequenceParallelConfig() == DeepSpeedSequenceParallelConfig(64, False, None)
+    monkeypatch.setenv("PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION", "eager")
+    with pytest.raises(ArgumentError, match="variable PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION: 'eager' is none of"):
+        ParallelismConfig(sp_size=2)
+
+
+def test_settings_of_split_layers_are_checked() -> None:
+    with pytest.warns(UserWarning, match=r"enable_async_tp=True\) has no effect: collectives of split layers are sync"):
+        handler = TorchTensorParallelConfig(enable_async_tp=True)
+    with pytest.raises(ArgumentError, match=r"tp_handler=…. must be a TorchTensorParallelConfig, not dict"):
+        ParallelismConfig(tp_size=2, tp_handler={})
+    assert ParallelismConfig(tp_size=2, tp_handler=handler).to_json() == {
+        **dict.fromkeys(("dp_replicate_size", "dp_shard_size", "cp_size", "sp_size"), 1),
+        **dict.fromkeys(("cp_handler", "sp_handler")),
+        "tp_size": 2,
+        "tp_handler": {"enable_async_tp": True},
+        "cp_backend": "torch",
+        "sp_backend": "deepspeed",
+    }
+    with pytest.raises(ArgumentError, match="an Accelerator creates the mesh: pass tp_size only"):
+        TorchTensorParallelPlugin(2, torch_device_mesh=object())  # type: ignore[arg-type]
+
+
+def _meshes() -> list[object]:
+    """Meshes of two processes, before any `Accelerator` and with the older plug-in, and the error of other sizes."""
+    PartialState(cpu=True)
+    config = ParallelismConfig(cp_size=2)
+    built = config.get_device_mesh("cpu")
+    plugin = TorchTensorParallelPlugin(tp_size=2)
+    accelerator = Accelerator(torch_tp_plugin=plugin)
+    assert plugin.torch_device_mesh is not None
+    assert accelerator.state.torch_tp_plugin is plugin
+    with pytest.raises(ArgumentError, match="tp_size=4 is 4, but this world has 2 processes"):
+        ParallelismConfig(tp_size=4).build_device_mesh("cpu")
+    return [
+        built["cp"].size(),
+        built is config.get_device_mesh(),
+        plugin.torch_device_mesh.size(),
+        accelerator.tensor_parallel_rank,
+    ]
+
+
+def test_meshes_of_a_configuration_and_of_the_older_plug_in() -> None:
+    assert run(_meshes) == [[2, True, 2, 0], [2, True, 2, 1]]
+    assert ParallelismConfig().build_device_mesh("cpu") is None
 
 
 def test_the_documentation_has_every_setting() -> None:

@@ -6,6 +6,8 @@ import inspect
 import os
 import pickle
 import warnings
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +16,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from accel import Accelerator
+from accel.data.transfer import host_group
 from accel.enums import DistributedType
 from accel.parallel.activation_checkpointing import CheckpointedForward
+from accel.plugins import InitProcessGroupKwargs
 from accel.plugins.fsdp import FullyShardedDataParallelPlugin as Plugin
 from accel.plugins.parallelism import ParallelismConfig
 from accel.state import PartialState
@@ -114,6 +118,31 @@ def test_the_mesh_has_every_dimension_and_answers_what_several_are_together() ->
         }
 
 
+def _timeouts(folder: str, replicas: int) -> tuple[int, set[timedelta]]:
+    """The timeouts of all groups, and their number."""
+    accelerator = Accelerator(
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(minutes=2))],
+        fsdp_plugin=Plugin(reshard_after_forward=replicas > 1 or 2),
+        parallelism_config=ParallelismConfig(dp_replicate_size=replicas),
+    )
+    model = accelerator.prepare(nn.Linear(4, 4))
+    model(torch.ones(1, 4)).sum().backward()
+    accelerator.save_state(folder, async_save=True)
+    assert not accelerator.preempted
+    accelerator.state.backend = "nccl"  # as on GPUs, where batches are dispatched in a group of their own
+    assert host_group() is not None
+    groups = torch.distributed.distributed_c10d._world.pg_map
+    cpu = torch.device("cpu")
+    return len(groups), {group._get_backend(cpu).options._timeout for group in groups}
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_every_group_has_the_timeout_of_the_world(replicas: int, tmp_path: Path) -> None:
+    for count, timeouts in run(_timeouts, str(tmp_path / "saved"), replicas, processes=4):
+        assert count >= 5
+        assert timeouts == {timedelta(minutes=2)}
+
+
 def _unsaid() -> dict[str, Any]:
     """What libraries read of a run that nobody gave a `ParallelismConfig`."""
     accelerator = Accelerator(fsdp_plugin=Plugin(auto_wrap_policy=lambda module, **_: False))
@@ -154,6 +183,29 @@ def test_an_evaluation_before_training_leaves_nothing_gathered_and_changes_nothi
     for whole, losses in run(_evaluated, inference):
         assert whole == []
         assert losses == pytest.approx(expected, abs=1e-9)
+
+
+def _named_in_one() -> list[str]:
+    accelerator = Accelerator(fsdp_plugin=Plugin(transformer_cls_names_to_wrap="Block"))
+    other, model = accelerator.prepare(nn.Sequential(nn.Linear(2, 2)), decoder())
+    later = accelerator.prepare(nn.Sequential(nn.Linear(2, 2)))
+    return [type(module).__name__ for module in (other[0], model.blocks[0], later, later[0])]
+
+
+def test_a_named_class_is_in_one_of_the_models() -> None:
+    assert run(_named_in_one) == [["Linear", "FSDPBlock", "FSDPSequential", "Linear"]] * 2
+
+
+def _transposed() -> list[list[float]]:
+    model: Any = nn.Linear(2, 3, bias=False)
+    model.weight = nn.Parameter(torch.arange(6.0).view(2, 3).t())
+    model = Accelerator(fsdp_plugin=Plugin(sync_module_states=False)).prepare(model)
+    values: list[list[float]] = model.weight.full_tensor().tolist()
+    return values
+
+
+def test_parameters_need_not_be_contiguous() -> None:
+    assert run(_transposed) == [[[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]] * 2
 
 
 def _by_node() -> tuple[Any, Any]:
@@ -206,6 +258,22 @@ def _left_out_in_order() -> list[int]:
 
 def test_ignored_parameters_are_sent_in_the_order_of_the_model() -> None:
     assert run(_left_out_in_order) == [[*range(40)]] * 2
+
+
+def _several_left_out() -> list[float]:
+    accelerator = Accelerator(fsdp_plugin=Plugin(ignored_modules="1"))
+    bare = {
+        index: nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+        for index in range(8)[:: 1 - 2 * accelerator.process_index]
+    }
+    models = accelerator.prepare(*(bare[index] for index in range(8)))
+    ones = torch.ones(1, 1)
+    accelerator.backward(sum(index * model[1](ones).sum() for index, model in enumerate(models)))
+    return [model[1].bias.grad.item() for model in models]
+
+
+def test_gradients_of_ignored_parameters_are_exchanged_in_the_order_of_preparation() -> None:
+    assert run(_several_left_out) == [[0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]] * 2
 
 
 def _stepped(how: dict[str, Any]) -> dict[str, Any]:
@@ -342,6 +410,29 @@ def test_windows_hold_gradients_back_until_they_end_or_are_triggered() -> None:
     assert run(_windows, False) == [[False, True, False, True]] * 2
     # What is held back are the sums over replicas: torch keeps shards of gradients for itself meanwhile.
     assert run(_windows, True, processes=4) == [[False, True, False, True]] * 4
+
+
+def _nested_windows() -> list[bool]:
+    """Return True where the shares have gradients: within two regions, after the inner one, and at the window's end."""
+    accelerator = Accelerator(fsdp_plugin=Plugin(), gradient_accumulation_steps=2)
+    model = accelerator.prepare(decoder())
+    evaluated = accelerator.prepare_model(nn.Linear(2, 2), evaluation_mode=True)
+    rows = batch(0, accelerator)
+
+    def arrives() -> bool:
+        accelerator.backward(loss_of(model, rows))
+        return model.norm.weight.grad is not None
+
+    with accelerator.accumulate(model, model, evaluated, nn.Linear(2, 2)):
+        with accelerator.no_sync(model):
+            seen = [arrives()]
+        seen.append(arrives())
+    with accelerator.accumulate(model):
+        return [*seen, arrives()]
+
+
+def test_windows_within_windows_end_with_the_outermost() -> None:
+    assert run(_nested_windows) == [[False, False, True]] * 2
 
 
 def _compiled(regional: bool) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from accel.errors import ArgumentError
-from accel.parallel.units import find_units, ignored_parameters, members_of, unit_of
+from accel.parallel.units import check_class_names, find_units, ignored_parameters, members_of, unit_of
 from accel.plugins.fsdp import FullyShardedDataParallelPlugin
 
 from .training import Block, Decoder
@@ -55,10 +55,10 @@ def test_policies_of_torch_choose() -> None:
 
 def test_a_class_that_is_not_there_is_named_with_those_that_are() -> None:
     with pytest.raises(ArgumentError) as raised:
-        _units(Decoder(), transformer_cls_names_to_wrap=["T5Layer"])
+        check_class_names(FullyShardedDataParallelPlugin(transformer_cls_names_to_wrap="T5Layer"), [Decoder()], set())
     assert str(raised.value) == (
-        "Could not find the transformer layer class T5Layer in the model. "
-        "It has Block, Decoder, Embedding, LayerNorm, Linear, ModuleList"
+        "Could not find the transformer layer class T5Layer in the prepared models, which have "
+        "Block, Decoder, Embedding, LayerNorm, Linear, ModuleList"
     )
     with pytest.raises(ArgumentError, match="a Linear has no _no_split_modules: pass transformer_cls_names_to_wrap"):
         _units(nn.Linear(2, 2), auto_wrap_policy="transformer_based_wrap")

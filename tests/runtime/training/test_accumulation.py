@@ -16,9 +16,11 @@ from accel import Accelerator, DataLoaderConfiguration, GradientAccumulationPlug
 from accel.errors import AccelError
 from accel.gradient_state import GradientState
 from accel.plugins import GradScalerKwargs
+from accel.plugins.fsdp import FullyShardedDataParallelPlugin as Plugin
+from accel.state import AcceleratorState
 from accel.training.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 
-from ..worlds import run, run_one
+from ..worlds import outcomes, run, run_one
 
 
 def ones(samples: int) -> TensorDataset:
@@ -146,6 +148,23 @@ def test_several_steps_at_once_do_not_overshoot_a_schedule_of_fixed_length() -> 
     assert run(_past_the_end)[0] < 0.01
 
 
+def _plateau() -> list[float]:
+    accelerator = Accelerator()
+    model = nn.Linear(1, 1)
+    raw = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(raw, patience=2)
+    model, optimizer, scheduler = accelerator.prepare(model, raw, schedule)
+    rates = []
+    for _ in range(6):
+        scheduler.step(1.0)
+        rates.append(optimizer.param_groups[0]["lr"])
+    return rates
+
+
+def test_a_measurement_counts_once_on_any_number_of_processes() -> None:
+    assert run(_plateau) == [[1.0, 1.0, 1.0, 0.1, 0.1, 0.1]] * 2
+
+
 def _wrappers() -> list[Any]:
     accelerator = Accelerator()
     model = nn.Linear(2, 2)
@@ -232,6 +251,62 @@ def test_uneven_inputs_do_not_hang_on_a_cpu() -> None:
     assert run(_uneven) == [[3, 3], [2, 3]]
 
 
+def _uneven_windows() -> None:
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model, loader = accelerator.prepare(nn.Linear(1, 1), DataLoader(ones(7), batch_size=1))
+    with accelerator.join_uneven_inputs([model], even_batches=False):
+        for inputs, _ in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(inputs).sum())
+
+
+def test_uneven_inputs_and_windows_exclude_each_other() -> None:
+    for outcome in outcomes(_uneven_windows):
+        assert outcome.error == "ArgumentError"
+        assert outcome.message == (
+            "join_uneven_inputs: processes must not end within a window of 2 accumulated batches: remove it and keep "
+            "even_batches=True, or do not accumulate"
+        )
+
+
+def _outside_a_window() -> list[Any]:
+    accelerator = Accelerator(gradient_accumulation_steps=4)
+    model, loader = accelerator.prepare(nn.Linear(1, 1, bias=False), DataLoader(ones(5), batch_size=1))
+
+    def divisor() -> float:
+        model.zero_grad()
+        accelerator.backward(model(torch.ones(1, 1)).sum())
+        return float(round(1 / model.weight.grad.item()))
+
+    seen: list[Any] = [divisor()]
+    for _ in loader:  # a window of 4 and one of 1
+        with accelerator.accumulate(model):
+            seen.append(divisor())
+    seen.append(divisor())
+    with accelerator.accumulate(model):
+        seen.append(accelerator.sync_gradients)
+    accelerator.free_memory()
+    return [*seen, accelerator.sync_gradients]
+
+
+def test_what_is_outside_a_window_is_divided_by_the_steps_and_synchronised() -> None:
+    assert run_one(_outside_a_window) == [4, 4, 4, 4, 4, 1, 4, False, True]
+
+
+def _several_accelerators() -> list[Any]:
+    plugin = Plugin(reshard_after_forward=False)
+    Accelerator(gradient_accumulation_steps=3, fsdp_plugin=plugin)
+    second = Accelerator()
+    seen: list[Any] = [second.gradient_accumulation_steps, second.state.fsdp_plugin is plugin]
+    seen.append(Accelerator(gradient_accumulation_steps=2).gradient_accumulation_steps)
+    AcceleratorState._reset_state()
+    return [*seen, Accelerator().gradient_accumulation_steps]
+
+
+def test_what_a_second_accelerator_is_not_given_stays() -> None:
+    assert run_one(_several_accelerators) == [3, True, 2, 1]
+
+
 def _triggered() -> list[bool]:
     accelerator = Accelerator()
     seen = [accelerator.check_trigger()]
@@ -275,8 +350,8 @@ def _refusals() -> list[str]:
 
 
 def test_arguments_that_cannot_be_used_are_named() -> None:
-    known = ("Autocast", "DistributedDataParallel", "GradScaler", "InitProcessGroup", "Profile")
-    handlers = ", ".join(f"{name}Kwargs" for name in known)
+    known = "Autocast DistributedDataParallel GradScaler InitProcessGroup Profile AORecipe TERecipe MSAMPRecipe"
+    handlers = ", ".join(f"{name}Kwargs" for name in known.split())
     assert run_one(_refusals) == [
         "Accelerator(mixed_precison=…) is unknown; did you mean 'mixed_precision'?",
         "Accelerator(fsdp_plugin=…) must be a FullyShardedDataParallelPlugin, not object",

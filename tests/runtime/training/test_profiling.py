@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from accel import Accelerator
-from accel.accelerator.arguments import handlers_by_class
+from accel.accelerator.arguments import handlers_by_class, recipe_of
 from accel.errors import ArgumentError
-from accel.plugins import AutocastKwargs, GradScalerKwargs, MSAMPRecipeKwargs, ProfileKwargs
+from accel.fp8_recipes import MSAMPRecipeKwargs
+from accel.plugins import AutocastKwargs, GradScalerKwargs, ProfileKwargs
 
 from ..worlds import run, run_one
 
@@ -98,5 +99,6 @@ def test_handlers_are_sorted_by_what_they_are_for() -> None:
     assert handlers_by_class([profile, autocast]) == {ProfileKwargs: profile, AutocastKwargs: autocast}
     with pytest.raises(ArgumentError, match="kwargs_handlers: ProfileKwargs is given twice"):
         handlers_by_class([profile, profile])
-    with pytest.raises(ArgumentError, match="MSAMPRecipeKwargs is for mixed_precision='fp8'"):
-        handlers_by_class([MSAMPRecipeKwargs()])
+    recipe = MSAMPRecipeKwargs()
+    assert recipe_of(handlers_by_class([profile, recipe])) is recipe
+    assert recipe_of({}) is None

@@ -12,6 +12,7 @@ import torch
 from accel.errors import ArgumentError, WorldError
 from accel.state import PartialState
 from accel.world.environment import (
+    World,
     are_libraries_initialized,
     clear_environment,
     convert_dict_to_env_variables,
@@ -70,6 +71,30 @@ def test_half_an_mpi_world_is_refused(env: dict[str, str], said: str) -> None:
         read_world(env)
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"},
+        {"FLUX_JOB_SIZE": "2", "FLUX_TASK_RANK": "0"},
+        {"JSM_NAMESPACE_SIZE": "4", "JSM_NAMESPACE_RANK": "0"},
+        {"PALS_LOCAL_SIZE": "2", "PALS_RANKID": "0"},
+        {"PALS_LOCAL_SIZE": "1", "PALS_RANKID": "1"},
+        {"PMIX_RANK": "1"},
+    ],
+)
+def test_tasks_without_a_launcher_are_not_worlds_of_one(env: dict[str, str]) -> None:
+    with pytest.raises(WorldError, match=r"^\w+=\d: this process is one of several tasks.*WORLD_SIZE=1"):
+        read_world(env)
+    assert read_world({**env, "WORLD_SIZE": "1"}) == World()
+
+
+@pytest.mark.parametrize(
+    "env", [{"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "8"}, {"PMIX_RANK": "0"}, {"PALS_RANKID": "0"}]
+)
+def test_a_task_that_may_be_alone_is(env: dict[str, str]) -> None:
+    assert read_world(env) == World()
 
 
 def test_torchruns_variables_come_before_mpis() -> None:

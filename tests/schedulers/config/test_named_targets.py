@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -71,6 +72,10 @@ def moon(name: str = "lab", **options: Any) -> MoonOptions:
     return found
 
 
+def options_of(name: str) -> Any:
+    return resolve_target(name, Path("/jobs")).options
+
+
 def test_a_named_target(project: Path) -> None:
     (project / "accel.yaml").write_text(
         "targets:\n  lab:\n    kind: moon\n    hosts: [a, b]\n    load: 2\n    size: large\n    color: blue\n"
@@ -126,6 +131,58 @@ def test_a_target_can_be_made_again_without_its_file(project: Path) -> None:
     assert again.options == MoonOptions(hosts=("a",), slots=2, color=Color.BLUE, login=Login(host="x"))
 
 
+def test_scalars_follow_yaml_12_and_texts_keep_their_spelling(project: Path) -> None:
+    (project / "accel.yaml").write_text(
+        "targets:\n"
+        "  base: &base {kind: slurm, sbatch: &sbatch {nice: 0200, wckey: x}}\n"
+        "  lab:\n"
+        "    <<: *base\n"
+        "    account: 0123\n"
+        "    qos: 1.10\n"
+        "    snapshot: yes\n"
+        "    cpu: off\n"
+        "    array_throttle: 010\n"
+        "    exclusive: true\n"
+        "    start_timeout_s: 1e2\n"
+        "    slurm_version: 23.10\n"
+        "    nodelist: [007, 2024-01-01]\n"
+        "    mail_user: null\n"
+        "    sbatch:\n"
+        "      <<: *sbatch\n"
+        "      time-min: 1:00:00\n"
+        "      begin: 16:20\n"
+        "      nice: 0100\n"
+        "      wckey: on\n"
+        "      hold: true\n"
+        "      priority: 10\n"
+        "  pod:\n"
+        "    kind: kubernetes\n"
+        "    patch: {spec: {suspend: true, limit: 0o10, weight: .5, mode: yes, none: ~}}\n"
+    )
+    assert options_of("lab") == {
+        "account": "0123",
+        "qos": "1.10",
+        "snapshot": True,
+        "cpu": False,
+        "array_throttle": 10,
+        "exclusive": True,
+        "start_timeout_s": 100.0,
+        "slurm_version": "23.10",
+        "nodelist": ["007", "2024-01-01"],
+        "mail_user": None,
+        "sbatch": {
+            "wckey": "on",
+            "nice": "0100",
+            "time-min": "1:00:00",
+            "begin": "16:20",
+            "hold": True,
+            "priority": 10,
+        },
+    }
+    patch = {"spec": {"suspend": True, "limit": 8, "weight": 0.5, "mode": "yes", "none": None}}
+    assert options_of("pod") == {"patch": patch}
+
+
 LAB = "targets:\n  lab:\n    kind: moon\n    hosts: [a]\n"
 
 MISTAKES = {
@@ -135,10 +192,10 @@ MISTAKES = {
         "(keys: hosts, slots, load, dry, size, color, login, labels)",
     ),
     "wrong type": (LAB + "    slots: four\n", "accel.yaml:5: target lab: slots: expects int, got str 'four'"),
-    "number for text": (LAB.replace("[a]", "[a, 3]"), "accel.yaml:4: target lab: hosts[1]: expects str, got int 3"),
+    "list for text": (LAB.replace("[a]", "[a, []]"), "accel.yaml:4: target lab: hosts[1]: expects str, got list []"),
     "text for a list": (LAB.replace("[a]", "a"), "accel.yaml:4: target lab: hosts: expects array, got str 'a'"),
     "nothing": (LAB.replace("[a]", ""), "accel.yaml:4: target lab: hosts: expects array, got nothing"),
-    "true for a number": (LAB + "    slots: yes\n", "accel.yaml:5: target lab: slots: expects int, got bool True"),
+    "true for a number": (LAB + "    slots: yes\n", "accel.yaml:5: target lab: slots: expects int, got str 'yes'"),
     "no such choice": (
         LAB + "    size: huge\n",
         "accel.yaml:5: target lab: size: expects one of 'small', 'large', got 'huge'",
@@ -149,7 +206,7 @@ MISTAKES = {
     ),
     "missing": (
         "targets:\n  lab:\n    kind: moon\n",
-        "accel.yaml:2: target lab: missing 'hosts' (keys: hosts, slots, load, dry, size, color, login, labels)",
+        "accel.yaml:2: target lab: missing 'hosts'",
     ),
     "missing inside": (
         LAB + "    login:\n      port: 3\n",
@@ -161,22 +218,23 @@ MISTAKES = {
     ),
     "refused by the target": (LAB + "    load: -1\n", "accel.yaml:2: target lab: load must be 0 or more"),
     "wrong inside a mapping": (
-        LAB + "    labels:\n      a: 3\n",
-        "accel.yaml:6: target lab: labels: expects str, got dict {'a': 3}",
+        LAB + "    labels:\n      a: [3]\n",
+        "accel.yaml:6: target lab: labels: expects str, got dict {'a': [3]}",
     ),
     "no kind": (
         "targets:\n  lab: {hosts: [a]}\n",
-        "accel.yaml:2: target lab: no kind (kinds: moon, local, ssh, slurm, kubernetes, sagemaker, tpu)",
+        "accel.yaml:2: target lab: no kind (kinds: moon, local, ssh, slurm, kubernetes, sagemaker, tpu, service)",
     ),
-    "version for text": (
-        "targets:\n  lab: {kind: ssh, requirements_python: 3.10}\n",
-        "accel.yaml:2: target lab: requirements_python: expects str, got float 3.1; put it in quotes",
+    "a leading zero in a patch": (
+        "targets:\n  lab: {kind: kubernetes, pod_patch: {spec: {volumes: [{defaultMode: 0400}]}}}\n",
+        "accel.yaml:2: target lab: pod_patch.spec.volumes[0].defaultMode: 0400 is ambiguous. "
+        "Write 400, 0o400 for octal, or quotes for text",
     ),
     "kind is no text": ("targets:\n  lab: {kind: 3}\n", "accel.yaml:2: target lab: kind: expects str, got int 3"),
     "unknown kind": (
         "targets:\n  lab: {kind: mon}\n",
         "accel.yaml:2: no kind of target 'mon'; did you mean 'moon'? "
-        "(kinds: moon, local, ssh, slurm, kubernetes, sagemaker, tpu)",
+        "(kinds: moon, local, ssh, slurm, kubernetes, sagemaker, tpu, service)",
     ),
     "a built-in name": (
         "targets:\n  local: {kind: moon, hosts: [a]}\n",
@@ -187,7 +245,7 @@ MISTAKES = {
         "accel.yaml:2: target lab: expects a mapping with the key 'kind', got str 'moon'",
     ),
     "name is no text": (
-        "targets:\n  no: {kind: moon}\n",
+        "targets:\n  false: {kind: moon}\n",
         "accel.yaml:2: False is not a name for a target; put it in quotes",
     ),
     "targets is no mapping": ("targets: [a]\n", "accel.yaml:1: targets: expects a mapping of names, got list ['a']"),
@@ -207,7 +265,10 @@ MISTAKES = {
     ),
     "an alias to itself": ("targets: &a\n  x: *a\n", "accel.yaml:1: a value that is inside itself"),
     "a control character": ("targets:\n  a: \x01\n", r"accel.yaml:2: a character that YAML forbids: '\x01'"),
-    "no such date": ("targets:\n  a: 2024-13-99\n", "accel.yaml:2: a value cannot be read: month must be in 1..12"),
+    "no such number": (
+        "targets:\n  a: !!int x\n",
+        "accel.yaml:2: a value cannot be read: invalid literal for int() with base 10: 'x'",
+    ),
 }
 
 
@@ -252,6 +313,7 @@ def test_a_file_without_targets(project: Path, text: str) -> None:
         "local",
         "moon",
         "sagemaker",
+        "service",
         "slurm",
         "ssh",
         "tpu",
@@ -283,7 +345,7 @@ def test_an_unknown_target_names_the_nearest(project: Path) -> None:
     with pytest.raises(
         UnknownTarget,
         match=r"no target or kind 'lap'; did you mean 'lab'\? "
-        r"\(targets: lab, kubernetes, local, moon, sagemaker, slurm, ssh, tpu\)",
+        r"\(targets: lab, kubernetes, local, moon, sagemaker, service, slurm, ssh, tpu\)",
     ):
         moon("lap")
 
@@ -306,3 +368,33 @@ def test_the_directories_are_those_of_platformdirs(monkeypatch: pytest.MonkeyPat
 def test_no_file_is_named_by_a_start_that_holds_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCEL_CONFIG_HOME", str(tmp_path))
     assert named_targets.config_files(tmp_path) == []
+
+
+@dataclass(frozen=True, kw_only=True)
+class GateOptions:
+    url: str
+    target: str = ""
+    others: Mapping[str, Any] = field(default_factory=dict, metadata={"rest": True})
+
+
+class Gate(Moon):
+    Options: ClassVar[type] = GateOptions
+
+
+def test_options_that_the_schema_does_not_name_go_to_the_field_for_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, project: Path
+) -> None:
+    install(tmp_path / "gates", f"gate = {__name__}:Gate")
+    monkeypatch.syspath_prepend(str(tmp_path / "gates"))
+    text = "targets:\n  far:\n    kind: gate\n    url: http://x\n    queue: a\n    begin: 16:20\n"
+    (project / "accel.yaml").write_text(text)
+    resolved = resolve_target("far", project, overrides={"queue": "b", "target": "lab", "nice": "3"})
+    others = {"queue": "b", "begin": "16:20", "nice": "3"}
+    assert resolved.target.options == GateOptions(url="http://x", target="lab", others=others)  # type: ignore[attr-defined]
+    assert resolved.options == {"url": "http://x", "target": "lab", "others": others}
+    restored = restore_target("far", "gate", resolved.options, project)
+    assert restored.options == resolved.target.options  # type: ignore[attr-defined]
+    # Named options are still checked.
+    (project / "accel.yaml").write_text("targets:\n  far:\n    kind: gate\n    queue: a\n")
+    with pytest.raises(ConfigError, match=r"accel.yaml:2: target far: missing 'url'"):
+        resolve_target("far", project)

@@ -105,6 +105,38 @@ def test_a_file_that_another_user_could_have_written_is_skipped(
     assert skipped_files(tree / "team/p/a") == caplog.messages
 
 
+@pytest.mark.parametrize(
+    ("place", "mode", "is_warned"),
+    [
+        ("p/accel.yaml", 0o666, True),
+        ("p/accel.yaml", 0o664, False),
+        ("p", 0o777, True),
+        ("p", 0o1777, False),
+        ("real", 0o777, True),  # where a link leads
+    ],
+)
+def test_a_file_that_every_user_can_change_is_read_with_a_warning(
+    place: str,
+    mode: int,
+    is_warned: bool,
+    tree: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lay(tree, "p/accel.yaml", "p/a/", "real/")
+    if place == "real":
+        (tree / "p/accel.yaml").rename(tree / "real/x.yaml")
+        (tree / "p/accel.yaml").symlink_to("../real/x.yaml")
+    (tree / place).chmod(mode)
+    assert found(tree, "p/a") == found(tree, "p/a") == ["p/accel.yaml"]
+    assert [message.endswith(f"chmod o-w {tree / place}") for message in caplog.messages] == [True] * is_warned
+    caplog.clear()
+    named_targets._warn_once.cache_clear()
+    monkeypatch.setenv("ACCEL_CONFIG_TRUST", str(tree))
+    assert found(tree, "p/a") == ["p/accel.yaml"]
+    assert not caplog.messages
+
+
 @as_root
 def test_an_ordinary_user_takes_roots_files_and_no_others(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lay(tree, "accel.yaml", "p/accel.yaml", "p/a/")

@@ -102,6 +102,7 @@ def test_a_job_from_submit_to_end(place: Place, kind: str) -> None:
 
 def test_the_words_of_submit_become_a_spec(place: Place) -> None:
     (place.here / "sub").mkdir()
+    (place.here / "sub/train.py").touch()
     first = place.sh("true")
     job = submit(
         Path("train.py"), ["--lr", "1e-3"], target="shell", nodes=2, procs_per_node=3, gpus=1, cpus=2, memory_gb=4,
@@ -129,12 +130,17 @@ def test_what_is_wrong_is_refused_before_anything_is_written(place: Place) -> No
         submit("a.py", target="shell", options={"slot": 1})
     with pytest.raises(UnknownJob):
         submit("a.py", target="shell", after=["zzz"])
+    with pytest.raises(SpecError, match=r"no script at .*/a\.py: it does not exist"):
+        submit("a.py", target="shell")
+    (place.here / "run.sh").write_text("#!/bin/sh")
+    with pytest.raises(SpecError, match=r"run\.sh is a script for /bin/sh"):
+        submit("run.sh", target="shell")
     assert list_jobs() == []
     assert place.calls() == []
 
 
 def test_a_dry_run_does_nothing(place: Place) -> None:
-    plan = dry_run(JobSpec(argv=("a",)), "shell", "dry")
+    plan = dry_run(JobSpec(argv=("a",), entry="command"), "shell", "dry")
     assert (plan.job_id, plan.actions) == ("dry", (("a",),))
     assert list_jobs() == []
     assert place.calls() == []
@@ -271,8 +277,8 @@ def test_a_job_that_vanishes_after_its_cancel_is_cancelled(place: Place) -> None
 @pytest.mark.parametrize(("cancelled", "state"), [(True, State.CANCELLED), (False, State.FAILED)])
 def test_a_backend_that_has_lost_a_job_is_asked_no_more(place: Place, cancelled: bool, state: State) -> None:
     job = place.sh("true", "identified")
-    if cancelled:
-        job.record.append("cancel", host="here", pid=1)
+    if cancelled:  # by another process, after this one has read the record
+        find(job.id).record.append("cancel", host="here", pid=1)
     lost = Status(state=State.FAILED, reason=Reason.LOST, message="it was deleted", native_state="Deleted")
     assert apply_poll(job.record, Answer(at=time.time(), status=lost, backend="shell=one")).state is state
     assert job.status(refresh=False).state is state
@@ -367,7 +373,7 @@ def test_describe_is_plain(place: Place) -> None:
 
 
 def test_submit_spec_makes_paths_absolute(place: Place) -> None:
-    job = submit_spec(JobSpec(argv=("true",)), "shell")
+    job = submit_spec(JobSpec(argv=("true",), entry="command"), "shell")
     assert job.spec.code == str(place.here)
     assert job.wait(120).state is State.SUCCEEDED
 

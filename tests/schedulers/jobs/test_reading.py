@@ -136,6 +136,26 @@ def test_expired_credentials(place: Place, capfd: pytest.CaptureFixture[str], mo
     assert not waiting.is_alive()
 
 
+def test_a_prune_reads_each_record_once(place: Place) -> None:
+    jobs = [place.sh("true", "finding") for _ in range(3)]
+    assert {job.wait(60).state for job in jobs} == {State.SUCCEEDED}
+    hook = (
+        "import collections, os, sys\n"
+        "reads = collections.Counter()\n"
+        "def count(event, args):\n"
+        "    if event == 'open' and str(args[0]).endswith('/events.jsonl'):\n"
+        "        reads[os.path.basename(os.path.dirname(args[0]))] += 1\n"
+        "sys.addaudithook(count)\n"
+        "from accel.cli import main\n"
+        "main(['prune', '--keep', '1'])\n"
+        "print(*reads.items(), sep='\\n')"
+    )
+    completed = place.python(hook)
+    newest, *older = sorted((job.id for job in jobs), reverse=True)
+    assert completed.stdout.splitlines()[:2] == older, completed.stderr
+    assert sorted(completed.stdout.splitlines()[2:]) == [str((job_id, 1)) for job_id in sorted([newest, *older])]
+
+
 def test_a_cancel_of_many_jobs_polls_each_backend_once(place: Place) -> None:
     jobs = [place.sh(released(place.here / name), "finding") for name in "abc"]
     (place.home / "calls").unlink()

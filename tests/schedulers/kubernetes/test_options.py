@@ -21,7 +21,7 @@ def test_all_of_them_can_be_said(kind: str) -> None:
     ("given", "message"),
     [
         ({"workload": "pytorch"}, "workload: expects one of 'pytorchjob', 'jobset', 'job', 'trainjob', got 'pytorch'"),
-        ({"gpus": 1}, "unknown key 'gpus'; did you mean 'gpu'?"),
+        ({"gpus": 1}, "unknown key 'gpus'; use accel submit --gpus"),
         ({"volumes": [{"mount": "/a", "clam": "b"}]}, "volumes[0]: unknown key 'clam'; did you mean 'claim'?"),
         ({"namespace": "Team_A"}, "namespace must consist of lowercase letters, digits and hyphens (63 at most)"),
         ({"service_account": "a/b"}, "service_account must be an object's name"),
@@ -29,6 +29,7 @@ def test_all_of_them_can_be_said(kind: str) -> None:
         ({"image": "a b:1"}, "image must be one word, not 'a b:1'"),
         ({"image": "a\n"}, "image must be one word"),
         ({"python": "python3 -X dev"}, "python must be one word, not 'python3 -X dev'"),
+        ({"python": "~/venv/bin/python"}, "python: ~/venv/bin/python: an image has no home directory"),
         ({"start_timeout_s": 0.0}, "start_timeout_s must be more than 0, not 0"),
         ({"ttl_s": -1}, "ttl_s must be 0 or more, not -1"),
         ({"setup": [[]]}, "setup: a command has no program"),
@@ -71,6 +72,11 @@ def test_all_of_them_can_be_said(kind: str) -> None:
         ({"run_as_user": -1}, "run_as_user must be 0 to 2147483647, not -1"),
         ({"queue_priority": "a"}, "queue_priority needs queue"),
         ({"queue": "a", "volcano_queue": "b"}, "queue (Kueue) and volcano_queue are both set: remove one"),
+        ({"runtime": "torch"}, "runtime: torch needs workload: trainjob, not pytorchjob"),
+        ({"runtime": "a/b", "workload": "trainjob"}, "runtime must be an object's name"),
+        ({"runtime": "torch", "workload": "trainjob"}, "runtime needs code: image, since a TrainJob cannot"),
+        ({"runtime": "torch", "workload": "trainjob", "code": "image", "priority_class": "high"},
+         "priority_class: a TrainJob cannot set it: leave it out, since the runtime torch decides"),
         ({"workload": "trainjob", "ttl_s": 1}, "ttl_s is not supported by TrainJobs"),
     ],
 )  # fmt: skip

@@ -52,6 +52,16 @@ def test_a_job_has_one_slice() -> None:
     assert [line for each in made for line in strict.errors(each)] == []
 
 
+def test_pods_may_lock_the_memory_that_google_says() -> None:
+    manifests = objects(slices(ipc_lock=True, pod_security="privileged", setup=(("pip", "list"),)))
+    (jobset,) = [manifest for manifest in manifests if manifest["kind"] == "JobSet"]
+    (container,) = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"]
+    assert container["securityContext"]["capabilities"] == {"add": ["SYS_RESOURCE"]}
+    assert container["command"][:2] == ["sh", "-c"]
+    assert container["command"][2].splitlines() == ["set -e", "ulimit -l 68719476736", "pip list", 'exec "$$@"']
+    assert [line for manifest in manifests for line in strict.errors(manifest)] == []
+
+
 @pytest.mark.parametrize(
     ("topology", "accelerator", "chips", "nodes"),
     [

@@ -193,7 +193,7 @@ def test_a_free_lock_after_another_boot(record: Record, monkeypatch: pytest.Monk
 
 
 def test_a_free_lock_after_a_restart_on_a_disk_of_this_machine(record: Record) -> None:
-    if not job_files._on_disk_of_this_machine(record.directory):
+    if not job_files.on_disk_of_this_machine(record.directory):
         missing("a disk of this machine for temporary files", "set TMPDIR to a directory on one (ext4, XFS, tmpfs)")
     with supervised(record, boot="another-boot"):
         pass

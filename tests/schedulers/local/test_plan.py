@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from schedulers import JobSpec, Resources, Retry
 from schedulers.local.target import LocalOptions, LocalTarget
 from schedulers.target import TargetContext
@@ -29,3 +31,12 @@ def test_a_plan_with_everything() -> None:
         after=("2mx00000000",),
     )
     assert_golden("local_plan.txt", str(target.plan(spec, "2mxaaaaaaaa")))
+
+
+def test_the_interpreter_may_be_below_the_home_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    options = LocalOptions(python="~/venv/bin/python")
+    target = LocalTarget(TargetContext(name="bench", options=options, jobs=Path("/home/me/accel/jobs")))
+    text = str(target.plan(JobSpec(argv=("train.py",)), "2mxaaaaaaaa"))
+    assert "/home/me/venv/bin/python -m accel launch" in text
+    assert "~" not in text

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from schedulers import Job, Reason, State
+from schedulers.errors import SpecError, SubmitError
 from schedulers.hosts.supervisor.slots import SlotRequest, Slots, required_slots
 from schedulers.local.job_files import JobFiles
 from schedulers.processes import boot_id
@@ -173,6 +174,34 @@ def test_the_next_in_line_waits_for_ranks_whose_supervisor_was_killed(
     assert printed(second) == ""
     (Path(first.spec.code) / "go").touch()
     assert second.wait(60).state is State.SUCCEEDED
+
+
+def test_more_processes_than_gpus_are_refused(submit: Submit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_gpus(tmp_path, monkeypatch, ["GPU-aaaa"])
+    with pytest.raises(SpecError, match=r"^--procs-per-node 2: this machine has 1 GPU \(nvidia-smi lists them\)"):
+        submit("print('ran')", procs_per_node=2)
+    assert submit("print('ran')", procs_per_node=1).wait(60).state is State.SUCCEEDED
+
+
+@pytest.mark.parametrize(
+    ("code", "outcome"),
+    [
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "was killed by SIGSEGV"),
+        ("os._exit(3)", "failed with exit code 3"),
+    ],
+)
+def test_a_probe_that_a_driver_ends_is_one_line(
+    code: str, outcome: str, submit: Submit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site/sitecustomize.py").write_text(
+        "import os, signal, sys\n"
+        f"if 'accel.launch.devices' in str(sys.orig_argv): os.write(2, b'first\\nno driver\\n'); {code}\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+    with pytest.raises(SubmitError) as raised:
+        submit("print('ran')", gpus=1)
+    assert str(raised.value).startswith(f"the probe for this machine's devices {outcome}: no driver (`python -m")
 
 
 def test_the_queue_is_this_boot_s_and_follows_an_earlier_version_s(

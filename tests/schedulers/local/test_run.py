@@ -68,10 +68,9 @@ def test_failures_say_why(submit: Submit, text: str, code: int, reason: Reason, 
 
 def test_a_script_that_is_not_there(home: Path, project: Path) -> None:
     (project / "train.py").write_text("")
-    status = schedulers.submit("trian.py", cwd=project).wait()
-    assert (status.state, status.reason) == (State.FAILED, Reason.SETUP)
-    assert "'trian.py'" in status.message
-    assert "did you mean 'train.py'?" in status.message
+    with pytest.raises(SpecError, match=r"no script at .*/trian\.py: it does not exist; did you mean 'train\.py'\?"):
+        schedulers.submit("trian.py", cwd=project)
+    assert schedulers.list_jobs() == []
 
 
 def test_two_ranks_have_a_log_each_and_the_first_failure_is_the_job_s(submit: Submit) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from accel.cli import exit_status, main
+from accel.cli.launch import resolve_settings
+from accel.cli.submit_config import use_keys
 from tests.clusters.sagemaker import SageMaker
 
 from .support import ROLE
@@ -43,7 +45,7 @@ INPUTS = "channel_name\tdata_location\ntrain\ts3://data/train\n\n"
 METRICS = "metric_name\tmetric_regex\nloss\tloss = (.*?);\n"
 LEAST = f"compute_environment: AMAZON_SAGEMAKER\nec2_instance_type: ml.m5.xlarge\niam_role_name: {ROLE}\n"
 OLDER = (
-    "pytorch_version 1.10.2, py_version py38: accel does not run on this image; using pytorch:2.8.0 (py312), "
+    "pytorch_version 1.10.2, py_version py38: accel does not run on this image; using pytorch:2.10.0 (py313), "
     "without Transformers: name packages in requirements.txt, or give image_uri"
 )
 
@@ -77,7 +79,7 @@ def test_the_request(capsys: pytest.CaptureFixture[str]) -> None:
     assert request["ResourceConfig"] == {"InstanceCount": 2, "InstanceType": "ml.m5.xlarge", "VolumeSizeInGB": 40}
     assert request["StoppingCondition"] == {"MaxRuntimeInSeconds": 600}
     algorithm = request["AlgorithmSpecification"]
-    assert algorithm["TrainingImage"].endswith(".us-east-1.amazonaws.com/pytorch-training:2.8.0-cpu-py312")
+    assert algorithm["TrainingImage"].endswith(".us-east-1.amazonaws.com/pytorch-training:2.10.0-cpu-py313")
     assert algorithm["MetricDefinitions"] == [{"Name": "loss", "Regex": "loss = (.*?);"}]
     assert request["InputDataConfig"][1] == {
         "ChannelName": "train",
@@ -119,7 +121,7 @@ def test_flags_lie_over_the_file_and_the_file_over_the_target(here: Path, capsys
         ("additional_args: {image_uri: team/train:3}", "team/train:3", False),
         ("pytorch_version: '2.7'", "pytorch-training:2.7.1-cpu-py312", False),
         ("pytorch_version: 2.6.0", "pytorch-training:2.6.0-cpu-py312", False),
-        ("py_version: py38", "pytorch-training:2.8.0-cpu-py312", True),
+        ("py_version: py38", "pytorch-training:2.10.0-cpu-py313", True),
     ],
 )
 def test_the_image(text: str, image: str, warned: bool, capsys: pytest.CaptureFixture[str]) -> None:
@@ -169,6 +171,8 @@ def test_a_requirements_file_beside_the_script_is_installed(here: Path, capsys: 
         (f"{LEAST}additional_args: {{volume_size: big}}", "c.yaml:4: additional_args: volume_size: volume_size_in_gb: "
          "expects int"),
         ("compute_environment: AMAZON_SAGEMAKER\niam_role_name: r", "c.yaml:1: SageMaker needs ec2_instance_type"),
+        (LEAST.replace("ml.m5.xlarge", "local_gpu"), "instance_type: local_gpu is the local mode of S"),
+        (f"{LEAST}additional_args: {{instance_type: local}}", "write accel launch TRAIN.py or accel submit --target l"),
         (f"{LEAST}sagemaker_inputs_file: no.tsv", "c.yaml:4: cannot read no.tsv: No such file or directory"),
         (f"{LEAST}sagemaker_inputs_file: bad.tsv", "bad.tsv:2: expects two columns with a tab between them, not 'x y'"),
         (f"{LEAST}sagemaker_inputs_file: code.tsv", "code.tsv:2: channel code: accel uses this name: choose another"),
@@ -210,6 +214,7 @@ def test_launched_it_is_followed_and_its_exit_code_is_the_job_s(
     secret = sagemaker.env["AWS_SECRET_ACCESS_KEY"] + "-of-the-line"
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "nobody")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "nothing")
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "expired")
     for name, value in (("SLURM_JOB_ID", "1"), ("SLURM_NNODES", "1"), ("SLURM_NODEID", "0")):
         monkeypatch.setenv(name, value)
     (here / "c.yaml").write_text(whole(sagemaker).replace("sagemaker_inputs_file: inputs.tsv\n", ""))
@@ -223,6 +228,14 @@ def test_launched_it_is_followed_and_its_exit_code_is_the_job_s(
     for path in (path for path in here.parent.rglob("*") if path.is_file()):
         assert secret.encode() not in path.read_bytes(), path
     assert secret not in shown.out + shown.err
+
+
+def test_keys_of_the_command_line_are_used_without_the_session_token_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+        monkeypatch.setenv(name, "of others")
+    use_keys(resolve_settings({"aws_access_key_id": "A", "aws_secret_access_key": "B"}, {}))
+    assert (os.environ["AWS_ACCESS_KEY_ID"], os.environ["AWS_SECRET_ACCESS_KEY"]) == ("A", "B")
+    assert "AWS_SESSION_TOKEN" not in os.environ
 
 
 TRAIN = """\

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import subprocess
 import sys
@@ -58,6 +59,19 @@ def test_digits_from_the_submit_to_the_fetched_model(sagemaker: SageMaker, home:
     assert list((tmp_path / "fetched/model").rglob("*.safetensors"))
     with pytest.raises(NotReady, match="exists already"):
         job.fetch(tmp_path / "fetched")
+
+
+def test_the_value_of_a_function_is_fetched(sagemaker: SageMaker, home: Path, project: Path) -> None:
+    factor = 3
+    job = schedulers.submit(
+        lambda n, *, m: (os.environ["RANK"], os.environ["WORLD_SIZE"], n * m * factor), args=[2], kwargs={"m": 7},
+        target="sagemaker", nodes=2, procs_per_node=1, time_limit_s=600.0, cwd=project,
+        options=target_options(sagemaker),
+    )  # fmt: skip
+    assert job.result(120) == ("0", "2", 42), sagemaker.diagnose()
+    downloads = len(sagemaker.calls("s3", "GetObject"))
+    assert job.result() == ("0", "2", 42)
+    assert len(sagemaker.calls("s3", "GetObject")) == downloads
 
 
 def test_what_a_rank_is_given(sagemaker: SageMaker, submit: Submit) -> None:

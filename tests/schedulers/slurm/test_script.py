@@ -169,8 +169,9 @@ def test_an_image_as_pyxis_has_it(image: str, pyxis: str) -> None:
         ({"sbatch": {"hint": True}}, "hint needs a value"),
         ({"sbatch": {"hold": "yes"}}, "hold is true or false, not 'yes'"),
         ({"sbatch": {"partition": "a"}, "partition": "b"}, "partition and sbatch: partition set the same option"),
-        ({"sbatch": {"wckey": "a\nb"}}, "wckey must be one line"),
-        ({"partition": "a\nb"}, "partition must be one printable line"),
+        ({"partition": ["a", ""]}, "partition must not be empty"),
+        ({"sbatch": {"mem": 0, "mem_per_gpu": "8G"}}, "sbatch: mem and mem_per_gpu both request memory: keep one"),
+        ({"sbatch": {"cpus-per-gpu": 2, "cpus-per-task": 8}}, "cpus-per-gpu and cpus-per-task both request processors"),
         ({"gres": "gpu 4"}, "gres must be like gpu:a100:4"),
         ({"start_timeout_s": 0.0}, "start_timeout_s must be more than 0"),
         ({"array_throttle": 0}, "array_throttle must be 1 or more"),
@@ -201,6 +202,38 @@ def test_refused_in_one_line(given: dict[str, Any], message: str) -> None:
 def test_a_job_that_cannot_be_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(SpecError) as caught:
         script.check(dataclasses.replace(everything(), **change), options(), "big")
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("value", ["a\n#SBATCH --wrap=x", "a\0b"])
+@pytest.mark.parametrize("key", ["partition", "gpu_type", "wckey"])
+def test_a_line_break_in_a_directive_is_refused(key: str, value: str) -> None:
+    invalid = options(sbatch={key: value}) if key == "wckey" else options(**{key: value})
+    spec = JobSpec(argv=("a.py",), resources=Resources(gpus=1))
+    with pytest.raises(SpecError, match=r"^sbatch --(partition|gres|wckey) must be one line, not '") as caught:
+        job_script(spec, invalid).render()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["cpus-per-task", "cpus_per_task"])
+def test_memory_and_processors_in_sbatchs_own_words(key: str) -> None:
+    job = job_script(JobSpec(argv=("a.py",)), options(sbatch={"mem": 0, key: 8}))
+    assert {"#SBATCH --mem=0", "#SBATCH --cpus-per-task=8"} <= set(job.render().split("\n"))
+    assert "--cpus-per-task=8" in job.settings()["srun"]  # srun does not inherit it
+    assert script.warnings(job.spec, job.options) == ()
+
+
+@pytest.mark.parametrize(
+    ("amount", "given", "message"),
+    [
+        ({"memory_gb": 8}, {"mem": 0}, "sbatch: mem and --memory request the same: keep one"),
+        ({"memory_gb": 8}, {"mem_per_gpu": "8G"}, "sbatch: mem_per_gpu and --memory"),
+        ({"cpus": 8}, {"cpus-per-gpu": 2}, "sbatch: cpus-per-gpu and --cpus request the same: keep one"),
+    ],
+)
+def test_memory_and_processors_are_said_once(amount: dict[str, Any], given: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        script.check(JobSpec(argv=("a.py",), resources=Resources(**amount)), options(sbatch=given), "big")
     assert message in str(caught.value)
 
 

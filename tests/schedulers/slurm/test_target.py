@@ -44,11 +44,15 @@ SHOW = "import sys, json, os; print(json.dumps([sys.argv[1:], os.environ.get('A'
 
 
 def test_a_job_runs_and_tells(slurm: Slurm, submit: Submit) -> None:
-    job = submit('echo "rank $RANK of $WORLD_SIZE on $(hostname)"; exit $RANK', nodes=2)
+    own = {"sbatch": {"mem": 0, "cpus-per-task": 2}}  # all memory of each node
+    show = 'echo "rank $RANK of $WORLD_SIZE on $(hostname): $SLURM_CPUS_PER_TASK cores"; exit $RANK'
+    job = submit(show, nodes=2, cpus=None, options=own)
     status = job.wait(90)
     assert (status.state, status.reason, status.exit_code) == (State.FAILED, Reason.EXIT_CODE, 1)
     lines = {line.rank: line.text for line in job.logs() if line.rank is not None}
-    assert lines == {0: "rank 0 of 2 on n1\n", 1: "rank 1 of 2 on n2\n"}
+    assert lines == {rank: f"rank {rank} of 2 on n{rank + 1}: 2 cores\n" for rank in (0, 1)}
+    allocated = slurm.run(["scontrol", "show", "job", str(job.native_id).partition("/")[0]]).stdout
+    assert "TRES=cpu=4,mem=8000M" in allocated
 
 
 def test_everything_arrives_bit_for_bit(slurm: Slurm, submit: Submit, project: Path) -> None:

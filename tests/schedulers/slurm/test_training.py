@@ -214,3 +214,13 @@ def test_a_script_that_does_not_heed_the_warning(submit: Submit, slurm: Slurm) -
     assert "accelerator.checkpoint_on_preemption()" in status.message
     assert "--max-restarts" in status.message
     nothing_left(slurm, job)
+
+
+def test_a_function_on_two_nodes(slurm: Slurm, home: Path, project: Path) -> None:
+    def place(number: int) -> tuple[int, ...]:
+        return number, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+    settings: dict[str, Any] = {"procs_per_node": 1, "cpus": 1, "options": {"cpu": True}, "cwd": project}
+    job = schedulers.submit(place, args=(3,), target="slurm", nodes=2, **settings)
+    assert job.result(120) == (3, 0, 2)
+    nothing_left(slurm, job)

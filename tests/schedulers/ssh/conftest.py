@@ -36,11 +36,12 @@ def submit(home: Path, project: Path, ssh_hosts: SshHosts) -> Iterator[Submit]:
     jobs: list[Job] = []
 
     def submit(text: str, args: tuple[str, ...] = (), *, hosts: str = "node[1-4]", **given: Any) -> Job:
-        write_script(project / "job.sh", f"#!/bin/sh\n{text}\n")
+        name = "job.py" if given.get("entry") == "script" else "job.sh"
+        write_script(project / name, f"#!/bin/sh\n{text}\n")
         options = host_options(ssh_hosts) | {"hosts": hosts} | given.pop("options", {})
         env = {"PYTHONPATH": str(ROOT), **given.pop("env", {})}
         settings = {"entry": "command", "procs_per_node": 1, "nodes": 2, "grace_s": 2.0, **given}
-        job = schedulers.submit("./job.sh", args, target="ssh", cwd=project, env=env, options=options, **settings)
+        job = schedulers.submit(f"./{name}", args, target="ssh", cwd=project, env=env, options=options, **settings)
         jobs.append(job)
         return job
 

@@ -36,7 +36,8 @@ def test_a_plan_with_everything() -> None:
         grace_s=12.5,
         retry=Retry(max_restarts=3),
     )
-    lab = target(hosts="gpu[01-04]", user="me", spares=2, venv="~/venv", setup=(("nvidia-smi",),), interface="ib")
+    lab = target(hosts="gpu[01-04]", user="me", spares=2, venv="~/venv", setup=(("nvidia-smi",),), interface="ib",
+                 modules=("cuda/12.4", "a b"), prologue=("export TOOL='1  2'",))  # fmt: skip
     assert_golden("ssh_plan.txt", str(lab.plan(spec, "2mxaaaaaaaa")))
 
 
@@ -58,6 +59,7 @@ def test_no_secret_is_in_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"hosts": "a", "ports": "29500"}, "ports must be a range of 2 or more, such as 29500-29599, not '29500'"),
         ({"hosts": "a", "python": "p", "venv": "v"}, "python and venv are both given: keep one"),
         ({"hosts": "a", "root": "accel"}, "root must begin with / or ~/, not 'accel'"),
+        ({"hosts": "a", "prologue": ("a\nb",)}, "an entry of modules or prologue has a line break"),
         ({"hosts": "a", "setup": ((),)}, "setup: a command has no program"),
     ],
 )

@@ -215,6 +215,29 @@ def test_setup_runs_once_a_host_and_its_failure_is_the_jobs(submit: Submit) -> N
     assert printed(job) == ""
 
 
+def test_a_login_shell_prepares_setup_and_ranks(ssh_hosts: SshHosts, submit: Submit) -> None:
+    """The job's own variables win over what the shell sets, and so does its interpreter."""
+    profile = (
+        'PATH=/usr/bin:/bin; A=profile; module() { [ "$2" = cuda/12 ] && export CUDA="$1 $2" || return 3; }\n'
+        f"{Path(sys.executable).name}() {{ :; }}; export SHELL_KIND=login\n"
+    )
+    for node in ("node1", "node2"):
+        (ssh_hosts.home(node) / ".bash_profile").write_text(profile)
+    show = f'echo "$CUDA|$TOOL|$A|$SHELL_KIND|$(command -v {Path(sys.executable).name})|$(env | grep -c COPY_OF)"'
+    lines = ["export TOOL='a  b'", 'export A="$A, $TOKEN"', "unset TOKEN"]
+    job = submit(
+        f'{SAY}; {show}; echo "${{#TOKEN}}"', env={"A": "1 2"}, secrets={"TOKEN": "env:HOME"},
+        options={"modules": ["cuda/12"], "prologue": lines, "setup": [["sh", "-c", show]]},
+    )  # fmt: skip
+    assert job.wait(60).state is State.SUCCEEDED
+    ready = f"load cuda/12|a  b|1 2|login|{sys.executable}|0\n"
+    assert "".join(line.text for line in job.logs() if line.source.endswith("/setup")) == ready * 2
+    home = len(os.environ["HOME"])
+    assert printed(job, 1) == f"rank 1 of 2 on node2\n{ready}{home}\n"
+    status = submit(SAY, options={"modules": ["cuda/99"]}).wait(60)
+    assert (status.state, status.reason, status.exit_code) == (State.FAILED, Reason.SETUP, 3), status
+
+
 def test_hosts_that_share_the_directory_are_refused(submit: Submit, tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     with pytest.raises(SubmitError, match=re.escape(f"share the directory {shared}: name one that each host has")):

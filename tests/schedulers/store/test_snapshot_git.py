@@ -157,7 +157,8 @@ def test_an_untracked_secret_is_left_out_and_a_tracked_one_shipped_both_with_a_w
     snapshot = pack(repository, home)
     assert names(snapshot) == ["a.py", "keys/ca.pem"]
     assert snapshot.warnings == (
-        "'.env', '.ssh/config', 'sub/id_rsa': left out, named like secrets. To ship one, add `!NAME` to .accelignore",
+        "'.env', '.ssh/config', 'sub/id_rsa': left out, hidden or named like secrets. To ship one, "
+        "add `!NAME` to .accelignore",
         "'keys/ca.pem': named like secrets, and shipped, as git tracks them. "
         "To leave one out, add its name to .accelignore",
     )

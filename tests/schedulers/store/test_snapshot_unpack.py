@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import subprocess
 import tarfile
 from pathlib import Path
 
 import pytest
 
 from schedulers.errors import SnapshotError
+from schedulers.node import archive
 from schedulers.node.files import extract
 from schedulers.node.program import InvalidRequest
 from schedulers.store.snapshot import _digest, pack, unpack
@@ -129,3 +131,100 @@ def test_a_hostile_archive_writes_nothing(tmp_path: Path, hostile: str) -> None:
         unpack(archive, tmp_path / "below/out")
     assert not [path for path in tmp_path.rglob("*") if path.name not in (archive.name, "below")]
     assert not Path("/tmp/pwned").exists()
+
+
+def artefact(*members: tarfile.TarInfo) -> tarfile.TarFile:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as tar:
+        for info in members:
+            tar.addfile(info, io.BytesIO(b"x" * info.size))
+    return tarfile.open(fileobj=io.BytesIO(buffer.getvalue()), mode="r:gz")
+
+
+@pytest.fixture(params=["by Python's filter", "without a filter"])
+def python(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Python with filters for archives, and one from before them."""
+    if request.param == "without a filter":
+        monkeypatch.delattr(tarfile, "data_filter")
+
+
+@pytest.mark.usefixtures("python")
+def test_an_artefact_is_extracted(tmp_path: Path) -> None:
+    program = member("./model/run", content=b"x")
+    program.mode, program.uid, program.gid = 0o6777, 12345, 12345
+    links = [member("model/link", tarfile.SYMTYPE, "../top"), member("model/hard", tarfile.LNKTYPE, "top")]
+    with artefact(member("top", content=b"x"), member("./model", tarfile.DIRTYPE), program, *links) as tar:
+        archive.extract(tar, str(tmp_path / "out"))
+    info = (tmp_path / "out/model/run").stat()
+    assert (info.st_mode & 0o7777, info.st_uid, info.st_gid) == (0o755, os.getuid(), os.getgid())
+    assert (tmp_path / "out/model/link").resolve() == tmp_path / "out/top"
+    assert (tmp_path / "out/model/hard").read_bytes() == b"x"
+
+
+@pytest.mark.usefixtures("python")
+@pytest.mark.parametrize(
+    "members",
+    [
+        [member("../x")],
+        [member("a/../../x")],
+        [member("link", tarfile.SYMTYPE, "/etc")],
+        [member("a/link", tarfile.SYMTYPE, "../../x")],
+        [member("hard", tarfile.LNKTYPE, "../secret")],
+        [member("a", tarfile.SYMTYPE, "b/.."), member("b", tarfile.SYMTYPE, ".."), member("a/x")],
+        [member("pipe", tarfile.FIFOTYPE)],
+        [member("device", tarfile.CHRTYPE)],
+    ],
+    ids=lambda members: members[-1].name,
+)
+def test_an_artefact_that_leads_outside_is_refused(members: list[tarfile.TarInfo], tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("kept")
+    with artefact(*members) as tar, pytest.raises(tarfile.TarError):
+        archive.extract(tar, str(tmp_path / "out"))
+    assert {path.name for path in tmp_path.iterdir()} <= {"out", "secret"}
+
+
+def test_an_absolute_path_is_refused_without_a_filter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(tarfile, "data_filter")
+    with artefact(member(f"{tmp_path}/out/x")) as tar, pytest.raises(tarfile.ExtractError, match="leads outside"):
+        archive.extract(tar, str(tmp_path / "out"))
+
+
+def test_an_unpacked_tree_is_the_snapshot_that_it_was_unpacked_from(code: Path, home: Path, tmp_path: Path) -> None:
+    """Files that were packed because git tracks them are packed again where there is no git."""
+    subprocess.run(["git", "init", "-q", str(code)], check=True)
+    for name in (".env", ".hidden/a", "run.py"):
+        write(code, name)
+    subprocess.run(["git", "-C", str(code), "add", "-A"], check=True)
+    snapshot = pack(code, home)
+    umask = os.umask(0o077)
+    try:
+        unpack(snapshot.path, tmp_path / "out")
+    finally:
+        os.umask(umask)
+    assert pack(tmp_path / "out", home).digest == snapshot.digest
+    # Elsewhere, the archive is written again, the same to the byte.
+    again = pack(tmp_path / "out", tmp_path / "other")
+    assert again.path.read_bytes() == snapshot.path.read_bytes()
+    # A tree that was changed is a code directory as any other.
+    write(tmp_path / "out", "run.py", "changed")
+    with tarfile.open(pack(tmp_path / "out", home).path) as tar:
+        assert tar.getnames() == ["run.py"]
+
+
+def test_an_empty_directory_keeps_its_permissions(code: Path, home: Path, tmp_path: Path) -> None:
+    (code / "empty").mkdir()
+    (code / "empty").chmod(0o777)
+    snapshot = pack(code, home)
+    unpack(snapshot.path, tmp_path / "out")
+    assert (tmp_path / "out/empty").stat().st_mode & 0o777 == 0o777
+    assert pack(tmp_path / "out", home).digest == snapshot.digest
+
+
+def test_more_files_than_allowed_are_not_unpacked(code: Path, home: Path, tmp_path: Path) -> None:
+    for name in "abc":
+        write(code, name)
+    snapshot = pack(code, home)
+    with pytest.raises(SnapshotError, match="must not hold more than 2 files"):
+        unpack(snapshot.path, tmp_path / "out", max_files=2)
+    assert not (tmp_path / "out").exists()
+    unpack(snapshot.path, tmp_path / "out", max_files=3)

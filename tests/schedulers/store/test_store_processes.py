@@ -7,6 +7,7 @@ import functools
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from schedulers.job import State, Status
 from schedulers.processes import boot_id, pid_namespace
 from schedulers.store import atomic_files
 from schedulers.store.store import Record, Store
+from tests.waiting import until
 
 from .test_store import ROOT, create, store
 
@@ -233,6 +235,24 @@ def test_a_lock_of_another_host_is_believed_until_it_is_old(tmp_path: Path) -> N
         assert held
 
 
+def test_a_lock_s_age_is_by_the_file_server_s_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = tmp_path / "lock"
+    lock.write_text("another-host 1 abcd")
+    monkeypatch.setattr(time, "time", lambda: os.stat(lock).st_mtime + 3600)  # this host's clock is wrong
+    for _ in range(2):
+        with atomic_files.locked_by_file(str(lock), blocking=False) as held:
+            assert not held
+
+
+def test_a_holder_renews_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(atomic_files, "_RENEW_S", 0.01)
+    lock = tmp_path / "lock"
+    with atomic_files.locked_by_file(str(lock)):
+        os.utime(lock, (0, 0))
+        until(lambda: os.stat(lock).st_mtime > 0, "the lock is renewed")
+    assert os.listdir(tmp_path) == []
+
+
 def test_a_lock_is_judged_where_its_holder_s_id_has_a_meaning(tmp_path: Path) -> None:
     """This process holds none of them: its id stands for one that lives, and the largest for one that has ended."""
     node, boot, namespace = os.uname().nodename, boot_id() or "-", pid_namespace() or "-"
@@ -275,6 +295,7 @@ def test_the_submission_is_held_by_one_until_it_dies(store: Store) -> None:
     record = create(store)
     code = """
 import sys
+import time
 from schedulers.store.store import Store
 with Store(sys.argv[1]).record(sys.argv[2]).submission():
     print(flush=True)

@@ -20,7 +20,9 @@ from schedulers.kubernetes.manifests import code_delivery as delivery
 from schedulers.kubernetes.manifests import pods, validate
 from schedulers.kubernetes.manifests.code_delivery import Code
 from schedulers.kubernetes.options import Volume
+from schedulers.kubernetes.preflight import required_permissions
 from tests.golden import assert_golden
+from tests.schedulers.kubernetes.strict import errors
 from tests.schedulers.kubernetes.support import IMAGE, JOB_ID, KINDS, everything, everything_spec, least, options
 
 _CODE = Code(kind="configmap", digest="0" * 64)
@@ -55,6 +57,22 @@ def test_a_world_that_may_grow() -> None:
 def test_volcano(kind: str) -> None:
     spec = JobSpec(argv=("train.py",), name="train", nodes=2)
     golden(f"{kind}_volcano", build(spec, least(workload=kind, volcano_queue="research", code="image")))
+
+
+def test_a_runtime_of_the_cluster() -> None:
+    """The TrainJob has everything itself, and no TrainingRuntime."""
+    own = dict.fromkeys(("priority_class", "image_pull_policy"), None) | {"host_network": False}
+    chosen = everything("trainjob", runtime="torch-distributed", code="image", code_dir="/app", **own)
+    manifests = build(everything_spec(retry=Retry()), chosen, Code(kind="image"))
+    assert [manifest["kind"] for manifest in manifests] == ["Service", "TrainJob"]
+    assert errors(manifests.workload) == []
+    golden("trainjob_runtime", manifests)
+    assert ("trainer.kubeflow.org", "trainingruntimes") not in required_permissions(chosen)
+    with pytest.raises(SpecError, match="--max-restarts: a TrainJob cannot set it"):
+        build(everything_spec(), chosen, Code(kind="image"))
+    spec = JobSpec(argv=("a.py", "$(A)"))
+    plan = builder.plan(spec, least(workload="trainjob", runtime="torch", code="image"), JOB_ID, "k")
+    assert plan.actions[-1][:2] + plan.actions[-1][-2:] == ("accel", "launch", "a.py", "$(A)")
 
 
 @pytest.mark.parametrize("where", ["pvc", "store"])

@@ -178,6 +178,10 @@ def test_pods_of_every_kind_can_be_patched(kind: str) -> None:
         assert {"name": "X", "value": "1"} in template["spec"]["containers"][0]["env"]
 
 
+def _pods(container: dict[str, Any]) -> dict[str, Any]:
+    return {"replicas": 1, "template": {"spec": {"containers": [container]}}}
+
+
 _WORKER = {"spec": {"pytorchReplicaSpecs": {"Worker": {"template": {"spec": {"priority": 1}}}}}}
 
 
@@ -188,6 +192,8 @@ def test_an_object_can_be_patched() -> None:
     jobs = {"spec": {"replicatedJobs": [{"name": "node", "template": {"spec": {"manualSelector": True}}}]}}
     made = build("jobset", patch=jobs).workload["spec"]["replicatedJobs"]
     assert made[0]["template"]["spec"]["manualSelector"] is True
+    master = {"spec": {"pytorchReplicaSpecs": {"Master": _pods({"name": "own", "image": "x"})}}}
+    assert list(build("pytorchjob", patch=master).workload["spec"]["pytorchReplicaSpecs"]) == ["Worker", "Master"]
     assert made[0]["template"]["spec"]["completions"] == 2
 
 
@@ -241,6 +247,41 @@ def test_an_object_can_be_patched() -> None:
             "rules[0]: unknown key 'onJobFailureReason'; did you mean 'onJobFailureReasons'?",
         ),
         ("trainjob", {"patch": {"spec": {"trainer": {"nodes": 1}}}}, "spec.trainer: unknown key 'nodes'"),
+        (
+            "trainjob",
+            {"patch": {"spec": {"runtimeRef": {"kind": "ClusterTrainingRuntime", "name": "torch-distributed"}}}},
+            "patch: spec.runtimeRef cannot be changed: set `runtime: NAME` in the target instead",
+        ),
+        (
+            "job",
+            {"pod_patch": {"spec": {"containers": [{"name": "main", "tty": True}]}}},
+            "pod_patch: spec.containers: the pods have no 'main' (they have 'pytorch'), and a new one needs an image",
+        ),
+        (
+            "trainjob",
+            {"pod_patch": {"spec": {"initContainers": [{"name": "main", "tty": True}]}}},
+            "spec.initContainers: the pods have no 'main' (they have 'accel-code'), and a new one needs an image",
+        ),
+        (
+            "jobset",
+            {"patch": {"spec": {"replicatedJobs": [{"name": "main", "replicas": 1}]}}},
+            "patch: replicatedJobs[1].template.spec.template: accel creates no such pods, and new ones need containers",
+        ),
+        (
+            "pytorchjob",
+            {"patch": {"spec": {"pytorchReplicaSpecs": {"Master": {"replicas": 1}}}}},
+            "patch: spec.pytorchReplicaSpecs.Master.template: accel creates no such pods",
+        ),
+        (
+            "pytorchjob",
+            {"patch": {"spec": {"pytorchReplicaSpecs": {"Master": _pods({"name": "pytorch"})}}}},
+            "Master.template: spec.containers: the pods have no 'pytorch' (they have none), and a new one needs",
+        ),
+        (
+            "pytorchjob",
+            {"patch": {"spec": {"pytorchReplicaSpecs": {"Worker": None}}}},
+            "Worker.template: the training container 'pytorch' and its image cannot be removed",
+        ),
     ],
 )
 def test_what_may_not_come_of_it(kind: str, given: dict[str, Any], message: str) -> None:
@@ -250,3 +291,13 @@ def test_what_may_not_come_of_it(kind: str, given: dict[str, Any], message: str)
     assert str(caught.value).startswith("target k: ")
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_patch_of_the_container_that_fetches_large_code() -> None:
+    package("kubernetes")
+    patch = {"spec": {"initContainers": [{"name": delivery.FETCH, "tty": True}]}}
+    store = {"code": "auto", "code_store": {"url": "s3://bucket/team", "image": "aws"}, "pod_patch": patch}
+    (pod,) = [template for _, template in validation.templates(build("job", **store).workload)]
+    assert [container["name"] for container in pod["spec"]["initContainers"]] == [delivery.CODE_VOLUME]
+    with pytest.raises(SpecError, match="the pods have no 'accel-fetch'"):
+        build("job", code="configmap", pod_patch=patch)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from accel.launch import failure as failures
+from accel import known_causes
 from accel.launch.failure import Exit, Failure, diagnose
 from schedulers import Reason, State, Status
 from schedulers.kubernetes.status import pod_states
@@ -75,7 +75,7 @@ def test_the_reason_is_the_launchers(reason: str, said: str) -> None:
 
 
 def test_no_cause_that_the_launcher_knows_is_missed() -> None:
-    for _, reason, cause, _ in failures._KNOWN_CAUSES:
+    for _, reason, cause, _ in known_causes._CAUSES:
         one = Failure(
             rank=0, node=0, host="h", attempt=0, exit_code=1, reason=reason, how="exited with code 1", message="",
             cause=cause,

@@ -250,7 +250,7 @@ _CANNOT_BE_TOLD = "its pods are gone: its time limit may have ended it"
 
 def test_a_time_limit_is_not_tried_again(kubernetes: Kubernetes, namespace: str, submit: Submit) -> None:
     """Of each kind; a PyTorchJob's restarts have a limit of their own, after which the operator calls it a success.
-    Nobody follows the last job, and its nodes' logs stay."""
+    Nobody follows the last job: the logs of pods that the cluster keeps stay, and a missing one is reported."""
     jobs = [
         submit(_RUNS, time_limit_s=2.0, max_restarts=3, options={"workload": workload})
         for workload in ("pytorchjob", "jobset", "job", "trainjob")
@@ -274,7 +274,8 @@ def test_a_time_limit_is_not_tried_again(kubernetes: Kubernetes, namespace: str,
     assert alone.status().reason is Reason.TIME_LIMIT
     lines = list(alone.logs())
     nodes = {line.source.partition(".")[0] for line in lines if line.text.startswith("accel launch: ")}
-    assert (nodes, [line for line in lines if line.stream == "missing"]) == ({"node-0", "node-1"}, []), lines
+    missing = [line for line in lines if line.stream == "missing"]
+    assert nodes == {"node-0", "node-1"} or (nodes == {"node-0"} and missing), lines
 
 
 _KILLS_ITS_LAUNCHER = """\

@@ -1,0 +1,87 @@
+"""`accel token`: create, list or revoke tokens of the current server.
+
+create prints the new token on stdout; it cannot be shown again.
+
+--json  create: {"id", "user", "token"}; list: [{"id", "user", "created_at", "expires_at", "used_at"}]
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from . import arguments, exit_status
+from .argv import UsageError
+from .output import moment, note, print_json, print_rows
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from schedulers.service.client import Client
+
+    from .arguments import Parser
+
+EXAMPLES = """\
+  accel token create
+  accel token create --user grace --role submitter --expires 30d
+  accel token list
+  accel token revoke 7hTq2LpA"""
+
+_COLUMNS = ("ID", "USER", "CREATED", "EXPIRES", "USED")
+_ROLES = ("viewer", "submitter", "owner")
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.add_argument("action", choices=("create", "list", "revoke"), metavar="create|list|revoke")
+    parser.add_argument("id", nargs="?", metavar="ID", help="with revoke: the id of the token")
+    user = "with create: the user, who is created if need be (default: you)"
+    parser.add_argument("--user", metavar="NAME", help=user)
+    parser.add_argument("--role", choices=_ROLES, help="with create: the role of a new user (default: submitter)")
+    expires = "with create: when the token ends (default: 90d, at most 365d)"
+    parser.add_argument("--expires", metavar="TIME", type=arguments.duration, help=expires)
+    parser.add_argument("--server", metavar="NAME", help="the server (default: the current one)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: Namespace) -> int:
+    from schedulers.config.servers import FROM_ENVIRONMENT, read_servers
+    from schedulers.service.client import Client
+
+    if args.action != "create" and (args.user or args.role or args.expires is not None):
+        raise UsageError("accel token", "--user, --role and --expires are for create")
+    if bool(args.id) != (args.action == "revoke"):
+        raise UsageError("accel token", "give one ID with revoke" if not args.id else "an ID is for revoke")
+    servers = read_servers()
+    name = args.server or servers.current.partition("/")[0] or FROM_ENVIRONMENT
+    client = Client(servers.get(name))
+    if args.action == "create":
+        return _create(client, args)
+    if args.action == "revoke":
+        client.request("DELETE", f"/tokens/{args.id}")
+        note(f"token {args.id} is revoked")
+        return exit_status.OK
+    return _list(client, as_json=args.json)
+
+
+def _create(client: Client, args: Namespace) -> int:
+    body: dict[str, Any] = {"user": args.user, "role": args.role}
+    if args.expires is not None:
+        body["days"] = args.expires / 86_400
+    fields = {key: value for key, value in body.items() if value is not None}
+    created = client.request("POST", "/tokens", document=fields).json()
+    if args.json:
+        print_json(created)
+    else:
+        print(created["token"])
+        note(f"token {created['id']} of {created['user']}: it is shown only now")
+    return exit_status.OK
+
+
+def _list(client: Client, *, as_json: bool) -> int:
+    tokens = client.get("/tokens")
+    if as_json:
+        print_json(tokens)
+        return exit_status.OK
+    times = ("created_at", "expires_at", "used_at")
+    rows = [(t["id"], t["user"], *(moment(t[name]) if t[name] else "" for name in times)) for t in tokens]
+    print_rows(_COLUMNS, rows, on_terminal=rows)
+    return exit_status.OK

@@ -1,0 +1,187 @@
+"""Users, their roles and tokens, and the audit log of what they change."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import secrets
+import string
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from fastapi import Depends, Request
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from sqlalchemy import Connection, delete, insert, select, update
+
+from .context import ServeContext, context_of
+from .problems import Problem
+from .tables import audit, token, user
+
+Role = Literal["viewer", "submitter", "owner"]
+ROLES: tuple[Role, ...] = ("viewer", "submitter", "owner")  # each may do what those before it may
+
+DEFAULT_DAYS, MAX_DAYS = 90, 365
+USER_NAME = r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}"
+AUDIT_DAYS = 400
+
+_ALPHABET = string.digits + string.ascii_uppercase + string.ascii_lowercase
+_TOKEN = re.compile(r"accel_(?P<id>[0-9A-Za-z]{8})_[0-9A-Za-z]{43}(?P<sum>[0-9A-Za-z]{6})\Z")
+_DAY_S, _HOUR_S = 86_400.0, 3600.0
+
+_CHALLENGE = {"WWW-Authenticate": "Bearer"}
+
+_bearer = HTTPBearer(auto_error=False, description="A token of `accel token create`.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Caller:
+    """The user who makes a request, and the address."""
+
+    name: str
+    role: Role
+    token_id: str
+    address: str
+    request_id: str
+
+    def may(self, role: Role) -> bool:
+        """Return True if the caller has this role or a greater one."""
+        return ROLES.index(self.role) >= ROLES.index(role)
+
+
+def caller_of(
+    request: Request,
+    context: Annotated[ServeContext, Depends(context_of)],
+    credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)],
+) -> Caller:
+    """Return who makes the request. Raises Problem with status 401, or 429 after many wrong tokens from the address.
+
+    A valid token is accepted all the same: others may share the address.
+    """
+    address = request.client.host if request.client else ""
+    request_id = request.state.request_id
+    if credentials is None:
+        raise Problem(401, "no token: send one in the header Authorization: Bearer TOKEN", headers=_CHALLENGE)
+    try:
+        return _authenticate(context, credentials.credentials, address, request_id)
+    except Problem as problem:
+        context.failures.add(address)
+        nobody = Caller(name="", role="viewer", token_id="", address=address, request_id=request_id)
+        with context.database.write() as connection:
+            record(connection, nobody, "log in", request.url.path, problem.detail)
+        raise
+
+
+def require(role: Role) -> Callable[..., Caller]:
+    """Return a dependency: the caller, who must have at least this role."""
+
+    def check(
+        request: Request,
+        context: Annotated[ServeContext, Depends(context_of)],
+        caller: Annotated[Caller, Depends(caller_of)],
+    ) -> Caller:
+        if not caller.may(role):
+            raise forbidden(context, caller, f"{request.method} {request.url.path}", f"it needs the role {role}")
+        return caller
+
+    return check
+
+
+Viewer = Annotated[Caller, Depends(require("viewer"))]
+Submitter = Annotated[Caller, Depends(require("submitter"))]
+Owner = Annotated[Caller, Depends(require("owner"))]
+
+
+def forbidden(context: ServeContext, caller: Caller, action: str, reason: str) -> Problem:
+    """Record that the caller was refused, and return the error."""
+    with context.database.write() as connection:
+        record(connection, caller, action, "", f"refused: {reason}")
+    return Problem(403, f"{caller.name} ({caller.role}) may not do that: {reason}")
+
+
+def record(connection: Connection, caller: Caller, action: str, subject: str, outcome: str = "done") -> None:
+    """Add a row to the audit log; delete rows older than 400 days."""
+    now = time.time()
+    connection.execute(
+        insert(audit).values(
+            at=now, user=caller.name, token=caller.token_id, address=caller.address, action=action, object=subject,
+            outcome=outcome, request_id=caller.request_id,
+        )
+    )  # fmt: skip
+    connection.execute(delete(audit).where(audit.c.at < now - AUDIT_DAYS * _DAY_S))
+
+
+def create_token(connection: Connection, name: str, days: float = DEFAULT_DAYS) -> tuple[str, str]:
+    """Create a token for the user; return its id and the token, which is stored nowhere."""
+    token_id = _random(8)
+    body = f"accel_{token_id}_{_random(43)}"
+    secret = body + _checksum(body)
+    now = time.time()
+    connection.execute(
+        insert(token).values(id=token_id, user=name, hash=_hash(secret), created_at=now, expires_at=now + days * _DAY_S)
+    )
+    return token_id, secret
+
+
+def is_valid(connection: Connection, secret: str, margin_s: float = 0.0) -> bool:
+    """Return True for a token that can be used now, and for `margin_s` more seconds."""
+    match = _TOKEN.match(secret)
+    if match is None:
+        return False
+    row = connection.execute(select(token).where(token.c.id == match["id"])).mappings().one_or_none()
+    return (
+        row is not None
+        and hmac.compare_digest(row["hash"], _hash(secret))
+        and row["revoked_at"] is None
+        and row["expires_at"] > time.time() + margin_s
+    )
+
+
+def is_active(connection: Connection, token_id: str) -> bool:
+    """Return True for a token that is neither revoked nor expired."""
+    query = select(token.c.id).where(
+        token.c.id == token_id, token.c.revoked_at.is_(None), token.c.expires_at > time.time()
+    )
+    return connection.execute(query).first() is not None
+
+
+def _authenticate(context: ServeContext, secret: str, address: str, request_id: str) -> Caller:
+    match = _TOKEN.match(secret)
+    if match is None or _checksum(secret[:-6]) != match["sum"]:
+        raise Problem(401, "that is not a token of accel: is it complete?", headers=_CHALLENGE)
+    query = select(token, user.c.role).join(user).where(token.c.id == match["id"])
+    with context.database.read() as connection:
+        row = connection.execute(query).mappings().one_or_none()
+    if row is None or not hmac.compare_digest(row["hash"], _hash(secret)):
+        raise Problem(401, "the token is not known", headers=_CHALLENGE)
+    if row["revoked_at"] is not None:
+        raise Problem(401, "the token was revoked", headers=_CHALLENGE)
+    now = time.time()
+    if row["expires_at"] <= now:
+        day = time.strftime("%Y-%m-%d", time.gmtime(row["expires_at"]))
+        raise Problem(401, f"the token expired on {day}", headers=_CHALLENGE)
+    if now - (row["used_at"] or 0.0) > _HOUR_S:
+        with context.database.write() as connection:
+            connection.execute(update(token).where(token.c.id == row["id"]).values(used_at=now // _HOUR_S * _HOUR_S))
+    return Caller(name=row["user"], role=row["role"], token_id=row["id"], address=address, request_id=request_id)
+
+
+def _random(length: int) -> str:
+    return "".join(secrets.choice(_ALPHABET) for _ in range(length))
+
+
+def _checksum(body: str) -> str:
+    """Return CRC-32 in six characters: scanners tell tokens in files from other words by it."""
+    number = zlib.crc32(body.encode())
+    digits = ""
+    for _ in range(6):
+        number, digit = divmod(number, len(_ALPHABET))
+        digits = _ALPHABET[digit] + digits
+    return digits
+
+
+def _hash(secret: str) -> str:
+    return hashlib.sha256(secret.encode()).hexdigest()

@@ -1,0 +1,81 @@
+"""`accel serve check`: what would keep a server from starting, or its targets from running jobs."""
+
+from __future__ import annotations
+
+import os
+import ssl
+from collections.abc import Callable
+
+from schedulers.errors import ConfigError, SchedulerError
+from schedulers.target import Checks
+
+from .database import connect, revisions
+from .server import bind, create_home
+from .settings import Settings
+from .targets import offered_targets
+
+Row = tuple[str, bool, str]  # what was checked, True if it is all right, details
+
+
+def check(settings: Settings) -> list[Row]:
+    """Check everything, and return a row for each part. Starts no job."""
+    rows = [
+        _run(f"home {settings.home}", lambda: _check_home(settings)),
+        _run("database", lambda: _check_database(settings)),
+        _run(f"address {settings.address}", lambda: _check_address(settings)),
+    ]
+    if settings.tls_cert:
+        rows.append(_run("TLS", lambda: _check_tls(settings)))
+    try:
+        offers = offered_targets(settings)
+    except SchedulerError as error:
+        return [*rows, ("targets", False, str(error))]
+    for name in offers:
+        rows.append(_run(f"target {name}", lambda name=name: _check_target(settings, name)))  # type: ignore[misc]
+    return rows
+
+
+def _run(subject: str, act: Callable[[], str]) -> Row:
+    try:
+        return subject, True, act()
+    except (SchedulerError, OSError) as error:
+        return subject, False, str(error)
+
+
+def _check_home(settings: Settings) -> str:
+    create_home(settings.home)
+    if not os.access(settings.home, os.W_OK):
+        raise ConfigError("it cannot be written")
+    return ""
+
+
+def _check_database(settings: Settings) -> str:
+    engine = connect(settings)
+    try:
+        current, newest = revisions(engine)
+    finally:
+        engine.dispose()
+    return "" if current == newest else f"its tables are created at the start ({engine.dialect.name})"
+
+
+def _check_address(settings: Settings) -> str:
+    bind(settings).close()
+    return ""
+
+
+def _check_tls(settings: Settings) -> str:
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(settings.tls_cert, settings.tls_key)
+    except OSError as error:  # also ssl.SSLError
+        raise ConfigError(f"{settings.tls_cert}, {settings.tls_key}: {error.strerror or error}") from None
+    return ""
+
+
+def _check_target(settings: Settings, name: str) -> str:
+    target = offered_targets(settings)[name].resolve(settings, {}).target
+    if not isinstance(target, Checks):
+        return "it has nothing to check before a job"
+    report = target.check(0)
+    if report.failures:
+        raise ConfigError("; ".join(report.failures))
+    return "; ".join(report.warnings)

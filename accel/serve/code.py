@@ -1,0 +1,112 @@
+"""Code of jobs: uploads in pieces, which become snapshots once their digest is verified."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from pathlib import Path
+
+from sqlalchemy import delete, insert, select
+
+from schedulers.errors import SnapshotError
+from schedulers.store import atomic_files
+from schedulers.store.snapshot import prune_snapshots, unpack
+
+from .context import ServeContext
+from .problems import Problem
+from .tables import code, job
+
+_ABANDONED_S = 86_400.0  # after which an upload that was not continued is deleted
+
+
+def is_complete(context: ServeContext, digest: str, owner: str) -> bool:
+    """Return True if this user has sent the code, and the server still has it."""
+    query = select(code.c.digest).where(code.c.digest == digest, code.c.owner == owner)
+    with context.database.read() as connection:
+        is_known = connection.execute(query).first() is not None
+    return is_known and _snapshot(context, digest).exists()
+
+
+def received(context: ServeContext, digest: str, owner: str) -> int:
+    """Return the number of bytes that the server has of an upload."""
+    path = _upload(context, digest, owner)
+    return path.stat().st_size if path.exists() else 0
+
+
+def add_piece(context: ServeContext, digest: str, owner: str, offset: int, size: int, piece: bytes) -> bool:
+    """Append a piece at `offset` to an upload of `size` bytes; return True if the code is complete now.
+
+    Raises Problem: with status 409 at another offset than `received` returns, 413 for too much code, and 422 if the
+    whole is not a snapshot with that digest, which deletes the upload. Raises StoreError.
+    """
+    if is_complete(context, digest, owner):
+        return True
+    if size > int(context.settings.max_code):
+        raise Problem(413, f"the code has {size:,} bytes, at most {int(context.settings.max_code):,} are allowed")
+    path = _upload(context, digest, owner)
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with atomic_files.exclusive_lock(f"{path}.lock"):
+            has = received(context, digest, owner)
+            if offset != has or has + len(piece) > size:
+                raise Problem(409, f"the upload continues at byte {has:,} of {size:,}", "header.Accel-Offset")
+            with open(path, "ab") as file:
+                file.write(piece)
+            if has + len(piece) < size:
+                return False
+            _accept(context, digest, owner, path)
+    except OSError as error:
+        raise atomic_files.store_error(error, str(path), "write") from error
+    return True
+
+
+def delete_abandoned(context: ServeContext) -> None:
+    """Delete uploads that nobody has continued for a day."""
+    for path in (context.home / "uploads").glob("*/*"):
+        if path.stat().st_mtime < time.time() - _ABANDONED_S:
+            atomic_files.remove_tree(str(path)) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def delete_unused(context: ServeContext) -> None:
+    """Delete code that no job has, and that nobody has sent for a day."""
+    in_use = select(job.c.digest).where(job.c.digest.is_not(None))
+    old = delete(code).where(code.c.digest.not_in(in_use), code.c.sent_at < time.time() - _ABANDONED_S)
+    with context.database.write() as connection:
+        connection.execute(old)
+        known = set(connection.execute(select(code.c.digest)).scalars())
+        for path in (context.home / "code").iterdir():
+            digest = path.name.removeprefix(".").removesuffix(".snapshot")
+            if digest not in known and path.stat().st_mtime < time.time() - _ABANDONED_S:
+                atomic_files.remove_tree(str(path)) if path.is_dir() else path.unlink(missing_ok=True)
+    prune_snapshots(context.home, context.store.records())
+
+
+def _accept(context: ServeContext, digest: str, owner: str, upload: Path) -> None:
+    """Verify the upload, which is always unpacked: a digest alone gives nobody the code of others."""
+    tree = upload.with_suffix("")
+    try:
+        unpack(upload, tree, max_files=context.settings.max_files)
+    except SnapshotError as error:
+        upload.unlink()
+        raise Problem(422, f"the code is not accepted: {error}".replace(str(upload), digest)) from None
+    size = upload.stat().st_size
+    marker, destination = tree.with_name(f".{digest}.snapshot"), context.home / "code" / digest
+    if destination.exists():
+        atomic_files.remove_tree(str(tree))
+        marker.unlink()
+    else:
+        marker.replace(destination.with_name(marker.name))
+        tree.replace(destination)
+    upload.replace(_snapshot(context, digest))
+    row = {"digest": digest, "owner": owner, "size": size, "sent_at": time.time()}
+    with context.database.write() as connection:
+        connection.execute(delete(code).where(code.c.digest == digest, code.c.owner == owner))
+        connection.execute(insert(code).values(row))
+
+
+def _snapshot(context: ServeContext, digest: str) -> Path:
+    return context.home / "snapshots" / f"{digest}.tar"
+
+
+def _upload(context: ServeContext, digest: str, owner: str) -> Path:
+    return context.home / "uploads" / hashlib.sha256(owner.encode()).hexdigest()[:16] / f"{digest}.tar"

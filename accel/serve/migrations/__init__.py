@@ -1,0 +1,1 @@
+"""Alembic's directory of migrations."""

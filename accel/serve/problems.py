@@ -1,0 +1,127 @@
+"""Answers of the API: JSON in ASCII, and errors as problem documents (RFC 9457)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from sqlalchemy.exc import DataError, DBAPIError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+from starlette.routing import Match
+
+from schedulers.errors import ConfigError, SchedulerError, SpecError, UnknownJob, UnknownTarget, Unreachable, nearest
+from schedulers.printable import one_line
+
+# Of each endpoint, for the API's description.
+RESPONSES: dict[int | str, dict[str, Any]] = {
+    status: {
+        "description": HTTPStatus(status).phrase,
+        "content": {"application/problem+json": {"schema": {"$ref": "#/components/schemas/Problem"}}},
+    }
+    for status in (400, 401, 403, 404, 405, 409, 413, 422, 429, 503)
+}
+
+SCHEMA = {
+    "title": "Problem",
+    "type": "object",
+    "required": ["type", "title", "status", "detail"],
+    "properties": {
+        "type": {"type": "string"},
+        "title": {"type": "string"},
+        "status": {"type": "integer"},
+        "detail": {"type": "string", "description": "One line that says what was wrong and what to do."},
+        "where": {"type": "string", "description": "The part of the request that was wrong: body.resources.gpus"},
+    },
+}
+
+
+_METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
+
+
+class Ascii(JSONResponse):
+    """A JSON document in ASCII: argv and names may hold bytes that are not UTF-8, as lone surrogates."""
+
+    def render(self, content: Any) -> bytes:
+        """Encode the document."""
+        return json.dumps(content, separators=(",", ":"), allow_nan=False).encode("ascii")
+
+
+class Problem(HTTPException):
+    """An error of a request, with its HTTP status and one line for the user. `where`: the part that was wrong."""
+
+    def __init__(self, status: int, detail: str, where: str = "", headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(status, one_line(detail), dict(headers) if headers else None)
+        self.where = where
+
+
+def problem_response(
+    status: int, detail: str, where: str = "", headers: Mapping[str, str] | None = None
+) -> JSONResponse:
+    """Return the response of a failed request."""
+    document = {"type": "about:blank", "title": HTTPStatus(status).phrase, "status": status, "detail": detail}
+    content = document | ({"where": where} if where else {})
+    return Ascii(content, status, headers, media_type="application/problem+json")
+
+
+def status_of(error: SchedulerError) -> int:
+    """Return the HTTP status for an error of the job store or of a target."""
+    kinds: Mapping[type[SchedulerError], int] = {
+        UnknownJob: 404, UnknownTarget: 422, ConfigError: 422, SpecError: 422, Unreachable: 503,
+    }  # fmt: skip
+    return next((status for kind, status in kinds.items() if isinstance(error, kind)), 503)
+
+
+def add_handlers(app: FastAPI) -> None:
+    """Make the application answer every error with a problem document."""
+
+    @app.exception_handler(HTTPException)
+    async def of_http(request: Request, error: HTTPException) -> JSONResponse:
+        headers = {"Allow": _allowed(request)} if error.status_code == 405 else error.headers
+        return problem_response(error.status_code, str(error.detail), getattr(error, "where", ""), headers)
+
+    @app.exception_handler(RequestValidationError)
+    async def of_validation(_: Request, error: RequestValidationError) -> JSONResponse:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        return problem_response(422, _detail(first, where), where)
+
+    @app.exception_handler(SchedulerError)
+    async def of_schedulers(_: Request, error: SchedulerError) -> JSONResponse:
+        return problem_response(status_of(error), one_line(str(error)))
+
+    @app.exception_handler(DBAPIError)
+    async def of_database(_: Request, error: DBAPIError) -> JSONResponse:
+        if isinstance(error, DataError):  # PostgreSQL's text has no NUL
+            return problem_response(422, f"a value is not allowed: {one_line(str(error.orig))}")
+        return problem_response(503, f"the database does not answer: {one_line(str(error.orig))}")
+
+
+def _allowed(request: Request) -> str:
+    """Return the value of the header `Allow`: all methods of the path."""
+
+    def exists(method: str) -> bool:
+        scope = {**request.scope, "method": method}
+        return any(route.matches(scope)[0] is Match.FULL for route in request.app.router.routes)
+
+    return ", ".join(filter(exists, _METHODS))  # Starlette names those of one function
+
+
+def _detail(error: Mapping[str, Any], where: str) -> str:
+    place, _, name = where.rpartition(".")
+    if error["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        return f"{place}: unknown key {name!r}{nearest(name, _known_keys(place))}"
+    return one_line(f"{where}: {error['msg']}")
+
+
+def _known_keys(place: str) -> list[str]:
+    import dataclasses
+
+    from schedulers.job import JobSpec, Resources, Retry
+
+    kinds = {"body.spec": JobSpec, "body.spec.resources": Resources, "body.spec.retry": Retry}
+    return [field.name for field in dataclasses.fields(kinds[place])] if place in kinds else []

@@ -1,0 +1,133 @@
+"""A server's life: its home and lock, its port, and its end at SIGTERM."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+from types import FrameType
+
+import uvicorn
+
+from schedulers.errors import ConfigError
+from schedulers.printable import one_line
+from schedulers.store import atomic_files
+from schedulers.store.store import Store
+
+from .app import create_app
+from .code import delete_abandoned
+from .context import ServeContext
+from .database import open_database
+from .poller import Poller
+from .settings import Settings
+from .submitter import Submitter
+
+_JOIN_S = 0.5
+_GRACEFUL_S = 4  # for requests that still run at SIGTERM
+
+
+@contextlib.contextmanager
+def open_context(settings: Settings) -> Iterator[ServeContext]:
+    """Hold the home of a server, with its database open. Raises ConfigError, StoreError."""
+    create_home(settings.home)
+    with _only_one(settings.home):
+        database = open_database(settings)
+        try:
+            context = ServeContext(settings, database, Store(settings.home), _identity(settings.home))
+            delete_abandoned(context)
+            yield context
+        finally:
+            database.close()
+
+
+def create_home(home: str) -> None:
+    """Create the directory of a server's files. Raises StoreError."""
+    try:
+        for name in ("jobs", "snapshots", "code", "logs", "secrets"):
+            os.makedirs(os.path.join(home, name), mode=0o700, exist_ok=True)
+        os.chmod(home, 0o700)
+    except OSError as error:
+        raise atomic_files.store_error(error, home, "write") from error
+
+
+def _identity(home: str) -> str:
+    """Return the random id of the home, which is made at the first start."""
+    path = os.path.join(home, "server-id")
+    identity = atomic_files.read_bytes(path)
+    if identity is None:
+        identity = os.urandom(8).hex().encode()
+        atomic_files.replace_file(path, identity, durably=True)
+    return identity.decode()
+
+
+def bind(settings: Settings) -> socket.socket:
+    """Return a listening socket. Raises ConfigError if the address cannot be had."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((settings.host, settings.port))
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        reason = "is taken" if isinstance(error, OSError) and error.errno == 98 else f"cannot be used: {error.strerror}"
+        raise ConfigError(f"port {settings.port} of {settings.host} {reason}: give another --port") from None
+    return listener
+
+
+@contextlib.contextmanager
+def working(context: ServeContext) -> Iterator[None]:
+    """Submit and poll jobs in threads while the block runs. What they do at its end may be cut off."""
+    threads = (Submitter(context), Poller(context))
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        context.end()
+        for thread in threads:
+            thread.join(_JOIN_S)
+
+
+def serve(context: ServeContext, listener: socket.socket) -> None:
+    """Serve requests until SIGTERM or SIGINT."""
+    settings = context.settings
+    config = uvicorn.Config(
+        create_app(context),
+        log_config=None,
+        access_log=False,
+        ws="none",
+        server_header=False,
+        proxy_headers=bool(settings.behind_proxy),
+        forwarded_allow_ips=list(settings.behind_proxy),
+        ssl_certfile=settings.tls_cert or None,
+        ssl_keyfile=settings.tls_key or None,
+        timeout_graceful_shutdown=_GRACEFUL_S,
+    )
+    with working(context):
+        _Server(config, context).run(sockets=[listener])
+
+
+class _Server(uvicorn.Server):
+    """A server that tells its streams when it ends, and so does not wait for them."""
+
+    def __init__(self, config: uvicorn.Config, context: ServeContext) -> None:
+        super().__init__(config)
+        self._context = context
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin the end."""
+        self._context.end()
+        super().handle_exit(sig, frame)
+
+
+@contextlib.contextmanager
+def _only_one(home: str) -> Iterator[None]:
+    path = os.path.join(home, "serve.lock")
+    with atomic_files.exclusive_lock(path, blocking=False) as acquired:
+        if not acquired:
+            holder = one_line((atomic_files.read_bytes(f"{path}.pid") or b"?").decode(errors="replace"))
+            raise ConfigError(f"another accel serve (process {holder}) has the home {home}: give another --home")
+        atomic_files.replace_file(f"{path}.pid", str(os.getpid()).encode())
+        yield

@@ -1,0 +1,230 @@
+"""Logs of jobs, read from their targets into files. Any number of requests read a file by offset.
+
+A thread reads a log while requests ask for it. Once its job is over, it is read to its end: the target may forget it.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+from schedulers.errors import SchedulerError, UnknownJob
+from schedulers.job import Cursor, LogLine
+from schedulers.jobs.handle import Job, find
+from schedulers.printable import one_line
+from schedulers.store import atomic_files
+from schedulers.store.store import Store
+
+from . import spool_file
+from .changes import Changes
+from .spool_file import Mark
+
+_BATCH_BYTES = 1 << 20
+_FIRST_READ_S, _LAST_READ_S = 0.1, 1.0
+_IDLE_S = 30.0
+_COMPLETING, _GIVE_UP_S = 4, 86_400.0
+
+_log = logging.getLogger(__name__)
+
+
+class Spool:
+    """The log of one job as a file, and how far it is read. Only `Spools` changes it.
+
+    mark:     the last mark of the file.
+    recent:   the last batch, and where it begins.
+    finished: the number of passes over the target's log that are finished.
+    problem:  why the last pass failed.
+    ended:    nothing reads the log any more; ask again.
+    """
+
+    def __init__(self, path: str, job_id: str) -> None:
+        self.path, self.job_id = path, job_id
+        self.mark = spool_file.last_mark(path)
+        self.recent = (self.mark.end, b"")
+        self.begun = self.finished = 0
+        self.problem = ""
+        self.ended = self.mark.complete
+        self.removed = False
+        self.job: Job | None = None  # for the thread only
+        self.is_over = False
+        self.asked_at = 0.0
+        self.asked = threading.Event()
+        self.passed = threading.Condition()
+        self.writing = threading.Lock()
+
+
+class Spools:
+    """The logs of a server's jobs. Thread-safe.
+
+    directory: of the files; max_bytes: of one; ending: set once the server shuts down.
+    idle_s:    seconds after the last request for which a log is read on.
+    streams:   the number of open streams of each user; for the event loop only.
+    """
+
+    def __init__(
+        self, store: Store, directory: Path, max_bytes: int, ending: threading.Event, idle_s: float = _IDLE_S
+    ) -> None:
+        self.changes = Changes()
+        self.streams: Counter[str] = Counter()
+        self._store, self._directory, self._max_bytes, self._ending = store, directory, max_bytes, ending
+        self._idle_s = idle_s
+        self._batch_bytes = min(_BATCH_BYTES, max(1, max_bytes // 16))
+        self._lock = threading.Lock()
+        self._spools: dict[str, Spool] = {}  # those that are read now
+        self._over: queue.SimpleQueue[tuple[str, float]] = queue.SimpleQueue()
+        self._completing: list[threading.Thread] = []
+
+    def ask(self, job_id: str, *, is_over: bool = False, soon: bool = True) -> tuple[Spool, int]:
+        """Return the job's spool, which is now read, and the number of the pass that begins after this call.
+
+        is_over: the job is over, for one that has no record. soon: begin that pass now.
+        """
+        with self._lock:
+            spool = self._spools.get(job_id)
+            if spool is None or spool.ended:
+                spool = Spool(self._path(job_id), job_id)
+                if not spool.ended:
+                    threading.Thread(target=self._run, args=(spool,), name=f"log {job_id}", daemon=True).start()
+                    self._spools[job_id] = spool
+            spool.asked_at = time.monotonic()
+            spool.is_over = spool.is_over or is_over
+            if soon:
+                spool.asked.set()
+            return spool, spool.begun + 1
+
+    def complete(self, job_id: str) -> None:
+        """Read the log to its end, in a thread. To be called when a job has ended; again is harmless."""
+        self._over.put((job_id, time.monotonic()))
+        with self._lock:
+            while len(self._completing) < _COMPLETING:
+                thread = threading.Thread(target=self._complete_all, name="complete logs", daemon=True)
+                thread.start()
+                self._completing.append(thread)
+
+    def remove(self, job_id: str) -> None:
+        """Delete the log."""
+        with self._lock:
+            spool = self._spools.pop(job_id, None)
+        if spool is None:
+            Path(self._path(job_id)).unlink(missing_ok=True)
+            return
+        with spool.writing:
+            spool.ended = spool.removed = True
+            Path(spool.path).unlink(missing_ok=True)
+        self._announce(spool)
+
+    def _path(self, job_id: str) -> str:
+        return str(self._directory / f"{job_id}.ndjson")
+
+    def _complete_all(self) -> None:
+        while True:
+            job_id, since = self._over.get()
+            try:
+                is_complete = self._complete(job_id)
+            except Exception:
+                _log.exception("the log of job %s cannot be completed", job_id)
+                continue
+            if self._ending.is_set():
+                return
+            if not is_complete and time.monotonic() - since < _GIVE_UP_S:
+                self._ending.wait(_LAST_READ_S)
+                self._over.put((job_id, since))
+
+    def _complete(self, job_id: str) -> bool:
+        """Return True if the log is complete now, or deleted; False to try again later."""
+        spool, number = self.ask(job_id, is_over=True)
+        with spool.passed:
+            spool.passed.wait_for(lambda: spool.ended or (spool.finished >= number and spool.problem))
+        return spool.removed or spool.mark.complete
+
+    def _run(self, spool: Spool) -> None:
+        """Read the log while requests ask for it, or until it is complete."""
+        pause_s = _FIRST_READ_S
+        try:
+            while self._begin(spool):
+                began_at = time.monotonic()
+                count = self._try_to_read(spool)
+                self._announce(spool)
+                if not spool.mark.complete:
+                    pause_s = _FIRST_READ_S if count else min(_LAST_READ_S, pause_s * 1.5)
+                    spool.asked.wait(pause_s)
+                    least_s = _LAST_READ_S if spool.problem else _FIRST_READ_S
+                    self._ending.wait(max(0.0, began_at + least_s - time.monotonic()))
+        finally:
+            with self._lock:
+                spool.ended = True
+                if self._spools.get(spool.job_id) is spool:
+                    del self._spools[spool.job_id]
+            self._announce(spool)
+
+    def _begin(self, spool: Spool) -> bool:
+        """Begin a pass, or return False if there is to be none."""
+        with self._lock:
+            is_idle = time.monotonic() - spool.asked_at > self._idle_s
+            spool.ended = spool.ended or spool.mark.complete or is_idle or self._ending.is_set()
+            spool.begun += not spool.ended
+            spool.asked.clear()
+            return not spool.ended
+
+    def _try_to_read(self, spool: Spool) -> int:
+        """Run a pass; return the number of its lines, or 0 with `problem` set."""
+        try:
+            count, problem = self._read(spool), ""
+        except Exception as error:
+            if not isinstance(error, SchedulerError):
+                _log.exception("the log of job %s cannot be read", spool.job_id)
+            count, problem = 0, one_line(str(error)) or type(error).__name__
+        spool.problem, spool.finished = problem, spool.finished + 1
+        return count
+
+    def _read(self, spool: Spool) -> int:
+        """Add the lines that the job's target has now to the file; return their number. Raises SchedulerError."""
+        cursor = Cursor.parse(spool.mark.cursor)
+        try:
+            job = spool.job = spool.job or find(spool.job_id, self._store)
+        except UnknownJob:  # it is not submitted yet, or never will be
+            if spool.is_over:
+                self._write(spool, b"", cursor, complete=True)
+            return 0
+        is_over = job.record.reload().status.state.final  # before reading: then the lines read now are the last ones
+        count = 0
+        if job.native_id is not None:
+            for data, number in spool_file.batches(job.read_logs(cursor), cursor, self._batch_bytes):
+                count += number
+                self._write(spool, data, cursor)
+                if spool.mark.end >= self._max_bytes:
+                    self._write(spool, _cut_line(self._max_bytes), cursor, complete=True)
+                if spool.mark.complete or spool.ended:
+                    return count
+        if is_over and not count:
+            self._write(spool, b"", cursor, complete=True)
+        return count
+
+    def _write(self, spool: Spool, data: bytes, cursor: Cursor, *, complete: bool = False) -> None:
+        """Add a batch to the file. Raises StoreError."""
+        end = spool.mark.end
+        data += spool_file.encode_mark(cursor, complete=complete)
+        with spool.writing:
+            if spool.ended:
+                return
+            try:
+                spool_file.append(spool.path, end, data)
+            except OSError as error:
+                raise atomic_files.store_error(error, spool.path, "write") from error
+            spool.recent = (end, data)
+            spool.mark = Mark(end + len(data), str(cursor), complete)
+        self.changes.notify(spool.job_id)
+
+    def _announce(self, spool: Spool) -> None:
+        self.changes.notify(spool.job_id)
+        with spool.passed:
+            spool.passed.notify_all()
+
+
+def _cut_line(max_bytes: int) -> bytes:
+    text = f"accel serve: the log is cut here, at {max_bytes:,} bytes: raise max_log in serve.yaml for later jobs\n"
+    return spool_file.encode(LogLine(rank=None, stream="missing", text=text, source="", position=""))

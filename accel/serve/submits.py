@@ -1,0 +1,218 @@
+"""Requests for jobs: each is checked against its target, and kept as a row that the submitter carries out."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+from sqlalchemy import insert, select
+from sqlalchemy.exc import IntegrityError
+
+from schedulers.config.named_targets import ResolvedTarget
+from schedulers.errors import ConfigError, SpecError, nearest
+from schedulers.hints import check_program
+from schedulers.job import JobSpec
+from schedulers.jobs.submit import admit, sized
+from schedulers.printable import one_line
+from schedulers.store import atomic_files
+from schedulers.target import Plan, Reviews
+
+from . import auth, code, jobs
+from .auth import Caller
+from .context import ServeContext
+from .jobs import Row
+from .problems import Problem
+from .tables import job
+from .targets import Offer, offered_targets
+
+_RESOLVED_HERE = ("env:", "file:")  # references that the client resolves, and sends the value of
+_DEFAULTS = JobSpec(argv=("-",)).to_json() | {"argv": None}
+
+
+class JobRequest(BaseModel):
+    """A job to submit.
+
+    spec:    `code` must not be set: the digest names it.
+    digest:  sha256 of the code, which was sent before; only a dry run may lack it.
+    secrets: the values of the secrets in `spec.secrets` that refer to the client's computer.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    spec: JobSpec
+    target: str
+    project: str = Field("default", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")
+    digest: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] | None = None
+    secrets: dict[str, str] = Field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checked:
+    """A request that its target accepts so far. `spec`: with the code's directory here, and the secrets as given."""
+
+    spec: JobSpec
+    offer: Offer
+    resolved: ResolvedTarget
+    plan: Plan
+
+
+def submit(
+    context: ServeContext, caller: Caller, job_id: str, request: JobRequest
+) -> tuple[Row, tuple[str, ...], bool]:
+    """Keep the request as a new job. The same request again changes nothing.
+
+    Returns its row, the plan's warnings, and True if it is new.
+
+    Raises Problem: with status 409 if the id is taken, else with 422. Raises SpecError, ConfigError, StoreError.
+    """
+    text = _text(request)
+    sha256 = hashlib.sha256(text.encode()).hexdigest()
+    with context.database.read() as connection:
+        before = jobs.find(connection, job_id)
+    if before is not None:
+        return _same(before, caller, sha256), (), False
+    checked = check(context, caller, job_id, request)
+    _write_secrets(context, job_id, request)
+    try:
+        admit(checked.resolved.target, [with_secret_files(context, job_id, checked.spec)])
+        row = _insert(context, caller, job_id, request, checked, {"request": text, "sha256": sha256})
+    except BaseException:
+        jobs.delete_secrets(context, job_id)
+        raise
+    context.submits.set()
+    return _same(row, caller, sha256), checked.plan.warnings, True
+
+
+def check(context: ServeContext, caller: Caller, job_id: str, request: JobRequest) -> Checked:
+    """Check all of the request but what `admit` of the target does; change nothing. Raises what `submit` raises."""
+    spec = request.spec
+    if spec.code != ".":
+        raise Problem(422, "spec.code: it is the client's; the server knows code by its digest", "body.spec.code")
+    workdir = os.path.normpath(spec.workdir)
+    if os.path.isabs(workdir) or workdir.split(os.sep)[0] == os.pardir:
+        raise Problem(422, f"workdir {spec.workdir} is not inside the code", "body.spec.workdir")
+    _check_after(context, spec)
+    offer = _offer(context, caller, request)
+    spec = on_server(context, spec, request.digest, offer)
+    resolved = offer.resolve(context.settings, spec.options)
+    spec = sized(spec, resolved)
+    plan = resolved.plan(spec, job_id)
+    if request.digest is not None:
+        if not code.is_complete(context, request.digest, caller.name):
+            raise Problem(422, f"the code {request.digest} was not sent: PATCH /code/DIGEST", "body.digest")
+        try:
+            check_program(spec.entry, spec.argv[0], os.path.join(spec.code, spec.workdir))
+        except SpecError as error:
+            raise SpecError(str(error).replace(spec.code, "the code")) from None
+    return Checked(spec=spec, offer=offer, resolved=resolved, plan=plan)
+
+
+def on_server(context: ServeContext, spec: JobSpec, digest: str | None, offer: Offer) -> JobSpec:
+    """Return the job with the directory of its code here, which it must not run in: others run the same code."""
+    options = spec.options if offer.is_shared else {**spec.options, "snapshot": True}
+    return dataclasses.replace(spec, code=str(context.home / "code" / (digest or "-")), options=options)
+
+
+def dry_run(context: ServeContext, caller: Caller, job_id: str, request: JobRequest) -> dict[str, Any]:
+    """Return the plan of a request, its warnings, and why the request would be refused; change nothing.
+
+    Raises what the target raises if its backend cannot be reached to review the plan.
+    """
+    try:
+        checked = check(context, caller, job_id, request)
+        target = checked.resolved.target
+        admit(target, [dataclasses.replace(checked.spec, secrets={})])
+    except (Problem, SpecError, ConfigError) as error:
+        detail = error.detail if isinstance(error, Problem) else one_line(str(error))
+        return {"plan": None, "warnings": [], "refusals": [detail]}
+    refusals = target.review(checked.plan) if isinstance(target, Reviews) else []
+    return {"plan": str(checked.plan), "warnings": list(checked.plan.warnings), "refusals": refusals}
+
+
+def with_secret_files(context: ServeContext, job_id: str, spec: JobSpec) -> JobSpec:
+    """Return the job with references to the server's files in place of those to the client's computer."""
+    directory = context.home / "secrets" / job_id
+    references = {
+        name: f"file:{directory / name}" if reference.startswith(_RESOLVED_HERE) else reference
+        for name, reference in spec.secrets.items()
+    }
+    return dataclasses.replace(spec, secrets=references)
+
+
+def _same(row: Row, caller: Caller, sha256: str) -> Row:
+    if (row["owner"], row["sha256"]) != (caller.name, sha256):
+        raise Problem(409, f"there is another job with the id {row['id']}")
+    return row
+
+
+def _text(request: JobRequest) -> str:
+    """Return the request as ASCII text without values of secrets. Fields with default values are left out."""
+    spec = {name: value for name, value in request.spec.to_json().items() if value != _DEFAULTS.get(name)}
+    document = {"spec": spec, "target": request.target, "project": request.project, "digest": request.digest}
+    try:
+        return json.dumps(document, sort_keys=True, allow_nan=False)
+    except ValueError:
+        raise Problem(422, "NaN and infinite numbers are not allowed", "body") from None
+
+
+def _offer(context: ServeContext, caller: Caller, request: JobRequest) -> Offer:
+    offers = offered_targets(context.settings)
+    offer = offers.get(request.target)
+    if offer is None:
+        hint = nearest(request.target, offers)
+        raise Problem(422, f"no target {request.target!r}{hint} (targets: {', '.join(offers)})", "body.target")
+    allowed = offer.rules.allow_options
+    refused = sorted(set(request.spec.options) - set(allowed))
+    if refused and not caller.may("owner"):
+        lets = f"lets you set {', '.join(allowed)}" if allowed else "lets you set no options"
+        raise Problem(422, f"--option {refused[0]}: target {request.target} {lets}", "body.spec.options")
+    return offer
+
+
+def _check_after(context: ServeContext, spec: JobSpec) -> None:
+    known = {row["id"] for row in jobs.rows_of(context, select(job.c.id).where(job.c.id.in_(spec.after)))}
+    for job_id in spec.after:
+        if job_id not in known:
+            raise Problem(422, f"after: the server has no job {job_id!r}", "body.spec.after")
+
+
+def _write_secrets(context: ServeContext, job_id: str, request: JobRequest) -> None:
+    needed = {name for name, reference in request.spec.secrets.items() if reference.startswith(_RESOLVED_HERE)}
+    for name in sorted(needed ^ set(request.secrets)):
+        reason = "its value must be sent beside the request" if name in needed else "no secret of the job needs a value"
+        raise Problem(422, f"secret {name}: {reason}", "body.secrets")
+    directory = context.home / "secrets" / job_id
+    try:
+        for name in needed:
+            directory.mkdir(mode=0o700, exist_ok=True)
+            atomic_files.replace_file(str(directory / name), request.secrets[name].encode(errors="surrogateescape"))
+    except OSError as error:
+        raise atomic_files.store_error(error, str(directory), "write") from error
+
+
+def _insert(
+    context: ServeContext, caller: Caller, job_id: str, request: JobRequest, checked: Checked, texts: Mapping[str, Any]
+) -> Row:
+    """Insert the row, unless another request has taken the id meanwhile; return the row that is there."""
+    now = time.time()
+    values = {
+        "id": job_id, "owner": caller.name, "project": request.project, "name": checked.spec.name,
+        "target": checked.offer.name, "kind": checked.offer.kind, "nodes": checked.spec.nodes,
+        "gpus": checked.spec.nodes * checked.spec.resources.gpus, "state": "submitting", "reason": "none",
+        "attempt": 0, "message": "", "native_state": "", "warning": "", "created_at": now, "observed_at": now,
+        "digest": request.digest, "changed_at": now, **texts,
+    }  # fmt: skip
+    try:
+        with context.database.write() as connection:
+            connection.execute(insert(job).values(**values))
+            auth.record(connection, caller, "submit", f"job {job_id} on {checked.offer.name}")
+    except IntegrityError:
+        pass
+    return jobs.get(context, job_id)

@@ -1,0 +1,69 @@
+"""The targets that a server offers, and what its users may do with each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from schedulers.config.named_targets import ResolvedTarget, described_targets, resolve_target
+from schedulers.errors import ConfigError, UnknownTarget, nearest
+from schedulers.target import BUILT_IN, kinds
+
+from .settings import Settings, TargetRules
+
+_LOCAL = "local"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offer:
+    """A target of this server. `is_shared`: its jobs do not run as the server on the server's own computer."""
+
+    name: str
+    kind: str
+    rules: TargetRules
+    is_shared: bool
+
+    def resolve(self, settings: Settings, options: Mapping[str, Any]) -> ResolvedTarget:
+        """Return the target with `options` over those in the server's `accel.yaml`. Raises ConfigError."""
+        return resolve_target(self.name, Path(settings.home) / "jobs", start=settings.home, overrides=options)
+
+
+def offered_targets(settings: Settings) -> dict[str, Offer]:
+    """Return the targets that `serve.yaml` names, else those that `accel.yaml` names, and `local`.
+
+    Raises ConfigError for a target that does not exist.
+    """
+    described = described_targets(settings.home)
+    names = list(settings.targets) or [*sorted(described), *({_LOCAL} - set(described))]
+    offers = {}
+    for name in names:
+        if name not in described and name not in BUILT_IN and name not in kinds():  # asks all installed packages
+            hint = nearest(name, [*described, *kinds()])
+            raise UnknownTarget(f"{_where(settings)}targets: no target {name!r}{hint}")
+        target = described.get(name)
+        kind, options = (name, {}) if target is None else (target.kind, target.options)
+        is_here = kind == _LOCAL or (kind == "slurm" and not options.get("login"))
+        rules = settings.targets.get(name, TargetRules())
+        offers[name] = Offer(name=name, kind=kind, rules=rules, is_shared=not is_here)
+    return offers
+
+
+def check_sharing(settings: Settings) -> None:
+    """Raise ConfigError unless every offered target may run the jobs of several users."""
+    for offer in offered_targets(settings).values():
+        if not offer.is_shared:
+            raise ConfigError(
+                f"a second user could read the server's database by a job on target {offer.name}, which runs as the "
+                "server: list only other targets under `targets` in serve.yaml"
+            )
+        if offer.rules.run_as is None:
+            raise ConfigError(
+                f"jobs of all users would run as one on target {offer.name}: if that is meant, set `run_as: service` "
+                f"for it under `targets` in serve.yaml"
+            )
+
+
+def _where(settings: Settings) -> str:
+    return "serve.yaml: " if settings.targets else ""

@@ -1,0 +1,148 @@
+"""Requests to the REST API of a server. The server's own words for an error are passed on."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote
+
+import urllib3
+from urllib3.exceptions import HTTPError, MaxRetryError, NewConnectionError, ProtocolError, SSLError, TimeoutError
+
+from ..config.servers import Server
+from ..errors import CredentialsExpired, SchedulerError, SpecError, UnknownJob, Unreachable
+from ..printable import one_line
+
+PREFIX = "/api/v1"
+
+_CONNECT_S, _READ_S = 10.0, 60.0
+_MAX_ATTEMPTS, _PAUSE_S, _MAX_PAUSE_S = 4, 0.5, 30.0
+_RETRIED = (429, 502, 503, 504)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A successful answer."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    def json(self) -> Any:
+        """Return the document in the body. Raises Unreachable for anything else, such as a proxy's page."""
+        try:
+            return json.loads(self.body)
+        except ValueError:
+            raise Unreachable("the answer is not from accel serve: is the URL right?") from None
+
+
+class Refused(SpecError):
+    """The server has refused the request. `status`: the HTTP status. `where`: the part of the request, if known."""
+
+    def __init__(self, message: str, status: int, where: str = "") -> None:
+        super().__init__(message)
+        self.status, self.where = status, where
+
+
+class Client:
+    """A connection to one server, which is kept open between requests. Thread-safe."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self._pool = urllib3.PoolManager(retries=False, maxsize=8)
+
+    def get(self, path: str, query: Mapping[str, Any] | None = None, **settings: Any) -> Any:
+        """Return the document at the path. Takes the settings of `request`, and raises what it raises."""
+        return self.request("GET", path, query=query, **settings).json()
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Mapping[str, Any] | None = None,
+        document: object = None,
+        data: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float = _READ_S,
+        attempts: int = _MAX_ATTEMPTS,
+    ) -> Answer:
+        """Send a request, with a JSON document or bytes, and return the answer. Paths are below `/api/v1`.
+
+        A server that is busy or cannot be reached gets `attempts` requests. Repeating one must be harmless, as it is
+        for all but POST, which is sent once.
+
+        Raises Unreachable if the server does not answer, CredentialsExpired if it wants another token, UnknownJob for
+        status 404, and Refused for other refusals.
+        """
+        body = data if document is None else json.dumps(document).encode("ascii")
+        sent = {"Authorization": f"Bearer {self.server.token}", "Accept": "application/json", **(headers or {})}
+        if document is not None:
+            sent["Content-Type"] = "application/json"
+        fields = {key: str(value) for key, value in (query or {}).items() if value is not None}
+        url = f"{self.server.url}{PREFIX}{quote(path)}"
+        url += "?" + "&".join(f"{key}={quote(value, safe='')}" for key, value in fields.items()) if fields else ""
+        attempts = 1 if method == "POST" else attempts
+        for attempt in range(1, attempts + 1):
+            try:
+                response = self._pool.request(
+                    method, url, body=body, headers=sent, redirect=False,
+                    timeout=urllib3.Timeout(connect=min(_CONNECT_S, timeout_s), read=timeout_s),
+                )  # fmt: skip
+            except HTTPError as error:
+                problem: SchedulerError = Unreachable(f"{self.server.name} does not answer ({_reason(error)})")
+                pause_s = _PAUSE_S * attempt
+                if isinstance(error, TimeoutError) and not isinstance(error, NewConnectionError):
+                    break  # it has taken long enough
+            else:
+                if response.status < 300:
+                    return Answer(response.status, response.headers, response.data)
+                problem = self._problem(response.status, response.data, method)
+                if response.status not in _RETRIED:
+                    raise problem
+                pause_s = _retry_after(response.headers, _PAUSE_S * attempt)
+            if attempt < attempts and pause_s <= _MAX_PAUSE_S:
+                time.sleep(pause_s)
+            else:
+                break
+        raise problem
+
+    def _problem(self, status: int, body: bytes, method: str) -> SchedulerError:
+        try:
+            document = {"detail": ""} if method == "HEAD" else json.loads(body)  # whose answers have no body
+            detail, where = str(document["detail"]), str(document.get("where", ""))
+        except (ValueError, KeyError, TypeError):
+            detail, where = one_line(body[:200].decode(errors="replace")) or "no details", ""
+            if status in (404, 405) or status < 400:
+                return Unreachable(f"{self.server.name}: {self.server.url} is not accel serve (status {status})")
+        name = self.server.name
+        if status == 401:
+            return CredentialsExpired(f"{name}: {detail}: accel login {self.server.url}")
+        if status in _RETRIED:
+            return Unreachable(f"{name}: {detail}")
+        if status == 404:
+            return UnknownJob(f"{name}: {detail}")
+        return Refused(f"{name}: {detail}", status, where)
+
+
+def _reason(error: HTTPError) -> str:
+    if isinstance(error, MaxRetryError) and error.reason is not None:
+        return _reason(error.reason) if isinstance(error.reason, HTTPError) else one_line(str(error.reason))
+    if isinstance(error, SSLError):
+        return f"TLS: {one_line(str(error))}"
+    if isinstance(error, NewConnectionError):
+        cause = error.__cause__ or error.__context__
+        return (getattr(cause, "strerror", None) or one_line(str(error).rpartition(": ")[2])).lower()
+    if isinstance(error, ProtocolError):  # its first argument is the same for all of them
+        return one_line(str(error.args[-1]))
+    if isinstance(error, TimeoutError):
+        return "timed out"
+    return one_line(str(error))
+
+
+def _retry_after(headers: Mapping[str, str], default_s: float) -> float:
+    value = headers.get("Retry-After", "")
+    return float(value) if value.isdigit() else default_s
