@@ -74,9 +74,7 @@ def _target(args: Namespace, defaults: LaunchDefaults) -> str:
     Raises UsageError if --target and the file contradict.
     """
     if args.target is None and defaults.kind is None:
-        from schedulers.config.servers import read_servers
-
-        return read_servers().current_target or "local"
+        return _current_target() or "local"
     if args.target is None or defaults.kind is None:
         return str(args.target or defaults.kind)
     from schedulers.config.named_targets import known_targets
@@ -86,6 +84,16 @@ def _target(args: Namespace, defaults: LaunchDefaults) -> str:
         problem = f"is for a {defaults.kind} target, and {args.target} is of kind {kind}"
         raise UsageError("accel submit", f"--config_file {args.config_file} {problem}")
     return str(args.target)
+
+
+def _current_target() -> str | None:
+    from schedulers.store import paths
+
+    if not os.path.isfile(paths.servers_file()):  # most users have no server, and its modules take a while to import
+        return None
+    from schedulers.config.servers import read_servers
+
+    return read_servers().current_target
 
 
 def build_sweep(args: Namespace, spec: JobSpec) -> list[JobSpec]:

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from ..errors import ConfigError, nearest
 from ..store import atomic_files, paths
 
-FILE = "servers.yaml"
 URL_VARIABLE, TOKEN_VARIABLE = "ACCEL_SERVER", "ACCEL_TOKEN"
 FROM_ENVIRONMENT = "server"  # the name of the server in ACCEL_SERVER
 
@@ -74,10 +73,10 @@ def read_servers() -> Servers:
     """Return the servers of the file, and the one in `ACCEL_SERVER`. Raises ConfigError."""
     by_name: dict[str, Server] = {}
     current = ""
-    if os.path.isfile(path()):
+    if os.path.isfile(paths.servers_file()):
         from .yaml_file import YamlFile  # not needed without a server
 
-        file = YamlFile(path(), core=True)
+        file = YamlFile(paths.servers_file(), core=True)
         document = file.value if isinstance(file.value, dict) else {}
         current = str(document.get("current") or "")
         entries = document.get("servers") or {}
@@ -136,11 +135,6 @@ def checked_url(url: str, place: str = "") -> str:
     return url.rstrip("/")
 
 
-def path() -> str:
-    """Return the path of the file, which need not exist."""
-    return os.path.join(paths.config_home(), FILE)
-
-
 def _stored() -> Servers:
     servers = read_servers()
     by_name = {name: server for name, server in servers.by_name.items() if name != FROM_ENVIRONMENT}
@@ -157,9 +151,10 @@ def _write(servers: Servers) -> None:
             for name, server in sorted(servers.by_name.items())
         },
     }
+    path = paths.servers_file()
     text = yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
     try:
-        os.makedirs(os.path.dirname(path()), mode=0o700, exist_ok=True)
-        atomic_files.replace_file(path(), text.encode())  # which only this user can read
+        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+        atomic_files.replace_file(path, text.encode())  # which only this user can read
     except OSError as error:
-        raise atomic_files.store_error(error, path(), "write") from error
+        raise atomic_files.store_error(error, path, "write") from error

@@ -16,6 +16,11 @@ def config_home() -> str:
     return _path_from_env("ACCEL_CONFIG_HOME") or _user_directory("config", "XDG_CONFIG_HOME", ".config")
 
 
+def servers_file() -> str:
+    """Return the path of the file with the servers of `accel login`, which need not exist."""
+    return os.path.join(config_home(), "servers.yaml")
+
+
 def _path_from_env(variable: str) -> str | None:
     value = os.environ.get(variable, "").strip()
     return os.path.abspath(os.path.expanduser(value)) if value else None
