@@ -36,6 +36,7 @@ SERVERS = {
 # Start servers of their own: hosts, a registry, a tracking server, jobs of several machines.
 _MORE_SERVERS = (
     "tests/clusters/*", "tests/cli/test_image.py", "tests/launch/test_nodes.py", "tests/launch/test_kills.py",
+    "tests/serve/test_container.py",
     "tests/runtime/tracking/test_outage.py", "tests/runtime/tracking/test_packages.py", "tests/test_docs.py",
     "tests/compat/test_libraries.py", "tests/compat/test_sharded_libraries.py", "tests/cli/test_estimate_memory.py",
 )  # fmt: skip

@@ -15,6 +15,8 @@ import shlex
 import sys
 from typing import TYPE_CHECKING, Any
 
+from accel.launch import signals
+
 from . import arguments, exit_status
 from .argv import UsageError
 from .output import note, print_json, print_rows
@@ -76,6 +78,10 @@ def run(args: Namespace) -> int:
 
 
 def _serve(settings: Settings) -> int:
+    # In a container: nobody else would reap the supervisors of local jobs.
+    code = signals.stay_as_pid1() if os.getpid() == 1 else None
+    if code is not None:
+        return code
     from accel.serve import people, server
     from accel.serve.targets import offered_targets
 

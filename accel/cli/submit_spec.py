@@ -6,6 +6,8 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from schedulers.store import paths
+
 from .argv import UsageError
 from .launch_defaults import LaunchDefaults
 
@@ -87,8 +89,6 @@ def _target(args: Namespace, defaults: LaunchDefaults) -> str:
 
 
 def _current_target() -> str | None:
-    from schedulers.store import paths
-
     if not os.path.isfile(paths.servers_file()):  # most users have no server, and its modules take a while to import
         return None
     from schedulers.config.servers import read_servers

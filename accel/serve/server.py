@@ -129,5 +129,5 @@ def _only_one(home: str) -> Iterator[None]:
         if not acquired:
             holder = one_line((atomic_files.read_bytes(f"{path}.pid") or b"?").decode(errors="replace"))
             raise ConfigError(f"another accel serve (process {holder}) has the home {home}: give another --home")
-        atomic_files.replace_file(f"{path}.pid", str(os.getpid()).encode())
+        atomic_files.replace_file(f"{path}.pid", f"{os.getpid()} on {socket.gethostname()}".encode())
         yield

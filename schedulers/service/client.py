@@ -7,13 +7,25 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, unquote, urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import urllib3
-from urllib3.exceptions import HTTPError, MaxRetryError, NewConnectionError, ProtocolError, SSLError, TimeoutError
+from urllib3.exceptions import (
+    HTTPError,
+    LocationParseError,
+    MaxRetryError,
+    NewConnectionError,
+    ProtocolError,
+    ProxyError,
+    ProxySchemeUnknown,
+    SSLError,
+    TimeoutError,
+)
+from urllib3.util import parse_url
 
 from ..config.servers import Server
-from ..errors import CredentialsExpired, SchedulerError, SpecError, UnknownJob, Unreachable
+from ..errors import ConfigError, CredentialsExpired, SchedulerError, SpecError, UnknownJob, Unreachable
 from ..printable import one_line
 
 PREFIX = "/api/v1"
@@ -52,7 +64,7 @@ class Client:
 
     def __init__(self, server: Server) -> None:
         self.server = server
-        self._pool = urllib3.PoolManager(retries=False, maxsize=8)
+        self._pool = _pool(server.url)
 
     def get(self, path: str, query: Mapping[str, Any] | None = None, **settings: Any) -> Any:
         """Return the document at the path. Takes the settings of `request`, and raises what it raises."""
@@ -128,9 +140,29 @@ class Client:
         return Refused(f"{name}: {detail}", status, where)
 
 
+def _pool(url: str) -> urllib3.PoolManager:
+    """Return a pool of connections, through the proxy in HTTPS_PROXY unless NO_PROXY excludes the URL's host.
+
+    Raises ConfigError for a proxy that cannot be used.
+    """
+    parts = urlsplit(url)
+    proxy = getproxies().get("https") if parts.scheme == "https" and not proxy_bypass(parts.netloc) else None
+    if not proxy:
+        return urllib3.PoolManager(retries=False, maxsize=8)
+    try:
+        parsed = parse_url(proxy if "://" in proxy else f"http://{proxy}")
+        headers = urllib3.make_headers(proxy_basic_auth=unquote(parsed.auth)) if parsed.auth else None
+        return urllib3.ProxyManager(parsed.url, proxy_headers=headers, retries=False, maxsize=8)
+    except (LocationParseError, ProxySchemeUnknown):
+        raise ConfigError("the variable HTTPS_PROXY must be http://HOST:PORT or https://HOST:PORT") from None
+
+
 def _reason(error: HTTPError) -> str:
     if isinstance(error, MaxRetryError) and error.reason is not None:
         return _reason(error.reason) if isinstance(error.reason, HTTPError) else one_line(str(error.reason))
+    if isinstance(error, ProxyError):
+        inner = error.original_error
+        return f"the proxy in HTTPS_PROXY: {_reason(inner) if isinstance(inner, HTTPError) else one_line(str(inner))}"
     if isinstance(error, SSLError):
         return f"TLS: {one_line(str(error))}"
     if isinstance(error, NewConnectionError):

@@ -71,6 +71,11 @@ class Docker:
         return self._network.address(0)
 
     @property
+    def address(self) -> str:
+        """The daemon's address, where the ports are that containers publish."""
+        return self._machine.address
+
+    @property
     def env(self) -> dict[str, str]:
         """What leads a client to it."""
         return {"DOCKER_HOST": f"unix://{self._socket}", "DOCKER_CONFIG": str(self._machine.own / "config")}

@@ -19,6 +19,8 @@ from accel.cli import main
 from schedulers.config.servers import Server, Servers, checked_url, read_servers
 from schedulers.errors import ConfigError, CredentialsExpired, Unreachable
 from schedulers.service.client import Client, Refused
+from tests.clusters.kube.pki import Authority
+from tests.schedulers.kubernetes.servers import proxying
 
 from .conftest import RunningServer
 
@@ -52,6 +54,33 @@ def test_a_first_user(serve: Start, homes: Path, capsys: pytest.CaptureFixture[s
     with pytest.raises(CredentialsExpired, match=f"team: the token was revoked: accel login {server.url}"):
         Client(Server(name="team", url=server.url, token=created["token"])).get("/me")
     assert server.stop() == ""
+
+
+def test_tls_and_a_proxy_on_the_way(serve: Start, homes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    authority = Authority(homes / "pki")
+    authority.create()
+    certificate, key = authority.issue("server", addresses=["127.0.0.1"])
+    server = Server(name="team", url=serve("--tls-cert", str(certificate), "--tls-key", str(key)).url, token="")
+
+    def info() -> None:
+        assert Client(server).get("/info", attempts=1)["version"]
+
+    with pytest.raises(Unreachable, match=r"team does not answer \(TLS: .*certificate verify failed"):
+        info()
+    monkeypatch.setenv("SSL_CERT_FILE", str(authority.certificate))
+    info()
+    with proxying(user="ada:p@ss") as proxy:
+        monkeypatch.setenv("HTTPS_PROXY", proxy.url.replace("http://", "ada:p%40ss@"))
+        info()
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        info()
+        assert proxy.connected == [server.url.removeprefix("https://")]
+    monkeypatch.delenv("NO_PROXY")
+    with pytest.raises(Unreachable, match=r"team does not answer \(the proxy in HTTPS_PROXY: connection refused\)"):
+        info()
+    monkeypatch.setenv("HTTPS_PROXY", "socks5://127.0.0.1:1080")
+    with pytest.raises(ConfigError, match="the variable HTTPS_PROXY must be http://HOST:PORT or https://HOST:PORT"):
+        info()
 
 
 def test_the_end_does_not_wait_for_connections(serve: Start) -> None:
@@ -108,8 +137,9 @@ def test_what_keeps_it_from_starting(serve: Start, homes: Path) -> None:
         return done.stderr
 
     home = homes / "home/service"
+    holder = f"process {server.process.pid} on {socket.gethostname()}"
     assert fails("--port", "0") == (
-        f"accel serve: another accel serve (process {server.process.pid}) has the home {home}: give another --home\n"
+        f"accel serve: another accel serve ({holder}) has the home {home}: give another --home\n"
     )
     taken = fails("--port", port, "--home", str(homes / "other"))
     assert taken == f"accel serve: port {port} of 127.0.0.1 is taken: give another --port\n"
