@@ -94,9 +94,9 @@ def _follow_jobs_of(server: RunningServer, next_version: Path, homes: Path, proj
     done = schedulers.submit("train.py", target="team/local", cwd=project)
     assert [line.text for line in done.logs(follow=True)] == ["trained\n"]
     assert done.wait().state is State.SUCCEEDED
-    made = _python(next_version, project, "-c", _SUBMIT)
-    assert made.returncode == 0, made.stderr
-    asleep = schedulers.find(made.stdout.strip(), target="team/local")
+    submitted = _python(next_version, project, "-c", _SUBMIT)
+    assert submitted.returncode == 0, submitted.stderr
+    asleep = schedulers.find(submitted.stdout.strip(), target="team/local")
     status = asleep.status()
     assert (status.state, status.reason) == (State.UNKNOWN, Reason.UNKNOWN)
     assert "state 'asleep' was written by a newer accel" in status.message
