@@ -66,16 +66,16 @@ def container(docker: Docker, tmp_path: Path, homes: Path, monkeypatch: pytest.M
     options = [*(word for volume in volumes for word in ("-v", volume)), "-e", f"ACCEL_HOME={HOME}"]
     addresses = ["--host", "0.0.0.0", "--port", PORT, "--url", url]
     tls = ["--tls-cert", f"/pki/{certificate.name}", "--tls-key", f"/pki/{key.name}"]
-    made = Container(
+    container = Container(
         docker, url, (*options, "-e", f"PYTHONPATH={ROOT}"), ("python3", "-m", "accel", "serve", *addresses, *tls)
     )
-    started = made.run("server", "--detach", "--publish", f"{published}:{PORT}")
+    started = container.run("server", "--detach", "--publish", f"{published}:{PORT}")
     assert started.returncode == 0, started.stderr
     monkeypatch.setenv("SSL_CERT_FILE", str(authority.certificate))
-    until(made.is_ready, "the server answers")
+    until(container.is_ready, "the server answers")
     token = (tmp_path / "volume/service/owner-token").read_text().strip()
     add_server(Server(name="team", url=url, token=token))
-    yield made
+    yield container
     docker.clear()
 
 
