@@ -25,7 +25,7 @@ from accel.host_memory import HostMemory
 
 try:
     from zlib_ng.zlib_ng import crc32  # five times as fast
-except ImportError:  # no wheel for this machine, or an environment of its own
+except ImportError:  # it has no wheel for this machine, or accel was installed without the extra
     from zlib import crc32
 
 _BUFFER = 1 << 20

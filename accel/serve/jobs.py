@@ -69,7 +69,7 @@ def require_own(context: ServeContext, caller: Caller, row: Row, action: str) ->
 
 
 def record_of(context: ServeContext, job_id: str) -> Record | None:
-    """Return the job's record, or None if its submit has not begun. Raises StoreError."""
+    """Return the job's record, or None before its submit begins. Raises StoreError."""
     records = context.store.records([job_id])
     if not records:
         return None

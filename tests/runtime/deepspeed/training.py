@@ -59,7 +59,7 @@ def message_of(action: Callable[[], Any]) -> str:
 
 
 def assert_near(runs: Mapping[str, Run], whole: Mapping[str, Run], tolerance: float = 1e-5) -> None:
-    """Compare losses, within 1e-5, and norms with those of the run in ``whole`` that a name has after a comma."""
+    """Assert that losses, within 1e-5, and norms equal those in ``whole``: of run "2, clipped", those of "clipped"."""
     for name, (losses, norms) in runs.items():
         expected_losses, expected_norms = whole[name.partition(", ")[2]]
         assert losses == pytest.approx(expected_losses, abs=1e-5), name

@@ -20,7 +20,7 @@ STEPS = 3
 def provider(
     pre_process: bool = True, post_process: bool = True, *, sizes: Settings | None = None, **changes: Any
 ) -> Any:
-    """A small GPT; ``sizes``: those of the plug-in."""
+    """Return a small GPT. ``sizes``: the parallel sizes of the plug-in."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer import TransformerConfig

@@ -196,8 +196,8 @@ def test_an_instance_type_that_is_newer_than_botocore_is_a_warning() -> None:
     package("botocore")
     build(options(instance_type="ml.m55.xlarge"))
     assert request.unknown_type("ml.m5.xlarge") is None
-    said = request.unknown_type("ml.m55.xlarge")
-    assert said == "instance_type: botocore lists no ml.m55.xlarge; did you mean 'ml.m5.xlarge'?"
+    warning = request.unknown_type("ml.m55.xlarge")
+    assert warning == "instance_type: botocore lists no ml.m55.xlarge; did you mean 'ml.m5.xlarge'?"
 
 
 def test_a_repeated_request_has_the_same_digest_and_another_has_not() -> None:
