@@ -387,9 +387,11 @@ class AcceleratorState(PartialState):
 
     @property
     def mixed_precision(self) -> str:
-        """``"no"``, ``"bf16"``, ``"fp16"`` or ``"fp8"``; under DeepSpeed, as its configuration has it."""
+        """``"no"``, ``"bf16"``, ``"fp16"`` or ``"fp8"``; under DeepSpeed without fp8, as its configuration has it."""
         plugin = self.deepspeed_plugin
-        return self._mixed_precision if plugin is None else plugin.mixed_precision
+        if plugin is None or self._mixed_precision == "fp8":
+            return self._mixed_precision
+        return plugin.mixed_precision
 
     @property
     def is_fsdp2(self) -> bool:

@@ -175,13 +175,16 @@ class Accelerator(
         strategy = choose_strategy(state, {**handlers, **_by_class(state.fsdp_plugin, state.parallelism_config)})
         if state.megatron_lm_plugin is not None:
             strategy.max_norm = state.megatron_lm_plugin.gradient_clipping
-        precision_name = "no" if strategy.is_engine else state.mixed_precision
         self._run = Run(
             state=state,
             gradient_state=gradient_state,
             strategy=strategy,
             precision=choose_precision(
-                precision_name, state.device, self.autocast_handler, self.scaler_handler, recipe_of(handlers)
+                strategy.model_precision(state.mixed_precision),
+                state.device,
+                self.autocast_handler,
+                self.scaler_handler,
+                recipe_of(handlers),
             ),
             window=Window(gradient_state),
             project=files,

@@ -141,6 +141,10 @@ class Strategy:
         """Return the script's own model, without wrappers and compilations and their name prefixes."""
         return unwrap(model)
 
+    def model_precision(self, name: str) -> str:
+        """Return the precision to prepare models for in a run in ``name``; an engine casts and scales by itself."""
+        return "no" if self.is_engine else name
+
     def needs_autocast(self, model: torch.nn.Module) -> bool:
         """Return True if ``model``, which is to be trained, computes in mixed precision only under autocast."""
         return True

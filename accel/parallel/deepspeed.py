@@ -186,6 +186,14 @@ class DeepSpeed(Strategy):
         share_groups(engine)
         return engine, engine_optimizer, engine_scheduler
 
+    def model_precision(self, name: str) -> str:
+        """See `Strategy.model_precision`; layers are converted to 8 bits before the engine gets them."""
+        return name if name == "fp8" else "no"
+
+    def needs_autocast(self, model: nn.Module) -> bool:
+        """See `Strategy.needs_autocast`: the engine casts models."""
+        return False
+
     def compile(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         """Compile the model inside the engine ``model``."""
         if self.engine is None or not self.saves(model):

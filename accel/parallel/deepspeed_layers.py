@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from accel.errors import ArgumentError
+from accel.precision.float8 import refuse_8_bits
 from accel.world.versions import compare_versions
 
 _CALL = "tp_size under DeepSpeed"
@@ -37,6 +38,7 @@ def splitting(model: nn.Module, size: int) -> Iterator[None]:
     if size == 1:
         yield
         return
+    refuse_8_bits(model, _CALL)
     name = type(model).__name__
     if compare_versions("deepspeed", "<", _OLDEST):
         raise ArgumentError(f"{_CALL} needs DeepSpeed {_OLDEST} or later: pip install --upgrade deepspeed")

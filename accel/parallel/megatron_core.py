@@ -106,6 +106,11 @@ def seed() -> None:
 
 def check_config(config: Any, plugin: MegatronLMPlugin, precision: str) -> None:
     """Raise `ArgumentError` if a model's ``TransformerConfig`` contradicts the plug-in or the precision."""
+    if precision == "fp8":
+        raise ArgumentError(
+            "mixed_precision='fp8': a model of megatron-core computes in 8 bits by its own configuration: use 'bf16' "
+            "and TransformerConfig(fp8='hybrid', bf16=True)"
+        )
     for name, field in (
         ("tp_degree", "tensor_model_parallel_size"),
         ("pp_degree", "pipeline_model_parallel_size"),

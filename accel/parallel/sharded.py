@@ -42,7 +42,7 @@ from accel.parallel.units import (
     unit_of,
 )
 from accel.plugins.fsdp import FullyShardedDataParallelPlugin
-from accel.precision.float8 import gather_in_8_bits, is_float8_layer
+from accel.precision.float8 import gather_in_8_bits, refuse_8_bits
 from accel.pytree import join_tensors, split_tensors
 from accel.state import AcceleratorState
 
@@ -166,11 +166,8 @@ class Sharded(Strategy):
                 "pass fsdp_plugin=FullyShardedDataParallelPlugin() too (--use_fsdp)"
             )
         tp_size = self.mesh.sizes["tp"]
-        if tp_size > 1 and any(map(is_float8_layer, model.modules())):
-            raise ArgumentError(
-                f"ParallelismConfig(tp_size={tp_size}): layers in 8 bits (mixed_precision='fp8') cannot be split: "
-                "leave out one of the two"
-            )
+        if tp_size > 1:
+            refuse_8_bits(model, f"ParallelismConfig(tp_size={tp_size})")
         styles = find_styles(model, tp_size) if tp_size > 1 else {}
         policy = self._precision()
         ignored = ignored_parameters(model, plugin.ignored_modules)

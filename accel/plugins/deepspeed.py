@@ -278,21 +278,23 @@ class DeepSpeedPlugin:
         self.deepspeed_config_process(must_match=False, **values)
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
-        """Set the type in which the engine computes. Raises `ArgumentError` for fp8 and a differing configuration."""
-        if mixed_precision == "fp8":
-            raise ArgumentError("mixed_precision='fp8' is not supported under DeepSpeed: use 'bf16', or FSDP")
+        """Set the type in which the engine computes. Raises `ArgumentError` for a configuration that differs.
+
+        With ``"fp8"``, all but the converted layers compute in bf16.
+        """
         config = self.deepspeed_config
+        enabled = "bf16" if mixed_precision == "fp8" else mixed_precision
         for half in _HALVES:
             # With auto_cast, DeepSpeed casts inputs to fp16 even where fp16 is off.
-            cast = {"auto_cast": True} if half == mixed_precision == "fp16" else {}
+            cast = {"auto_cast": True} if half == enabled == "fp16" else {}
             section = config.setdefault(half, {"enabled": "auto", **cast})
-            if mixed_precision in _HALVES and half != mixed_precision and _is_on(section):
+            if enabled in _HALVES and half != enabled and _is_on(section):
                 raise ArgumentError(
                     f"mixed_precision={mixed_precision!r}, but {half} is enabled in {self.hf_ds_config.source}: "
                     "remove one of the two"
                 )
             if section.get("enabled") == "auto":
-                section["enabled"] = half == mixed_precision
+                section["enabled"] = half == enabled
 
     @property
     def mixed_precision(self) -> str:

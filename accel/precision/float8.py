@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from accel.enums import FP8BackendType
-from accel.errors import PrecisionError
+from accel.errors import ArgumentError, PrecisionError
 from accel.fp8_recipes import AORecipeKwargs, import_float8
 from accel.logging import get_logger
 from accel.plugins import AutocastKwargs
@@ -67,6 +67,14 @@ def is_float8_layer(module: nn.Module) -> bool:
     """Return True for torchao's linear layer in 8 bits."""
     library = sys.modules.get("torchao.float8.float8_linear")
     return library is not None and isinstance(module, library.Float8Linear)
+
+
+def refuse_8_bits(model: nn.Module, source: str) -> None:
+    """Raise `ArgumentError` if ``model``, whose linear layers ``source`` splits, has layers in 8 bits."""
+    if any(map(is_float8_layer, model.modules())):
+        raise ArgumentError(
+            f"{source}: layers in 8 bits (mixed_precision='fp8') cannot be split: leave out one of the two"
+        )
 
 
 def gather_in_8_bits(model: nn.Module, names: Iterable[list[str]]) -> None:

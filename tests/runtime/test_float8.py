@@ -220,8 +220,9 @@ def _mistakes() -> list[str]:
         with pytest.raises(ArgumentError) as caught:
             action()
         words.append(str(caught.value))
-    with pytest.raises(ArgumentError, match="mixed_precision='fp8' is not supported under DeepSpeed: use 'bf16'"):
-        DeepSpeedPlugin(zero_stage=0).set_mixed_precision("fp8")
+    config = {"train_micro_batch_size_per_gpu": 1, "fp16": {"enabled": True}, "zero_optimization": {"stage": 1}}
+    with pytest.raises(ArgumentError, match="mixed_precision='fp8', but fp16 is enabled in"):
+        DeepSpeedPlugin(hf_ds_config=config).set_mixed_precision("fp8")
     prepared = accelerator.prepare_model(Model(), evaluation_mode=True)
     words.append(str(has_ao_layers(prepared)))
     return words

@@ -214,6 +214,7 @@ def _mistakes(folder: Path) -> dict[str, str]:
     half = {"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}
     preparing("TransformerConfig has bf16=True: set both to the same precision", changes=half)
     preparing("TransformerConfig has bf16=False: set both to the same precision", precision="bf16")
+    preparing("megatron-core computes in 8 bits by its own configuration: use 'bf16'", precision="fp8")
     preparing("megatron-core has no Adagrad()", torch.optim.Adagrad)
     preparing("megatron-core has no AdamW(amsgrad=True)", partial(torch.optim.AdamW, amsgrad=True))
     preparing("a DummyOptim stands for a part of DeepSpeed's configuration", DummyOptim)
