@@ -18,6 +18,7 @@ from accel.cli.test import add_arguments, launches
 from accel.selftest.__main__ import CHECKS, checks_for
 from accel.world.available import is_torchao_available
 from schedulers.processes import Identity
+from tests.marks import long
 from tests.needs import missing
 from tests.settings.lines import given
 from tests.waiting import until
@@ -32,6 +33,7 @@ def checks(shown: str) -> list[tuple[str, str]]:
 WHOLE, SHARDED = checks_for(sharded=False), checks_for(sharded=True)
 
 
+@pytest.mark.long
 def test_every_check_runs_on_1_2_and_4_processes_and_those_of_sharding_on_4(accel: Accel) -> None:
     shown = accel("test", "--cpu")
     assert checks(shown) == [("ok", name) for name in [*WHOLE * 3, *SHARDED]]
@@ -61,7 +63,7 @@ def test_the_settings_of_a_file_that_splits_layers_are_used(accel: Accel) -> Non
     assert [line.split()[-2] for line in shown.splitlines()] == [n for n in "24" for _ in SHARDED]
 
 
-@pytest.mark.parametrize("way", ["cp", "sp"])
+@pytest.mark.parametrize("way", ["cp", *long("sp")])
 def test_the_settings_of_a_file_that_splits_sequences_are_used(way: str, accel: Accel) -> None:
     (accel.here / "parts.yaml").write_text(
         f"use_cpu: true\nnum_processes: 2\nparallelism_config: {{parallelism_config_{way}_size: 2}}\n"
@@ -81,6 +83,7 @@ def test_a_file_with_fp8_checks_layers_in_8_bits_and_the_rest_in_bf16(accel: Acc
 # Put before accel by PYTHONPATH: a machine on which gathering gives another result.
 BROKEN = """
 import accel.collectives as broken
+from tests.marks import long
 real = broken.gather
 broken.gather = lambda data: real(data) if not isinstance(data, dict) else {**real(data), "a": real(data["a"]) + 1}
 """

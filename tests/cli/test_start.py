@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from accel.cli import COMMANDS, exit_status
+from tests.marks import long
 
 from .conftest import ROOT, Accel
 
@@ -37,7 +38,7 @@ def test_help_needs_no_optional_package(accel: Accel, broken: str, command: str)
     assert done.stdout.lower().startswith(b"usage: accel")
 
 
-@pytest.mark.parametrize("processes", ["1", "2"])
+@pytest.mark.parametrize("processes", [*long("1"), "2"])
 def test_training_needs_no_optional_package(accel: Accel, broken: str, processes: str) -> None:
     accel.script(TRAIN)
     shown = accel("launch", "--cpu", "--num_processes", processes, "train.py", PYTHONPATH=broken)

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.marks import long
+
 from ..cached import directory
 from .conftest import ROOT, Accel
 from .test_local import (
@@ -43,7 +45,7 @@ class OnVersion(Accel):
         return [self.python, "-m", "accel", *argv]
 
 
-@pytest.fixture(scope="module", params=["3.10", "3.13"])
+@pytest.fixture(scope="module", params=["3.10", *long("3.13")])
 def python(request: pytest.FixtureRequest) -> str:
     """The interpreter of an environment with the base install's packages, made once for each user."""
     version: str = request.param

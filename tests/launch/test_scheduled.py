@@ -143,7 +143,7 @@ def _supervised(rank: int, port: str, folder: Path) -> dict[str, str]:
         (_pytorchjob, "localhost", "the training operator"),
         *long((_trainjob, "localhost", "the training operator")),
         *long((_jobset, "localhost", "the manifest of the job")),
-        (_sagemaker, "127.0.0.2", "SageMaker"),
+        *long((_sagemaker, "127.0.0.2", "SageMaker")),
         *long((_toolkit, "127.0.0.2", "SageMaker")),
         *long((_tpu, "127.0.0.1", "TPU_WORKER_HOSTNAMES of the v4-16")),
         *long((_supervised, "localhost", "the job's environment (ACCEL_NODES)")),

@@ -16,6 +16,7 @@ import pytest
 
 from accel.launch.errors import LaunchConfigError
 from accel.launch.tpu import host
+from tests.marks import long
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
@@ -234,7 +235,7 @@ def test_chips_that_are_not_used_are_said(torch_xla: Machine) -> None:
 
 @pytest.mark.parametrize(
     ("processes", "more"),
-    [("", {}), ("--config_file c.yaml", {}), ("--num_processes 1", {"ACCELERATE_IN_TPU_POD": "1"})],
+    [("", {}), *long(("--config_file c.yaml", {}), ("--num_processes 1", {"ACCELERATE_IN_TPU_POD": "1"}))],
 )
 def test_torch_tpu_on_the_hosts_of_a_slice(
     processes: str, more: dict[str, str], torch_tpu: Machine, worker_1: Mapping[str, str]

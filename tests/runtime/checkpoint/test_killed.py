@@ -82,7 +82,7 @@ class Steps:
         self.done = state["done"]
 
 
-@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("beside", [*long(False), True])
 @pytest.mark.parametrize("processes", [2, *long(1)])
 def test_a_run_that_is_killed_goes_on_to_the_bit(tmp_path: Path, processes: int, beside: bool) -> None:
     """Killed at random moments, on all processes, in the middle of epochs, windows and saves."""

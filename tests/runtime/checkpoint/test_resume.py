@@ -60,7 +60,7 @@ def _train(directory: str, stop_at: int | None, resume: bool, stateful: bool) ->
 
 
 @pytest.mark.parametrize("processes", [2, *long(1)])
-@pytest.mark.parametrize("stateful", [False, True])
+@pytest.mark.parametrize("stateful", [*long(False), True])
 def test_a_resumed_run_repeats_the_other_to_the_bit(tmp_path: Path, processes: int, stateful: bool) -> None:
     """In the middle of an epoch and of a window, with dropout, shuffling and clipping."""
     whole = run(_train, "", None, False, stateful, processes=processes)

@@ -198,7 +198,7 @@ def _all_wrong(data: str, dispatch: bool, folder: str, placements: list[Place]) 
     return found
 
 
-@pytest.mark.parametrize("data", ["map", "stream"])
+@pytest.mark.parametrize("data", [*long("map"), "stream"])
 @pytest.mark.parametrize(
     ("dispatch", "processes", "placements"),
     [(True, 2, PLACEMENTS), *long(*((*kind, ALL_PLACEMENTS) for kind in product((True, False), (1, 2))))],

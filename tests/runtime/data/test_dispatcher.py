@@ -19,6 +19,7 @@ from accel.data.transfer import decode, encode
 from accel.errors import DataError
 from accel.plugins import GradientAccumulationPlugin
 from accel.state import GradientState, PartialState
+from tests.marks import long
 
 from ..small import Numbers
 from ..worlds import outcomes, run, run_one
@@ -85,7 +86,7 @@ def _both(cases: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.usefixtures("accelerate")
-@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("processes", [*long(2), 3])
 def test_same_batches_as_accelerate(processes: int) -> None:
     draw = random.Random(processes)
     cases = [

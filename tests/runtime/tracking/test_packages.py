@@ -7,6 +7,8 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from .scripts import CLEARML_QUIET, LOG_READER, need, read_back, run_script, train
 
 LOSSES = [1.5, 0.75, 0.5]
@@ -194,6 +196,7 @@ def test_mlflow_goes_on_with_a_run_and_stores_many_parameters_and_artifacts(tmp_
     assert "parameters of at most 6000 characters: skipped 'long'" in said
 
 
+@pytest.mark.long
 def test_comet(tmp_path: Path) -> None:
     need("comet_ml")
     train(tmp_path, "comet_ml", COMET_START_ONLINE="0", COMET_OFFLINE_DIRECTORY=str(tmp_path / "offline"))
@@ -212,6 +215,7 @@ def test_comet(tmp_path: Path) -> None:
     assert "hello" in [payload["value"] for payload in payloads("log_other")]
 
 
+@pytest.mark.long
 def test_clearml(tmp_path: Path) -> None:
     need("clearml")
     train(tmp_path, "clearml", CLEARML_QUIET, CLEARML_OFFLINE_MODE="1", CLEARML_CACHE_DIR=str(tmp_path))
@@ -225,6 +229,7 @@ def test_clearml(tmp_path: Path) -> None:
     assert ("accuracy", "train", 0, 0.25) in scalars, "train_ names the series"
 
 
+@pytest.mark.long
 def test_clearml_leaves_a_task_that_was_there(tmp_path: Path) -> None:
     need("clearml")
     script = """
@@ -253,6 +258,7 @@ def test_clearml_leaves_a_task_that_was_there(tmp_path: Path) -> None:
     assert '"metric": "seen", "variant": "train"' in text
 
 
+@pytest.mark.long
 def test_dvclive(tmp_path: Path) -> None:
     need("dvclive")
     train(tmp_path, "dvclive", {"dir": "live", "save_dvc_exp": False})
@@ -263,6 +269,7 @@ def test_dvclive(tmp_path: Path) -> None:
     assert "lr: 0.1" in (tmp_path / "live/params.yaml").read_text()
 
 
+@pytest.mark.long
 def test_swanlab(tmp_path: Path) -> None:
     need("swanlab")
     said = train(tmp_path, "swanlab", SWANLAB_MODE="offline")
@@ -296,6 +303,7 @@ print(json.dumps(found))
     assert (read["config"]["lr"], read["config"]["model"]) == (0.1, "tiny")
 
 
+@pytest.mark.long
 def test_swanlab_images(tmp_path: Path) -> None:
     need("swanlab")
     script = """
@@ -313,6 +321,7 @@ def test_swanlab_images(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("swanlog/run-*/media/image/*.png"))) == 2
 
 
+@pytest.mark.long
 def test_trackio(tmp_path: Path) -> None:
     need("trackio")
     env = {"TRACKIO_DIR": str(tmp_path / "trackio")}
@@ -336,6 +345,7 @@ def test_trackio(tmp_path: Path) -> None:
     assert "allow_val_change" not in config
 
 
+@pytest.mark.long
 def test_aim(tmp_path: Path) -> None:
     need("aim")
     said = train(tmp_path, "aim", {"system_tracking_interval": None})

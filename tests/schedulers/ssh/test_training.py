@@ -81,6 +81,7 @@ def test_four_hosts_train_as_one_process_does(
             machine.kill()
 
 
+@pytest.mark.long
 def test_the_gang_goes_on_from_its_checkpoint_on_a_spare(
     submit: Submit, ssh_hosts: SshHosts, project: Path, tmp_path: Path, alone: list[float]
 ) -> None:

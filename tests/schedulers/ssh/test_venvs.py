@@ -242,6 +242,7 @@ def test_two_at_once_make_one(pool: Pool, ssh_hosts: SshHosts, wheels: Path, mak
     assert log.count("Successfully installed needed-1.0") == 1
 
 
+@pytest.mark.long
 def test_another_interpreter_has_another_environment(pool: Pool, wheels: Path, make: Make, tmp_path: Path) -> None:
     wheel(wheels, "needed")
     subprocess.run([PYTHON, "-m", "venv", str(tmp_path / "other")], check=True)
@@ -295,6 +296,7 @@ def test_an_environment_of_another_python_stands_alone(pool: Pool, ssh_hosts: Ss
     assert (ssh_hosts.home("node1") / "uv.calls").read_text().count("\n") == 1
 
 
+@pytest.mark.long
 def test_a_job_runs_in_an_environment_of_another_python(
     submit: Submit, ssh_hosts: SshHosts, project: Path, wheels: Path, uv: str
 ) -> None:
