@@ -55,19 +55,20 @@ class DurableFile:
 
     def __init__(self, path: Path, device: torch.device = _CPU) -> None:
         self._path = str(path)
-        self._device = device
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         self._checksums: list[int] = []  # of the blocks
-        self._buffers: list[HostMemory] = []
-        self._buffer: memoryview | None = None
-        self._filled = 0
-        self._offset = 0
-        # The next buffer is filled while a thread writes this one. `concurrent.futures` would not do: it accepts no
-        # work once the interpreter is exiting, when a background save must still finish.
-        self._thread: threading.Thread | None = None
+        self._memories = [HostMemory(_BUFFER, device) for _ in range(_BUFFERS)]  # aligned to pages: O_DIRECT
+        self._offset = self._filled = 0
+        # One buffer is filled while a thread writes another. `concurrent.futures` would not do: it accepts no work
+        # once the interpreter is exiting, when a background save must still finish.
         self._full: SimpleQueue[tuple[memoryview, int] | None] = SimpleQueue()
         self._free: SimpleQueue[memoryview] = SimpleQueue()
+        for memory in self._memories[1:]:
+            self._free.put(memory.bytes.numpy().data)
+        self._buffer = self._memories[0].bytes.numpy().data
         self._error: OSError | None = None  # the first of the thread
+        self._thread = threading.Thread(target=self._write_buffers, name="accel-disk")
+        self._thread.start()
 
     def __enter__(self) -> DurableFile:
         return self
@@ -76,20 +77,22 @@ class DurableFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if self._thread is not None:
-                self._full.put(None)
-                self._thread.join()
+            if kind is None and self._filled:
+                self._send()
+            self._full.put(None)
+            self._thread.join()
             if self._error is not None and (kind is None or issubclass(kind, Exception)):
                 raise self._error
             if kind is None:
-                self._finish()
+                os.fsync(self._file)
+                self.digest = Digest(self._offset, "".join(f"{checksum:08x}" for checksum in self._checksums))
         except OSError as disk_error:
             disk_error.filename = self._path
             raise
         finally:
             os.close(self._file)
-            self._buffer = self._thread = None
-            for memory in self._buffers:
+            del self._buffer
+            for memory in self._memories:
                 memory.free()
 
     def write(self, data: bytes | memoryview) -> int:
@@ -109,60 +112,39 @@ class DurableFile:
         """Yield the parts of buffers for the next ``length`` bytes, and where each begins in these bytes."""
         written = 0
         while written < length:
-            buffer = self._buffer or self._next_buffer()
             count = min(length - written, _BUFFER - self._filled)
-            yield buffer[self._filled : self._filled + count], written
+            part = self._buffer[self._filled : self._filled + count], written
             self._filled += count
             written += count
+            yield part
             if self._filled == _BUFFER:
-                self._send(buffer)
+                self._send()
+                self._buffer = self._free.get()
+                if self._error is not None:
+                    raise self._error
 
     def flush(self) -> None:
         """Do nothing: everything is on the disk at the end."""
 
-    def _next_buffer(self) -> memoryview:
-        if self._thread is not None and len(self._buffers) == _BUFFERS:
-            self._buffer = self._free.get()
-            if self._error is not None:
-                raise self._error
-        else:
-            self._buffers.append(HostMemory(_BUFFER, self._device))  # aligned to pages, as O_DIRECT requires
-            self._buffer = self._buffers[-1].bytes.numpy().data
-        return self._buffer
-
-    def _send(self, buffer: memoryview) -> None:
-        if self._thread is None:
-            _set_direct(self._file, True)
-            self._thread = threading.Thread(target=self._write_buffers, name="accel-disk")
-            self._thread.start()
-        self._add_checksum(buffer)
-        self._full.put((buffer, self._offset))
-        self._offset += _BUFFER
+    def _send(self) -> None:
+        """Have the thread write what the buffer holds."""
+        part = self._buffer[: self._filled]
+        if self._offset % BLOCK == 0:
+            self._checksums.append(0)
+        self._checksums[-1] = crc32(part, self._checksums[-1])
+        self._full.put((part, self._offset))
+        self._offset += self._filled
         self._filled = 0
-        self._buffer = None
 
     def _write_buffers(self) -> None:
         while (job := self._full.get()) is not None:
             try:
                 if self._error is None:
+                    _set_direct(self._file, len(job[0]) == _BUFFER)  # O_DIRECT writes complete sectors only
                     _write_at(self._file, *job)
             except OSError as error:
                 self._error = error
             self._free.put(job[0])
-
-    def _add_checksum(self, part: memoryview) -> None:
-        if self._offset % BLOCK == 0:
-            self._checksums.append(0)
-        self._checksums[-1] = crc32(part, self._checksums[-1])
-
-    def _finish(self) -> None:
-        if self._buffer is not None:
-            _set_direct(self._file, False)  # O_DIRECT writes complete sectors only
-            rest = self._buffer[: self._filled]
-            self._add_checksum(rest)
-            _write_at(self._file, rest, self._offset)
-        os.fsync(self._file)
-        self.digest = Digest(self._offset + self._filled, "".join(f"{checksum:08x}" for checksum in self._checksums))
 
 
 def _set_direct(file: int, direct: bool) -> None:
