@@ -7,7 +7,7 @@ import ctypes
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -91,10 +91,6 @@ def _fill(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def _move(moves: list[tuple[int, int, int]]) -> None:
-    if sum(length for _, _, length in moves) < 4 * _PIECE:
-        for move in moves:
-            ctypes.memmove(*move)
-        return
     copiers = max(1, min(_COPIERS, os.cpu_count() or 1))
     with ThreadPoolExecutor(copiers, "accel-copy") as pool:
         # memmove bypasses the processor's caches, unlike a tensor's copy_; threads share the page faults.
@@ -111,33 +107,24 @@ class Background:
     """
 
     def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
-
-    @property
-    def busy(self) -> bool:
-        """True if a task is running, or has failed and `wait` has not yet raised its error."""
-        return self._thread is not None
+        self._task: Future[None] | None = None
 
     def start(self, work: Callable[[], None]) -> None:
         """Start ``work`` in a thread. No other task may be running: call `wait` first."""
+        task = self._task = Future[None]()
 
         def run() -> None:
             try:
                 work()
-            except Exception as error:
-                self._error = error
+                task.set_result(None)
+            except BaseException as error:  # else `wait` would never return
                 logger.error(str(error), main_process_only=False)
+                task.set_exception(error)
 
-        self._thread = threading.Thread(target=run, name="accel-checkpoint")
-        self._thread.start()
+        threading.Thread(target=run, name="accel-checkpoint").start()
 
     def wait(self) -> None:
         """Wait until no task is running. Raises the task's error, once."""
-        thread, self._thread = self._thread, None
-        if thread is None:
-            return
-        thread.join()
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+        task, self._task = self._task, None
+        if task is not None:
+            task.result()
