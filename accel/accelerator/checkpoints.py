@@ -17,8 +17,9 @@ from accel.checkpoint.all_ranks import call_roll, run_on_all_ranks
 from accel.checkpoint.contents import CheckpointContents, Piece
 from accel.checkpoint.durable import reporting_full_disk
 from accel.checkpoint.file_names import CHECKPOINT_PREFIX, engine_name
+from accel.checkpoint.manifest import Manifest
 from accel.checkpoint.weights import is_writer, save, save_weights
-from accel.checkpoint.writer import Checkpoints, Layouts, logger
+from accel.checkpoint.writer import Checkpoints, logger
 from accel.errors import ArgumentError, CheckpointError, one_of
 
 _LOAD_OPTIONS = ("weights_only", "mmap", "encoding")
@@ -155,8 +156,8 @@ class CheckpointControl(Part):
         self.project_configuration.iteration += automatic
         return str(path)
 
-    def _run_save_hooks(self, weights: dict[int, dict[str, Any]], folder: Path) -> Layouts:
-        """Fill ``weights`` with the state dicts of the models by number that no hook removes; return the layouts."""
+    def _run_save_hooks(self, weights: dict[int, dict[str, Any]], folder: Path) -> Manifest:
+        """Fill ``weights`` with the state dicts of the models by number that no hook removes; return the manifest."""
         models, in_shards = self._run.models, self.strategy.keeps_shards
         states = {
             number: self.strategy.model_state(model, full=not in_shards)
@@ -171,22 +172,22 @@ class CheckpointControl(Part):
                 self.strategy.save_engine(folder, engine_name(number))
         numbers = {id(state): number for number, state in states.items()}
         weights.update({numbers.get(id(state), position): state for position, state in enumerate(remaining)})
-        return self._contents(models=models).layouts(weights)
+        return self._contents(models=models).manifest(weights)
 
     def _collect(self, weights: dict[int, dict[str, Any]], safe: bool) -> list[Piece]:
         contents = self._contents(models=self._run.models, safe=safe)
         in_shards, writes, window = self.strategy.keeps_shards, self._checkpoints.is_writer, self._run.window
-        optimizers = {
-            number: self.strategy.optimizer_state(item)
-            for number, item in enumerate(() if in_shards else self._run.optimizers)
-            if not self.strategy.saves(item)
-        }
-        pieces = list(
-            contents.sharded_state(weights, window.is_open, is_writer=writes, every_copy=self._checkpoints.on_each_node)
+        chunks, optimizers = contents.chunks(
+            weights, window.is_open, is_writer=writes, every_copy=self._checkpoints.on_each_node
         )
-        if writes and not in_shards:
-            pieces += contents.shared(weights, optimizers)
-        return [*pieces, *contents.rank_state(window.step, window.is_open)]
+        if not in_shards:
+            optimizers = {
+                number: self.strategy.optimizer_state(item)
+                for number, item in enumerate(self._run.optimizers)
+                if not self.strategy.saves(item)
+            }
+        shared = contents.shared(weights, optimizers, in_chunks=in_shards) if writes else ()
+        return [*chunks, *shared, *contents.rank_state(window.step, window.is_open)]
 
     def wait_for_checkpoint(self) -> None:
         """Wait for the checkpoint being written in the background, if there is one.

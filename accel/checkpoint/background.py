@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from accel.checkpoint.tensors import identity
+from accel.checkpoint.files import identity
 from accel.host_memory import HostMemory
 from accel.logging import get_logger
 from accel.pytree import tensors

@@ -18,11 +18,12 @@ import torch
 from torch import nn
 
 from accel.checkpoint.file_names import rank_of_chunks
+from accel.checkpoint.files import identity
 from accel.errors import CheckpointError
 from accel.parallel.shares import count_versions, is_sharded, share
 from accel.pytree import join_tensors, leaves, meta_tensors, split_tensors
 from accel.state import PartialState
-from accel.tensor_files import SafetensorsFile, cut
+from accel.tensor_files import SafetensorsFile, StoredTensor, cut
 
 _TABLE = "accel_chunks"
 
@@ -144,17 +145,16 @@ class Chunks:
         saved._chunks = {name: self._chunks[old] for name, old in names.items()}
         return saved
 
-    def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of the saved tensor."""
-        kind: torch.dtype = next(iter(self._chunks[name].values())).dtype
-        return kind
+    def first(self, name: str) -> Any:
+        """Return the first chunk of a tensor, which is all of a full one."""
+        return next(iter(self._chunks[name].values()))
 
     def gathered(self, prefix: str) -> dict[str, torch.Tensor]:
         """Return full tensors in memory, by the names under ``prefix``; tied names share one tensor."""
         buffers: dict[int, torch.Tensor] = {}
         tensors: dict[str, torch.Tensor] = {}
         for name in self.under(prefix):
-            first = next(iter(self._chunks[prefix + name].values()))
+            first = self.first(prefix + name)
             if id(first) not in buffers:
                 buffers[id(first)] = torch.empty(self.shapes[prefix + name], dtype=first.dtype)
                 self.fill(prefix + name, buffers[id(first)])
@@ -166,10 +166,7 @@ class Chunks:
 
         Raises `CheckpointError` if the full shapes differ or chunks of this process's part are missing.
         """
-        if self.shapes[name] != tuple(tensor.shape):
-            raise CheckpointError(
-                f"{self.folder}: {name} has shape {self.shapes[name]}, but {tuple(tensor.shape)} in this run"
-            )
+        _check_shape(self.folder, name, self.shapes[name], tensor.shape)
         offset, part = local_offset(name, tensor)
         parts = []
         for (start, size), data in self._chunks[name].items():
@@ -199,6 +196,11 @@ class Chunks:
             f": it has only the chunks of rank {', '.join(map(str, ranks))} on node {', '.join(nodes)}. Load it with "
             "the processes that saved it, or save to a file system that all nodes share"
         )
+
+
+def _check_shape(source: str, name: str, saved: Sequence[int], present: Sequence[int]) -> None:
+    if tuple(saved) != tuple(present):
+        raise CheckpointError(f"{source}: {name} has shape {tuple(saved)}, but {tuple(present)} in this run")
 
 
 @torch.no_grad()
@@ -346,7 +348,7 @@ def _upgraded(outline: Mapping[str, Any], saved: Chunks, prefix: str) -> tuple[d
 
 def _filled(saved: Chunks, name: str, parameter: Any, current: Any, *, plain: bool) -> torch.Tensor:
     """Return a saved tensor, in the memory of ``current`` if it fits, cut like ``parameter`` unless it is ``plain``."""
-    shape, dtype, sharded = saved.shapes[name], saved.dtype(name), is_sharded(parameter) and not plain
+    shape, dtype, sharded = saved.shapes[name], saved.first(name).dtype, is_sharded(parameter) and not plain
     if not isinstance(current, torch.Tensor):
         current = None
     if current is not None and (tuple(current.shape), current.dtype, is_sharded(current)) == (shape, dtype, sharded):
@@ -373,40 +375,88 @@ def plan_full_optimizer(optimizer: Any, state: Mapping[str, Any], folder: Path) 
 
 
 def plan_module(
-    module: nn.Module, saved: Chunks, prefix: str = "", extra: Mapping[str, Any] | None = None, strict: bool = True
+    module: nn.Module,
+    saved: Chunks,
+    prefix: str = "",
+    extra: Mapping[str, Any] | None = None,
+    *,
+    by_module: bool = False,
+    **options: Any,
 ) -> Callable[[], None]:
-    """Check weights and buffers; return a function that loads them into parts of ``module``, and ``extra`` as it is.
+    """Check weights and buffers; return a function that loads them into ``module``, and ``extra`` as it is.
 
-    Raises `CheckpointError` for a shape that differs and, if ``strict``, for names that only one side has.
+    Each process's parts are copied or, with ``by_module``, full tensors go to `torch.nn.Module.load_state_dict`, which
+    gets ``options``. Raises `CheckpointError` for a shape that differs and, if ``strict``, for names that only one side
+    has. Of parts that then load by code of their own, nothing is compared.
     """
-    expected = {
-        name: value
-        for name, value in module.state_dict().items()
-        if isinstance(value, torch.Tensor) and name not in (extra or {})
-    }
-    groups: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        groups.setdefault(id(parameter), []).append(name)
-    ties = {name: names for names in groups.values() for name in names}
-    missing, size = [], PartialState().num_processes
-    loads: list[Callable[[], None]] = []
-    for name, value in expected.items():
-        keys = [own_name(prefix + name, size), *(prefix + alias for alias in (name, *ties.get(name, ())))]
-        key = next((key for key in keys if key in saved), None)
-        if key is None:
-            missing.append(name)
-        else:
-            loads.append(saved.plan(key, value))
-    unexpected = [name for name in saved.under(prefix) if name not in expected]
+    extra, strict = extra or {}, options.get("strict", True)
+    expected = module.state_dict()
+    keys = _saved_names(module, expected, saved, prefix)
+    loads = [] if by_module else [saved.plan(key, expected[name]) for name, key in keys.items()]
+    own = [
+        f"{name}." if name else "" for name, part in module.named_modules() if by_module and _loads_by_own_code(part)
+    ]
+
+    def compared(names: Iterable[str]) -> list[str]:
+        return [name for name in names if not name.startswith(tuple(own))]
+
+    required = expected if by_module else [name for name, value in expected.items() if isinstance(value, torch.Tensor)]
+    missing = [name for name in compared(required) if name not in keys and name not in extra]
+    present = [*saved.under(prefix), *(extra if by_module else ())]
+    unexpected = [name for name in compared(present) if name not in expected]
     if strict and (missing or unexpected):
-        raise CheckpointError(
-            f"{saved.folder} lacks {missing[0]}" if missing else f"{saved.folder}: this run has no {unexpected[0]}"
-        )
+        problem = f"it lacks {missing[0]}" if missing else f"this run has no {unexpected[0]}"
+        raise CheckpointError(f"{saved.folder}: {problem}")
+    if not by_module:
+        return partial(_load_parts, loads, module, dict(extra))
+    names = {name: prefix + name for name in saved.under(prefix)}
+    state = {**{name: saved.first(key) for name, key in {**names, **keys}.items()}, **extra}
+    for name in compared(name for name in expected if name in state):
+        _check_shape(saved.folder, name, getattr(state[name], "shape", ()), getattr(expected[name], "shape", ()))
+    return partial(load_module, module, state, **options)
 
-    def load() -> None:
-        for load_tensor in loads:
-            load_tensor()
-        if extra:
-            module.load_state_dict(dict(extra), strict=False)
 
-    return load
+def _saved_names(module: nn.Module, expected: Mapping[str, Any], saved: Chunks, prefix: str) -> dict[str, str]:
+    """Map the names of tensors in the state dict ``expected`` to those under which ``saved`` has them.
+
+    They are of this process's own version, the same, or those of tied weights: Accelerate saves one name of these.
+    """
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    tied: dict[Any, list[str]] = {}
+    for name, value in expected.items():
+        if isinstance(value, torch.Tensor):
+            tied.setdefault(identity(parameters.get(name, value)), []).append(name)
+    saved_names: dict[str, str] = {}
+    for names in tied.values():
+        for name in names:
+            own = own_name(prefix + name, PartialState().num_processes)
+            candidates = (own, prefix + name, *(prefix + other for other in names))
+            key = next((candidate for candidate in candidates if candidate in saved), None)
+            if key is not None:
+                saved_names[name] = key
+    return saved_names
+
+
+def _load_parts(loads: Sequence[Callable[[], None]], module: nn.Module, extra: dict[str, Any]) -> None:
+    for load in loads:
+        load()
+    if extra:
+        module.load_state_dict(extra, strict=False)
+
+
+def _loads_by_own_code(part: nn.Module) -> bool:
+    kind = type(part)
+    overridden = kind._load_from_state_dict is not nn.Module._load_from_state_dict
+    return overridden or kind.load_state_dict is not nn.Module.load_state_dict or bool(part._load_state_dict_pre_hooks)
+
+
+def load_module(module: torch.nn.Module, state: dict[str, Any], **kwargs: Any) -> Any:
+    """Call ``module.load_state_dict`` with a ``state`` that may hold stored tensors."""
+    if kwargs.get("assign"):
+        state = {key: value.loaded() if isinstance(value, StoredTensor) else value for key, value in state.items()}
+    result = module.load_state_dict(state, **kwargs)
+    for part in module.modules():  # code of a module may have kept what it got
+        holders: tuple[dict[str, Any], ...] = (vars(part), part._parameters, part._buffers)
+        for held in holders:
+            held.update({key: value.loaded() for key, value in held.items() if isinstance(value, StoredTensor)})
+    return result

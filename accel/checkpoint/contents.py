@@ -29,9 +29,9 @@ from accel.checkpoint.file_names import (
     numbered_name,
     random_states_name,
 )
-from accel.checkpoint.manifest import Layout
-from accel.checkpoint.tensors import fits_safetensors, write_tensors
-from accel.checkpoint.torch_files import random_states, write_safe_object
+from accel.checkpoint.files import fits_safetensors, write_safe_object, write_tensors
+from accel.checkpoint.manifest import Layout, Manifest
+from accel.collectives.rng import device_rng_state, host_rng_state
 from accel.errors import CheckpointError
 from accel.logging import get_logger
 from accel.parallel.base import Strategy
@@ -93,36 +93,44 @@ class CheckpointContents:
             if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
                 yield numbered_name(SAMPLER, index), loader
 
-    def layouts(self, weights: Mapping[int, dict[str, Any]]) -> tuple[list[Layout], list[Layout]]:
-        """Return the layouts of the models and optimizers, as `Manifest` has them. ``weights``: see `shared`."""
+    def manifest(self, weights: Mapping[int, dict[str, Any]]) -> Manifest:
+        """Return the manifest of a checkpoint, without its files. ``weights``: see `shared`."""
         layout: Layout = "sharded" if self.strategy.keeps_shards else "whole"
         models: list[Layout] = ["engine" if self.strategy.saves(model) else "hook" for model in self.models]
         for index, state in weights.items():
             in_file = layout == "whole" or any(map(fits_safetensors, state.values()))
             models[index] = layout if in_file else "none"
-        return models, ["engine" if self.strategy.saves(item) else layout for item in self.optimizers]
+        optimizers: list[Layout] = ["engine" if self.strategy.saves(item) else layout for item in self.optimizers]
+        return Manifest(num_processes=self.strategy.state.num_processes, models=models, optimizers=optimizers)
 
-    def shared(self, weights: Mapping[int, dict[str, Any]], states: Mapping[int, dict[str, Any]]) -> Iterator[Piece]:
+    def shared(
+        self, weights: Mapping[int, dict[str, Any]], optimizers: Mapping[int, Any], *, in_chunks: bool = False
+    ) -> Iterator[Piece]:
         """Yield the files that are the same on every process.
 
         ``weights``: the state dicts of the models, by number, without those that a hook or an engine saves.
-        ``states``: the state dicts of the optimizers, likewise.
+        ``optimizers``: the state dicts of the optimizers, likewise; with ``in_chunks``, where `chunks` has all tensors
+        that it can, their outlines.
         """
-        self.precision.finish_pending()
         for index, state in weights.items():
-            yield from self._weights(index, state)
-        for index, state in states.items():
-            yield _object(numbered_name(OPTIMIZER, index), state)
-        yield from self._objects()
-
-    def _objects(self) -> Iterator[Piece]:
+            if not self.safe and not in_chunks:
+                yield Piece(numbered_name(WEIGHTS_NAME, index), state)
+                continue
+            tensors = {key: value for key, value in state.items() if fits_safetensors(value)}
+            extra = {key: value for key, value in state.items() if key not in tensors}  # such as sparse buffers
+            if not in_chunks:
+                yield Piece(numbered_name(SAFE_WEIGHTS_NAME, index), tensors)
+            if extra:
+                yield Piece(numbered_name(EXTRA, index), extra)
+        for index, state in optimizers.items():
+            yield _object(numbered_name(OUTLINE if in_chunks else OPTIMIZER, index), state)
         for name, item in (*self.stateful, *self.samplers):
             yield _object(name, item.state_dict())
 
-    def sharded_state(
+    def chunks(
         self, weights: Mapping[int, dict[str, Any]], window_open: bool, *, is_writer: bool, every_copy: bool
-    ) -> Iterator[Piece]:
-        """Yield this process's chunks of sharded tensors and, on a writer, the files common to all processes.
+    ) -> tuple[list[Piece], dict[int, dict[str, Any]]]:
+        """Return this process's file of chunks, if it has any, and the outlines of optimizers whose tensors they hold.
 
         If checkpoints hold full models, the chunks are only gradients of an open window, and buffers of which each
         process has its own. Collective: all processes must call it.
@@ -133,37 +141,33 @@ class CheckpointContents:
         self.precision.finish_pending()
         in_shards = self.strategy.keeps_shards
         tensors: dict[str, torch.Tensor] = {}
-        common: list[Piece] = []
+        outlines: dict[int, dict[str, Any]] = {}
         if window_open and self._is_sharded:
             tensors.update({f"gradient.{name}": p.grad for name, p in self.parameters() if p.grad is not None})
         for index, state in weights.items():
-            if not in_shards:
-                tensors.update({f"buffer.{index}.{key}": value for key, value in self._own_buffers(index).items()})
-                continue
-            tensors.update({f"model.{index}.{key}": value for key, value in state.items() if fits_safetensors(value)})
-            common += self._extra(index, state)
+            own, kind = (state, "model") if in_shards else (self._own_buffers(index), "buffer")
+            tensors.update({f"{kind}.{index}.{key}": value for key, value in own.items() if fits_safetensors(value)})
         versions = count_versions(tensors) if self._is_sharded or self.strategy.own_buffers else {}
         if not in_shards:
             tensors = {n: value for n, value in tensors.items() if n.startswith("gradient.") or versions[n] > 1}
         for index, optimizer in enumerate(self.optimizers if in_shards else ()):
-            outline, state = split_optimizer(optimizer, self.name_of)
+            outlines[index], state = split_optimizer(optimizer, self.name_of)
             tensors.update({f"optimizer.{index}.{path}": value for path, value in state.items()})
-            versions.update({f"optimizer.{index}.{path}": number for path, number in outline["versions"].items()})
-            common.append(_object(numbered_name(OUTLINE, index), outline))
-        if tensors:
-            parts, table = chunks_to_write(tensors, versions, is_writer=is_writer, every_copy=every_copy)
-            node = read_int(os.environ, "GROUP_RANK", minimum=0) or 0
-            yield Piece(chunks_name(node, self.process_index), parts, table)
-        if is_writer and in_shards:
-            yield from common
-            yield from self._objects()
+            counts = outlines[index]["versions"]
+            versions.update({f"optimizer.{index}.{path}": number for path, number in counts.items()})
+        if not tensors:
+            return [], outlines
+        parts, table = chunks_to_write(tensors, versions, is_writer=is_writer, every_copy=every_copy)
+        node = read_int(os.environ, "GROUP_RANK", minimum=0) or 0
+        return [Piece(chunks_name(node, self.process_index), parts, table)], outlines
 
     def _own_buffers(self, index: int) -> dict[str, torch.Tensor]:
+        """Return the saved buffers of a model if processes do not keep them equal."""
         if not self.strategy.own_buffers:
             return {}
         model = self.strategy.unwrap(self.models[index])
         saved = model.state_dict()
-        return {name: value for name, value in model.named_buffers() if name in saved and fits_safetensors(value)}
+        return {name: value for name, value in model.named_buffers() if name in saved}
 
     @property
     def _is_sharded(self) -> bool:
@@ -182,20 +186,6 @@ class CheckpointContents:
             )
         return self._names_by_id[id(parameter)]
 
-    def _weights(self, index: int, state: dict[str, Any]) -> Iterator[Piece]:
-        if not self.safe:
-            yield Piece(numbered_name(WEIGHTS_NAME, index), state)
-            return
-        tensors = {key: value for key, value in state.items() if fits_safetensors(value)}
-        yield Piece(numbered_name(SAFE_WEIGHTS_NAME, index), tensors)
-        yield from self._extra(index, state)
-
-    def _extra(self, index: int, state: dict[str, Any]) -> Iterator[Piece]:
-        """Yield the file of what safetensors cannot hold: extra state, sparse buffers."""
-        extra = {key: value for key, value in state.items() if not fits_safetensors(value)}
-        if extra:
-            yield Piece(numbered_name(EXTRA, index), extra)
-
     def rank_state(self, step: int, window_open: bool) -> Iterator[Piece]:
         """Yield the files of this process alone: its generators, its loaders' own state, and ``step`` of its window.
 
@@ -204,7 +194,7 @@ class CheckpointContents:
         if window_open and not self._is_sharded:
             gradients = {key: p.grad for key, p in self.parameters() if p.grad is not None}
             yield Piece(gradients_name(self.process_index), self.strategy.on_host(gradients))
-        states = random_states(step, self.device)
+        states = _random_states(step, self.device)
         loaders = [getattr(loader, "own_state_dict", lambda: None)() for _, loader in self.samplers]
         if any(state is not None for state in loaders):
             states["loaders"] = loaders
@@ -220,3 +210,18 @@ class CheckpointContents:
 def _object(name: str, value: Any) -> Piece:
     """Return a file of a state dict, with NumPy's numbers as Python's."""
     return Piece(name, map_nested(lambda leaf: leaf.item() if isinstance(leaf, numpy.generic) else leaf, value))
+
+
+# The states of a process's random number generators, in Accelerate's form, in types that are safe to read.
+
+DEVICE_STATES = "torch_{}_manual_seed"  # the key of those of all devices of a type
+
+
+def _random_states(step: int, device: torch.device) -> dict[str, Any]:
+    """Return the states of Python's, NumPy's, torch's and the device's generators, and ``step``."""
+    states = {"step": step, **host_rng_state()}
+    if device.type in ("cuda", "xpu"):
+        states[DEVICE_STATES.format(device.type)] = getattr(torch, device.type).get_rng_state_all()
+    else:
+        states["device_rng"] = device_rng_state(device)
+    return states

@@ -17,7 +17,7 @@ import torch
 
 from accel.checkpoint.all_ranks import run_on_all_ranks
 from accel.checkpoint.chunks import Chunks
-from accel.checkpoint.torch_files import numpy_types
+from accel.checkpoint.files import numpy_types
 from accel.errors import CheckpointError
 from accel.state import PartialState
 from accel.tensor_files import TYPES, read_object
@@ -71,7 +71,10 @@ class DcpFolder:
         names = [name for name, path in self.paths.items() if path[0] == key and len(path) > 1 and name not in skip]
         saved = self.tensors.renamed({name: name for name in names if name in self.tensors})
         tensors = (
-            {name: torch.empty(shape, dtype=saved.dtype(name), device="meta") for name, shape in saved.shapes.items()}
+            {
+                name: torch.empty(shape, dtype=saved.first(name).dtype, device="meta")
+                for name, shape in saved.shapes.items()
+            }
             if as_outline
             else saved.gathered("")
         )

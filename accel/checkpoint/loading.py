@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from accel.checkpoint.chunks import Chunks, own_name, plan_full_optimizer, plan_module, plan_optimizer
-from accel.checkpoint.contents import CheckpointContents
+from accel.checkpoint.contents import DEVICE_STATES, CheckpointContents
 from accel.checkpoint.file_names import (
     EXTRA,
     OPTIMIZER,
@@ -22,13 +22,13 @@ from accel.checkpoint.file_names import (
     numbered_name,
     random_states_name,
 )
+from accel.checkpoint.files import fits_safetensors, numpy_types
 from accel.checkpoint.manifest import Manifest, read_manifest, unverified
-from accel.checkpoint.tensors import fits_safetensors, load_module
-from accel.checkpoint.torch_files import read_random_states, set_random_states
 from accel.checkpoint.weights import read_weights
+from accel.collectives.rng import set_device_rng_state, set_host_rng_state
 from accel.errors import CheckpointError
 from accel.logging import get_logger
-from accel.parallel.shares import is_sharded
+from accel.parallel.shares import is_sharded, is_split
 from accel.state import PartialState
 from accel.tensor_files import SafetensorsFile, read_all, read_object
 
@@ -78,42 +78,33 @@ class Loading:
         self._tensors.append(self._gradients())
         name = random_states_name(contents.process_index)
         if name in self.manifest.files:
-            self._random_states = read_random_states(self._folder / name)
+            self._random_states = _read_random_states(self._folder / name)
         return self._random_states is not None
 
     def check_weights(self, hooked: Collection[int] = ()) -> None:
         """Check the weights. ``hooked``: the numbers of the models that a hook of the script has loaded."""
         for index, number in self._weight_numbers(hooked).items():
             model, strategy = self._contents.models[index], self._contents.strategy
-            if strategy.saves(model):
-                self._check_engine(number)
-                self._tensors.append(
-                    partial(strategy.load_engine, self._folder, engine_name(number), self.manifest.num_processes)
-                )
-            else:
+            if not strategy.saves(model):
                 self._tensors += self._weights(number, strategy.unwrap(model))
-
-    def _check_engine(self, number: int) -> None:
-        """Raise `CheckpointError` if model ``number`` was not saved by an engine."""
-        if not any(name.startswith(f"{engine_name(number)}/") for name in self.manifest.files):
-            raise CheckpointError(
-                f"{self._folder}: model {number} was not saved by DeepSpeed or megatron-core: load it without "
-                "deepspeed_plugin or megatron_lm_plugin"
-            )
+                continue
+            name = engine_name(number)
+            if not any(file.startswith(f"{name}/") for file in self.manifest.files):
+                raise CheckpointError(
+                    f"{self._folder}: model {number} was not saved by DeepSpeed or megatron-core: load it without "
+                    "deepspeed_plugin or megatron_lm_plugin"
+                )
+            self._tensors.append(partial(strategy.load_engine, self._folder, name, self.manifest.num_processes))
 
     @property
     def _engine(self) -> str:
-        """The engine of a checkpoint, and the argument to load it with."""
-        by_megatron = any(name.endswith("/common.pt") for name in self.manifest.files)
-        return "megatron-core: pass megatron_lm_plugin" if by_megatron else "DeepSpeed: pass deepspeed_plugin"
-
-    @property
-    def _gathers(self) -> str:
-        """The command that gathers the weights of DeepSpeed's files, if its script is there."""
+        """The engine of a checkpoint, and how to load it; DeepSpeed leaves a script that gathers the weights."""
+        if any(name.endswith("/common.pt") for name in self.manifest.files):
+            return "megatron-core: pass megatron_lm_plugin"
         script, folder = "zero_to_fp32.py", self._folder
-        return (
-            f", or gather the weights: python {folder / script} {folder} OUT" if script in self.manifest.files else ""
-        )
+        has_script = script in self.manifest.files
+        gathering = f", or gather the weights: python {folder / script} {folder} OUT" if has_script else ""
+        return f"DeepSpeed: pass deepspeed_plugin{gathering}"
 
     def load(self) -> int | None:
         """Load what was checked; return the step of the accumulation window, ``None`` if this process saved none.
@@ -131,7 +122,9 @@ class Loading:
         for (_, loader), state in zip(self._contents.samplers, states.get("loaders", ()), strict=False):
             if state is not None and hasattr(loader, "load_own_state_dict"):
                 loader.load_own_state_dict(state)
-        set_random_states(states, self._contents.device)
+        with _fitting(random_states_name(self._contents.process_index), torch.default_generator):
+            set_host_rng_state(states)
+            set_device_rng_state(self._contents.device, _of_device(states, self._contents.device))
         return int(states["step"])
 
     def _object(self, name: str, **kwargs: Any) -> Any:
@@ -166,51 +159,36 @@ class Loading:
         return {index: index if same else position for position, index in enumerate(loaded)}
 
     def _layout(self, number: int) -> str:
-        if self.manifest.models is None:
-            return "sharded" if self._chunks.under(f"model.{number}.") else "none"
-        return self.manifest.models[number] if number < len(self.manifest.models) else "none"
+        if number < len(self.manifest.models):
+            return self.manifest.models[number]
+        return "sharded" if self._chunks.under(f"model.{number}.") else "none"
 
     def _weights(self, number: int, target: nn.Module) -> Iterator[Load]:
-        layout, name = self._layout(number), numbered_name(EXTRA, number)
+        layout, extra_name = self._layout(number), numbered_name(EXTRA, number)
         if layout == "engine":
-            raise CheckpointError(f"{self._folder}: model {number} was saved by {self._engine}{self._gathers}")
-        extra = read_object(self._folder / name) if name in self.manifest.files else {}
-        strict = self._kwargs.get("strict", True)
+            raise CheckpointError(f"{self._folder}: model {number} was saved by {self._engine}")
+        extra = read_object(self._folder / extra_name) if extra_name in self.manifest.files else {}
         if layout == "hook":
             raise CheckpointError(
                 f"{self._folder}: the weights of model {number} were saved by a hook of the script, and no hook of "
                 "this run loads them (register_load_state_pre_hook)"
             )
         if layout == "sharded" or (layout == "none" and not target.state_dict()):
-            yield plan_module(target, self._chunks, f"model.{number}.", extra, strict)
+            yield plan_module(target, self._chunks, f"model.{number}.", extra, **self._kwargs)
             return
-        state = read_weights(self._folder, number, self.manifest.files)
-        if any(is_sharded(parameter) for parameter in target.parameters()):
-            yield plan_module(target, Chunks.single_chunk(state, str(self._folder)), "", extra, strict)
-        else:
-            yield self._whole(number, target, {**state, **extra})
-        for buffer_name, buffer in target.named_buffers():
-            key = own_name(f"buffer.{number}.{buffer_name}", PartialState().num_processes)
+        state = {**read_weights(self._folder, number, self.manifest.files), **extra}
+        if all(name.startswith("module.") for name in state) and not set(state) & set(target.state_dict()):
+            state = {name.removeprefix("module."): value for name, value in state.items()}
+        tensors = {name: value for name, value in state.items() if fits_safetensors(value)}
+        rest = {name: value for name, value in state.items() if name not in tensors}
+        label = f"{self._folder}: model {number}"
+        saved = Chunks.single_chunk(tensors, f"{label} does not fit")
+        load = plan_module(target, saved, "", rest, by_module=not is_split(target), **self._kwargs)
+        yield _fitting(label, target)(load)
+        for name, buffer in target.named_buffers():
+            key = own_name(f"buffer.{number}.{name}", PartialState().num_processes)
             if key in self._chunks:
                 yield self._chunks.plan(key, buffer)
-
-    def _whole(self, number: int, target: nn.Module, state: dict[str, Any]) -> Load:
-        expected = target.state_dict()
-        if state and all(name.startswith("module.") for name in state) and not set(state) & set(expected):
-            state = {name.removeprefix("module."): value for name, value in state.items()}
-        _retie(state, expected)
-        problem = _mismatch(target, state, expected, strict=self._kwargs.get("strict", True))
-        if problem is not None:
-            raise CheckpointError(f"{self._folder}: model {number} does not fit: {problem}")
-
-        def load() -> None:
-            try:
-                load_module(target, state, **self._kwargs)
-            except RuntimeError as error:
-                detail = " ".join(str(error).split())
-                raise CheckpointError(f"{self._folder}: model {number} does not fit: {detail}") from error
-
-        return load
 
     def _gradients(self) -> Load:
         """Check the gradients of an open window: this process's own or, in another world, the mean of all."""
@@ -265,39 +243,25 @@ def _load_of(item: Any, name: str, state: Any) -> Load:
     return _fitting(name, item)(partial(item.load_state_dict, state))
 
 
-def _mismatch(module: nn.Module, state: dict[str, Any], expected: dict[str, Any], *, strict: bool) -> str | None:
-    """Return how ``state`` differs from the state dict ``expected`` of ``module``, or None.
+def _read_random_states(path: Path) -> dict[str, Any]:
+    """Return the content of a file of random states, always with ``step``. Raises `CheckpointError` if it is damaged.
 
-    Parts of the module that load by code of their own are not compared.
+    Reads Accelerate's file too, which holds NumPy arrays.
     """
-    own = [f"{name}." if name else "" for name, part in module.named_modules() if _loads_by_own_code(part)]
-
-    def compared(names: Collection[str]) -> list[str]:
-        return [name for name in names if not name.startswith(tuple(own))] if own else list(names)
-
-    lacking = compared(expected.keys() - state.keys())
-    unknown = compared(state.keys() - expected.keys())
-    if strict and (lacking or unknown):
-        return f"it lacks {min(lacking)}" if lacking else f"this run has no {min(unknown)}"
-    for name in compared([name for name in expected if name in state]):
-        saved, present = (getattr(value, "shape", None) for value in (state[name], expected[name]))
-        if saved != present:
-            return f"{name} has shape {tuple(saved or ())}, but {tuple(present or ())} in this run"
-    return None
+    states: dict[str, Any] = read_object(path, allowed=numpy_types())
+    try:
+        missing = {"torch_manual_seed", "random_state"} - states.keys()
+        if missing:
+            raise ValueError(f"it has no {min(missing)}")
+        return {**states, "step": int(states.get("step", 0))}
+    except (AttributeError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be loaded: {error}") from error
 
 
-def _loads_by_own_code(part: nn.Module) -> bool:
-    kind = type(part)
-    overridden = kind._load_from_state_dict is not nn.Module._load_from_state_dict
-    return overridden or kind.load_state_dict is not nn.Module.load_state_dict or bool(part._load_state_dict_pre_hooks)
-
-
-def _retie(state: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Add to ``state`` the tied names that it holds only under another name, as files by Accelerate do."""
-    owners: dict[tuple[int, Any], str] = {}
-    for name in expected:
-        if name in state and fits_safetensors(expected[name]) and expected[name].numel():
-            owners.setdefault((expected[name].data_ptr(), expected[name].shape), name)
-    for name, value in expected.items():
-        if name not in state and fits_safetensors(value) and (value.data_ptr(), value.shape) in owners:
-            state[name] = state[owners[value.data_ptr(), value.shape]]
+def _of_device(states: dict[str, Any], device: torch.device) -> torch.Tensor | None:
+    device_states = states.get(DEVICE_STATES.format(device.type))
+    if device_states is None:
+        return states.get("device_rng")
+    index = device.index or 0
+    state: torch.Tensor | None = device_states[index] if index < len(device_states) else None
+    return state

@@ -25,7 +25,7 @@ from accel.checkpoint.file_names import (
     random_states_name,
     rank_of_chunks,
 )
-from accel.checkpoint.torch_files import write_bytes
+from accel.checkpoint.files import write_bytes
 from accel.errors import CheckpointError
 
 SCHEMA = 3
@@ -43,15 +43,14 @@ class Manifest:
     num_processes: the number of ranks that wrote it.
     save: an id that all copies of one save share.
     files: every file, by its path in the checkpoint. Those of a checkpoint without a manifest have no checksums.
-    models, optimizers: the layout of each, in the order of `prepare`. ``models`` is None in schema 2 for models in
-        chunks, whose names tell their number.
+    models, optimizers: the layout of each, in the order of `prepare`. Schema 2 has none for models in chunks.
     states_layouts: False if they are inferred from the names of files, which other programs number otherwise.
     """
 
     num_processes: int
     save: str | None = None
     files: Mapping[str, Digest] = field(default_factory=dict)
-    models: Sequence[Layout] | None = ()
+    models: Sequence[Layout] = ()
     optimizers: Sequence[Layout] = ()
     states_layouts: bool = True
 
@@ -115,27 +114,18 @@ def unverified(folder: Path) -> Manifest:
 
 def _layouts_by_name(files: Collection[str]) -> dict[str, Any]:
     """Return the layouts of models and optimizers by the names of files, for checkpoints that do not state them."""
+
+    def are_there(index: int, *names: str) -> bool:
+        return not {numbered_name(name, index) for name in names}.isdisjoint(files)
+
     models: list[Layout] = []
-    while _has_weights(files, len(models)):
+    in_shards = (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME)
+    while are_there(len(models), SAFE_WEIGHTS_NAME, WEIGHTS_NAME, *(() if models else in_shards)):
         models.append("whole")
     optimizers: list[Layout] = []
-    while True:
-        index = len(optimizers)
-        if numbered_name(OUTLINE, index) in files:
-            optimizers.append("sharded")
-        elif numbered_name(OPTIMIZER, index) in files:
-            optimizers.append("whole")
-        else:
-            break
-    in_chunks = not models and any(rank_of_chunks(name) is not None for name in files)
-    return {"models": None if in_chunks else models, "optimizers": optimizers}
-
-
-def _has_weights(files: Collection[str], index: int) -> bool:
-    names = {numbered_name(SAFE_WEIGHTS_NAME, index), numbered_name(WEIGHTS_NAME, index)}
-    if index == 0:
-        names |= {SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME}
-    return not names.isdisjoint(files)
+    while are_there(len(optimizers), OUTLINE, OPTIMIZER):
+        optimizers.append("sharded" if are_there(len(optimizers), OUTLINE) else "whole")
+    return {"models": models, "optimizers": optimizers}
 
 
 def find_damage(folder: Path) -> str | None:

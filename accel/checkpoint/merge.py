@@ -11,9 +11,8 @@ from accel.checkpoint.chunks import Chunks
 from accel.checkpoint.dcp import DcpFolder
 from accel.checkpoint.durable import fsync, reporting_full_disk
 from accel.checkpoint.file_names import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
+from accel.checkpoint.files import refuse_unsavable, replacing, write_object, write_tensors
 from accel.checkpoint.manifest import find_changed_file, inspect
-from accel.checkpoint.tensors import refuse_unsavable, write_tensors
-from accel.checkpoint.torch_files import replacing, write_object
 from accel.errors import CheckpointError
 
 

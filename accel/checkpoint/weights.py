@@ -23,8 +23,16 @@ from accel.checkpoint.file_names import (
     numbered_name,
     shard_name,
 )
-from accel.checkpoint.tensors import file_order, refuse_unsavable, untie, write_tensors
-from accel.checkpoint.torch_files import numpy_types, replacing, write_bytes, write_object
+from accel.checkpoint.files import (
+    file_order,
+    numpy_types,
+    refuse_unsavable,
+    replacing,
+    untie,
+    write_bytes,
+    write_object,
+    write_tensors,
+)
 from accel.errors import ArgumentError, CheckpointError
 from accel.parallel.shares import full_tensor, is_sharded
 from accel.state import PartialState

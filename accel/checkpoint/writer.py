@@ -8,27 +8,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, TypeAlias
+from typing import IO, Any
 
+from accel.checkpoint import directory
 from accel.checkpoint.all_ranks import Result, call_roll, new_gloo_group, run_on_all_ranks
 from accel.checkpoint.background import Background, Staging
 from accel.checkpoint.contents import CheckpointContents, Piece
-from accel.checkpoint.directory import (
-    delete_abandoned,
-    discard,
-    drafts,
-    fsync_folders,
-    is_half_replaced,
-    numbered,
-    publish,
-    recover,
-    remove,
-    start_draft,
-)
 from accel.checkpoint.durable import digest_of, fsync, reporting_full_disk
 from accel.checkpoint.file_names import CHECKPOINT_PREFIX, LOCK, MANIFEST, OWN_NAMES, random_states_name
 from accel.checkpoint.loading import Loading
-from accel.checkpoint.manifest import Layout, Manifest, find_changed_file, inspect, unverified, write_manifest
+from accel.checkpoint.manifest import Manifest, find_changed_file, inspect, unverified, write_manifest
 from accel.checkpoint.weights import is_writer
 from accel.errors import CheckpointError
 from accel.logging import get_logger
@@ -83,24 +72,54 @@ class Copy:
     missing: bool = False
 
 
-def copy_in(path: Path, num_processes: int) -> Copy:
+def find_copy(path: Path, num_processes: int, *, by_accel: bool) -> Copy:
     """Return this node's copy of the checkpoint in ``path``, checked only by file lengths.
 
-    A node without a copy uses node 0's if another number of processes wrote that.
+    A node without a copy uses node 0's if another number of processes wrote that. With ``by_accel`` a checkpoint of
+    another program has a problem.
     """
-    folder = environment.own_copy(path)
+    folder = own = environment.own_copy(path)
+    recovered = directory.recover(own)
+    if recovered is not None:
+        logger.warning(recovered)
     if not folder.is_dir() and folder != path:
         shared, _ = inspect(path)
         folder = folder if shared is None or shared.num_processes == num_processes else path
+    unfinished = directory.drafts(own)
+    hint = f" (only {unfinished[0].name}, which is incomplete)" if unfinished else ""
     if not folder.is_dir():
-        return Copy(folder=str(folder), problem=f"{folder} does not exist")
+        exists = os.path.lexists(folder)
+        return Copy(
+            folder=str(folder),
+            problem=f"{folder} {'is not a directory' if exists else 'does not exist'}{hint}",
+            missing=not unfinished and not exists,
+        )
     manifest, problem = inspect(folder)
-    return Copy(folder=str(folder), save=manifest.save if manifest else None, problem=problem)
+    copy = Copy(folder=str(folder), save=manifest.save if manifest else None, problem=problem)
+    if problem is None or by_accel or (folder / MANIFEST).exists():
+        return copy
+    if directory.is_half_replaced(own):
+        return replace(copy, problem=f"{problem}{hint}")
+    manifest = unverified(folder)
+    own_name = next(filter(OWN_NAMES.fullmatch, manifest.files), None)
+    if own_name is not None:
+        return replace(copy, problem=f"{problem}, but {own_name}, which only accel writes: it is incomplete")
+    if not (manifest.models or manifest.optimizers or manifest.num_processes):
+        return replace(copy, problem=f"{folder} holds no checkpoint{hint}", missing=not unfinished)
+    logger.warning(f"{problem}: it was not written by accel and cannot be verified")
+    return replace(copy, problem=None)
+
+
+def _disagreement(copies: Sequence[Copy]) -> str | None:
+    """Return one line on why the nodes' copies are not one complete checkpoint, or None if they are."""
+    problem = next((copy.problem for copy in copies if copy.problem is not None), None)
+    other = next((copy for copy in copies if copy.save != copies[0].save), None)
+    if problem is None and other is not None:
+        problem = f"{other.folder} and {copies[0].folder} are from different saves"
+    return problem
 
 
 # The writer.
-
-Layouts: TypeAlias = tuple[list[Layout], list[Layout]]  # of models and optimizers
 
 
 class Checkpoints:
@@ -146,7 +165,7 @@ class Checkpoints:
     def save(
         self,
         final: Path,
-        run_hooks: Callable[[Path], Layouts],
+        run_hooks: Callable[[Path], Manifest],
         collect: Callable[[], Sequence[Piece]],
         *,
         background: bool = False,
@@ -154,7 +173,7 @@ class Checkpoints:
     ) -> None:
         """Write a checkpoint to ``final`` from the files that ``collect`` returns and those by hooks in the draft.
 
-        ``run_hooks``: runs the hooks with the draft, and returns the layouts for the manifest.
+        ``run_hooks``: runs the hooks with the draft, and returns the manifest without files.
 
         When this returns or raises, ``final`` is complete: the new checkpoint or the old one. With ``background`` it
         returns once the state is copied and writes in the background; `wait` raises its error. ``prune`` then deletes
@@ -164,14 +183,13 @@ class Checkpoints:
         self.wait()
         final = environment.own_copy(final.resolve())
         drafts_by_rank = self._saving(final, lambda: self._start(final))
-        writers = self._writers(drafts_by_rank)
-        ranks = [rank for rank, writer in enumerate(writers) if writer == writers[self.state.process_index]]
-        draft = Path(str(drafts_by_rank[ranks[0]]))
+        peers = self._peers(drafts_by_rank)
+        draft = Path(str(drafts_by_rank[peers[0]]))
         staged: list[Piece] = []
         with self._discarding(draft, final):
             hooks = self._saving(final, lambda: _run_hooks(draft, run_hooks))
-            layouts, names = hooks[ranks[0]][0], {name for rank in ranks for name in hooks[rank][1]}
-            save = str(drafts_by_rank[0])[-8:]
+            names = {name for rank in peers for name in hooks[rank][1]}
+            manifest = replace(hooks[peers[0]][0], save=str(drafts_by_rank[0])[-8:])
             if background:
                 self._group = self._group or new_gloo_group()
                 self._staging = self._staging or Staging(self.state.device)
@@ -181,18 +199,22 @@ class Checkpoints:
             """Write the files, agree that all are written, and publish."""
             with self._discarding(draft, final):
                 written = self._saving(final, lambda: {p.name: p.write(draft) for p in pieces()}, group)
-                digests = {name: digest for rank in ranks for name, digest in written[rank].items()}
-                size = self.state.num_processes
-                manifest = Manifest(
-                    num_processes=size, save=save, files=digests, models=layouts[0], optimizers=layouts[1]
+                files = {name: digest for rank in peers for name, digest in written[rank].items()}
+                self._saving(
+                    final, lambda: self._publish(draft, final, replace(manifest, files=files), names, prune), group
                 )
-                self._saving(final, lambda: self._publish(draft, final, manifest, names, prune), group)
                 self._last = final
 
         if background:
             self._background.start(lambda: finish(lambda: staged, self._group))
         else:
             finish(collect, None)
+
+    def _peers(self, results: Sequence[Any]) -> range:
+        """Return the ranks that share this process's copy, its writer first. Only a writer's result is not None."""
+        writers, rank = [rank for rank, result in enumerate(results) if result is not None], self.state.process_index
+        first = max(writer for writer in writers if writer <= rank)
+        return range(first, min((writer for writer in writers if writer > rank), default=len(results)))
 
     def _saving(self, final: Path, action: Callable[[], Result], group: Any = None) -> list[Result]:
         """Run one step of saving a checkpoint in ``final`` with `run_on_all_ranks`."""
@@ -203,7 +225,7 @@ class Checkpoints:
         if not self.is_writer:
             return None
         check_fence()  # before start_draft deletes drafts that look abandoned
-        draft, self._lock = start_draft(final)
+        draft, self._lock = directory.start_draft(final)
         return str(draft)
 
     def _copied(self, pieces: Sequence[Piece]) -> list[Piece]:
@@ -219,19 +241,8 @@ class Checkpoints:
         except BaseException:
             if self._lock is not None:
                 self._lock.close()
-                discard(draft, final)
+                directory.discard(draft, final)
             raise
-
-    def _writers(self, results: Sequence[Any]) -> list[int]:
-        """Return the rank of each process's writer: the last up to it with a result."""
-        writers = [rank for rank, result in enumerate(results) if result is not None]
-        return [max(writer for writer in writers if writer <= rank) for rank in range(len(results))]
-
-    def _writer_result(self, results: Sequence[Result | None]) -> Result:
-        """Return the result of this process's writer."""
-        result = results[self._writers(results)[self.state.process_index]]
-        assert result is not None
-        return result
 
     def _publish(self, draft: Path, final: Path, manifest: Manifest, by_hooks: set[str], prune: bool) -> None:
         if not self.is_writer:
@@ -241,109 +252,71 @@ class Checkpoints:
             fsync(draft / name)
         files = {name: digest_of(draft / name) for name in by_hooks}
         manifest = replace(manifest, files={**manifest.files, **files})
-        fsync_folders(draft, manifest.files)
+        directory.fsync_folders(draft, manifest.files)
         write_manifest(draft, manifest)
         _, problem = inspect(draft)
         if problem is not None:
             raise CheckpointError(problem)
         check_fence()
-        publish(draft, final, self._lock)
+        directory.publish(draft, final, self._lock)
         if not prune:
             return
-        checkpoints = numbered(final.parent, CHECKPOINT_PREFIX)
-        delete_abandoned(final, CHECKPOINT_PREFIX)
+        checkpoints = directory.numbered(final.parent, CHECKPOINT_PREFIX)
+        directory.delete_abandoned(final, CHECKPOINT_PREFIX)
         if self.config.total_limit is not None:
             for _, folder in checkpoints[: -self.config.total_limit]:
-                remove(folder)
+                directory.remove(folder)
 
     def find(self, requested: Path | None, *, missing_ok: bool = False) -> Path | None:
-        """Return the verified checkpoint in ``requested``, by default the newest complete one with an automatic name.
+        """Return the verified checkpoint in ``requested``, by default the newest with an automatic name.
 
-        With ``missing_ok``, return None if there is none. Raises `CheckpointError` naming the file that is missing or
-        damaged.
+        A checkpoint is a complete copy of the same save on every node. With ``missing_ok``, return None if there is
+        none. Raises `CheckpointError` naming the file that is missing or damaged.
         """
         call_roll("load_state")
         self.wait()
-        if requested is None:
-            return self._newest(missing_ok)
-        copies = self._verified(lambda: self._find(requested))
-        if missing_ok and all(copy.missing for copy in copies if copy is not None):
-            return None
-        problem = _disagreement(copies)
-        if problem is not None:
-            raise CheckpointError(f"loading a checkpoint: {problem}")
-        return Path(self._writer_result(copies).folder)
-
-    def _copies(self, find: Callable[[], Result]) -> list[Result | None]:
-        """Return the results of ``find`` on the writers, and None for other processes, in rank order."""
-        return run_on_all_ranks("loading a checkpoint", lambda: find() if self.is_writer else None)
-
-    def _verified(self, find: Callable[[], Copy]) -> list[Copy | None]:
-        """Return the writers' copies after reading every file: each process reads its part of its writer's copy."""
-        copies = self._copies(find)
-        writer_ranks = self._writers(copies)
-        copy, writer_rank = self._writer_result(copies), writer_ranks[self.state.process_index]
-        part, parts = self.state.process_index - writer_rank, writer_ranks.count(writer_rank)
-        problems = run_on_all_ranks(
-            "loading a checkpoint", lambda: copy.problem or find_changed_file(Path(copy.folder), part, parts)
-        )
-        for writer, problem in zip(writer_ranks, problems, strict=True):
-            node_copy = copies[writer]
-            if node_copy is not None and node_copy.problem is None and problem is not None:
-                copies[writer] = replace(node_copy, problem=problem)
-        return copies
-
-    def _find(self, requested: Path) -> Copy:
-        path = environment.own_copy(requested.resolve())
-        recovered = recover(path)
-        if recovered is not None:
-            logger.warning(recovered)
-        copy = copy_in(requested.resolve(), self.state.num_processes)
-        folder = Path(copy.folder)
-        unfinished = drafts(path)
-        hint = f" (only {unfinished[0].name}, which is incomplete)" if unfinished else ""
-        if not folder.is_dir():
-            name = requested if folder == requested.resolve() else folder
-            missing = not unfinished and not os.path.lexists(folder)
-            problem = "is not a directory" if os.path.lexists(folder) else "does not exist"
-            return replace(copy, problem=f"{name} {problem}{hint}", missing=missing)
-        if copy.problem is None:
-            return copy
-        half_replaced = is_half_replaced(path)
-        if half_replaced or (folder / MANIFEST).exists():
-            raise CheckpointError(f"{copy.problem}{hint if half_replaced else ''}")
-        manifest = unverified(folder)
-        own_name = next(filter(OWN_NAMES.fullmatch, manifest.files), None)
-        if own_name is not None:
-            raise CheckpointError(
-                f"{folder} has no {MANIFEST}, but {own_name}, which only accel writes: it is incomplete"
-            )
-        if not (manifest.models or manifest.optimizers or manifest.num_processes):
-            return replace(copy, problem=f"{folder} holds no checkpoint{hint}", missing=not unfinished)
-        logger.warning(f"{folder} has no {MANIFEST}: it was not written by accel and cannot be verified")
-        return replace(copy, problem=None)
-
-    def _newest(self, missing_ok: bool) -> Path | None:
-        """Return the newest checkpoint with a complete copy of the same save on every node."""
-        checkpoints = self.config.checkpoints.resolve()
-        numbers_by_rank = self._copies(
-            lambda: [number for number, _ in numbered(environment.own_copy(checkpoints), CHECKPOINT_PREFIX)]
-        )
+        copies: list[Copy] = []
         problems: list[str] = []
-        for number in sorted({number for numbers in numbers_by_rank for number in numbers or ()}, reverse=True):
-            path = self.config.checkpoints / f"{CHECKPOINT_PREFIX}{number}"
-            copies = self._verified(partial(copy_in, path.resolve(), self.state.num_processes))
+        for path in self._automatic_paths() if requested is None else [requested]:
+            copies = self._verified(path.resolve(), by_accel=requested is None)
             problem = _disagreement(copies)
             if problem is None:
                 for reason in problems:
                     logger.warning(f"skipped: {reason}")
-                return Path(self._writer_result(copies).folder)
+                return Path(copies[self.state.process_index].folder)
             problems.append(problem)
-            self._skipped.add(path)
-        if missing_ok and not problems:
+            if requested is None:
+                self._skipped.add(path)
+        if missing_ok and all(copy.missing for copy in copies):
             return None
-        detail = f": {'; '.join(problems)}" if problems else ""
-        raise CheckpointError(f"loading a checkpoint: {self.config.checkpoints} holds no complete checkpoint{detail}")
+        problem = "; ".join(problems)
+        if requested is None:
+            problem = f"{self.config.checkpoints} holds no complete checkpoint{problem and f': {problem}'}"
+        raise CheckpointError(f"loading a checkpoint: {problem}")
+
+    def _on_writers(self, action: Callable[[], Any]) -> list[Any]:
+        """Return the results of ``action`` on the writers, and None for other processes, in rank order."""
+        return run_on_all_ranks("loading a checkpoint", lambda: action() if self.is_writer else None)
+
+    def _automatic_paths(self) -> list[Path]:
+        """Return the paths of all automatically named checkpoints on any node, the newest first."""
+        folder = environment.own_copy(self.config.checkpoints.resolve())
+        by_rank = self._on_writers(lambda: [number for number, _ in directory.numbered(folder, CHECKPOINT_PREFIX)])
+        numbers = {number for numbers in by_rank for number in numbers or ()}
+        return [self.config.checkpoints / f"{CHECKPOINT_PREFIX}{number}" for number in sorted(numbers, reverse=True)]
+
+    def _verified(self, path: Path, *, by_accel: bool) -> list[Copy]:
+        """Return each process's copy of ``path`` after reading every file: each reads its part of its node's copy."""
+        copies = self._on_writers(lambda: find_copy(path, self.state.num_processes, by_accel=by_accel))
+        peers = self._peers(copies)
+        copy: Copy = copies[peers[0]]
+        part = peers.index(self.state.process_index)
+
+        def verify() -> Copy:
+            problem = copy.problem or find_changed_file(Path(copy.folder), part, len(peers))
+            return replace(copy, problem=problem)
+
+        return run_on_all_ranks("loading a checkpoint", verify)
 
     def load(
         self,
@@ -376,23 +349,13 @@ class Checkpoints:
         return steps[self.state.process_index] or steps[0] or 0
 
 
-def _disagreement(copies: Sequence[Copy | None]) -> str | None:
-    """Return one line on why the nodes' copies are not one complete checkpoint, or None if they are."""
-    node_copies = [copy for copy in copies if copy is not None]
-    problem = next((copy.problem for copy in node_copies if copy.problem is not None), None)
-    other_folder = next((copy.folder for copy in node_copies if copy.save != node_copies[0].save), None)
-    if problem is None and other_folder is not None:
-        problem = f"{other_folder} and {node_copies[0].folder} are from different saves"
-    return problem
-
-
-def _run_hooks(draft: Path, run_hooks: Callable[[Path], Layouts]) -> tuple[Layouts, list[str]]:
+def _run_hooks(draft: Path, run_hooks: Callable[[Path], Manifest]) -> tuple[Manifest, list[str]]:
     """Return the result of ``run_hooks`` and the names of the files that the hooks left in the draft."""
     if not draft.is_dir():
         raise CheckpointError(
             f"{draft.parent} is not shared with process 0's node: use a shared file system, or "
             "ProjectConfiguration(save_on_each_node=True) for a copy on each node"
         )
-    layouts = run_hooks(draft)
+    manifest = run_hooks(draft)
     paths = (path for path in draft.rglob("*") if path.is_file() and path != draft / LOCK)
-    return layouts, [str(path.relative_to(draft)) for path in paths]
+    return manifest, [str(path.relative_to(draft)) for path in paths]

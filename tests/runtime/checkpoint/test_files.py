@@ -16,9 +16,8 @@ from torch import nn
 from accel import Accelerator
 from accel.checkpoint.durable import Digest
 from accel.checkpoint.file_names import MANIFEST
+from accel.checkpoint.files import write_object, write_tensors
 from accel.checkpoint.manifest import Manifest, read_manifest, write_manifest
-from accel.checkpoint.tensors import write_tensors
-from accel.checkpoint.torch_files import write_object
 from accel.errors import CheckpointError
 from accel.tensor_files import SafetensorsFile, read_object
 

@@ -18,8 +18,8 @@ import pytest
 from accel.checkpoint.directory import discard, drafts, numbered, publish, recover, remove, start_draft
 from accel.checkpoint.durable import DurableFile
 from accel.checkpoint.file_names import MANIFEST
+from accel.checkpoint.files import write_bytes
 from accel.checkpoint.manifest import Manifest, find_damage, read_manifest, write_manifest
-from accel.checkpoint.torch_files import write_bytes
 from accel.checkpoint.weights import read_weights, save_weights
 from accel.errors import CheckpointError
 from tests.marks import long

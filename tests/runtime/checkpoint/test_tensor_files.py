@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from accel import Accelerator, tensor_files
+from accel.checkpoint.chunks import load_module
 from accel.checkpoint.file_names import MANIFEST
+from accel.checkpoint.files import write_object, write_tensors
 from accel.checkpoint.merge import merge_fsdp_weights
-from accel.checkpoint.tensors import load_module, write_tensors
-from accel.checkpoint.torch_files import write_object
 from accel.errors import CheckpointError
 from accel.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel.tensor_files import SafetensorsFile, StoredTensor, cut, read_object
@@ -274,7 +274,7 @@ def test_types_that_safetensors_has_and_what_it_lacks(tmp_path: Path) -> None:
 
 
 def test_a_header_that_safetensors_would_refuse_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("accel.checkpoint.tensors.MAX_HEADER", 150)
+    monkeypatch.setattr("accel.checkpoint.files.MAX_HEADER", 150)
     write_tensors(tmp_path / "a", {"a": torch.ones(1)})
     with pytest.raises(CheckpointError, match=r"^b: the names and shapes of its 9 tensors take \d+ bytes"):
         write_tensors(tmp_path / "b", {str(name): torch.ones(1) for name in range(9)})

@@ -1,19 +1,22 @@
-"""Files of tensors in the safetensors format, and the loading of their tensors into a module."""
+"""Files of tensors in the safetensors format, and files of objects: `torch.save` writes these."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.serialization import config
 
 from accel.checkpoint.durable import Digest, DurableFile, write_durably
 from accel.errors import AccelError, CheckpointError
 from accel.parallel.shares import is_sharded
-from accel.tensor_files import MAX_HEADER, TYPES, StoredTensor, alias_metadata
+from accel.tensor_files import MAX_HEADER, TYPES, alias_metadata
 
 _ALIGNMENT = 64  # as torch aligns memory
 
@@ -111,19 +114,66 @@ def untie(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor],
 
 def identity(tensor: torch.Tensor) -> Any:
     """Return a key that is equal for tensors that are the same view of the same memory."""
-    if is_sharded(tensor) or tensor.layout is not torch.strided:  # this process's part may be empty
-        return id(tensor)
+    if is_traceable_wrapper_subclass(tensor) or tensor.layout is not torch.strided or tensor.is_meta:
+        return id(tensor)  # it has no memory, or several
     view = tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
     return tensor.device, tensor.data_ptr(), view
 
 
-def load_module(module: torch.nn.Module, state: dict[str, Any], **kwargs: Any) -> Any:
-    """Call ``module.load_state_dict`` with a ``state`` that may hold stored tensors."""
-    if kwargs.get("assign"):
-        state = {key: value.loaded() if isinstance(value, StoredTensor) else value for key, value in state.items()}
-    result = module.load_state_dict(state, **kwargs)
-    for part in module.modules():  # code of a module may have kept what it got
-        holders: tuple[dict[str, Any], ...] = (vars(part), part._parameters, part._buffers)
-        for held in holders:
-            held.update({key: value.loaded() for key, value in held.items() if isinstance(value, StoredTensor)})
-    return result
+# Files of objects, which `accel.tensor_files.read_object` reads.
+
+
+def write_bytes(path: Path, data: bytes) -> Digest:
+    """Write ``data`` to a new file and flush it to the disk."""
+    return write_durably(path, lambda file: file.write(data))
+
+
+def write_object(path: Path, value: Any) -> Digest:
+    """Write ``value``, of any type, with `torch.save`."""
+    pinned = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    with config.patch("save.use_pinned_memory_for_d2h", pinned):  # type: ignore[attr-defined]
+        return write_durably(path, lambda file: torch.save(value, file))  # type: ignore[arg-type]
+
+
+def write_safe_object(path: Path, value: Any) -> Digest:
+    """Write ``value`` so that `read_object` can read it.
+
+    Raises `CheckpointError` for a type that `read_object` would refuse.
+    """
+    # The manifest has the file's checksums, so torch need not compute those of the zip format too.
+    with config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
+        digest = write_object(path, value)
+    unsafe_globals = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    if unsafe_globals:
+        raise CheckpointError(
+            f"{path.name} would hold {', '.join(sorted(set(unsafe_globals)))}, which cannot be loaded safely: "
+            "keep tensors, numbers, strings, lists, tuples and dicts in a state_dict"
+        )
+    return digest
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a draft path next to ``path``, and rename it to ``path`` when the block ends.
+
+    If the block fails the draft is deleted.
+    """
+    draft = path.with_name(f".{path.name}.draft")
+    draft.unlink(missing_ok=True)
+    try:
+        yield draft
+        os.replace(draft, path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def numpy_types() -> list[Any]:
+    """Return the types in a pickled NumPy array: numbers and dtypes, nothing that runs code."""
+    import codecs
+
+    import numpy
+
+    core = numpy.__dict__.get("_core") or numpy.core
+    kinds = [numpy.ndarray, numpy.dtype, core.multiarray._reconstruct, core.multiarray.scalar, codecs.encode]
+    return kinds + [type(numpy.dtype(kind)) for kind in ("uint32", "int64", "float64")]
