@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 
 import torch
 
 from accel.checkpoint.chunks import Chunks
 from accel.checkpoint.dcp import DcpFolder
-from accel.checkpoint.durable import fsync, reporting_full_disk
+from accel.checkpoint.durable import reporting_full_disk
 from accel.checkpoint.file_names import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
-from accel.checkpoint.files import refuse_unsavable, replacing, write_object, write_tensors
-from accel.checkpoint.manifest import find_changed_file, inspect
+from accel.checkpoint.files import refuse_unsavable
+from accel.checkpoint.manifest import find_damage, read_manifest
+from accel.checkpoint.weights import save_weights
 from accel.errors import CheckpointError
 
 
@@ -24,10 +26,10 @@ def merge_fsdp_weights(
 ) -> Path:
     """Merge ``checkpoint_dir`` into ``output_path``/model.safetensors or pytorch_model.bin, and return that path.
 
-    Only tensors are read: no code in the checkpoint runs. The file is written atomically, and the checkpoint is
-    removed only afterwards. The weights are held in memory once. A checkpoint by `Accelerator.save_state` is never
-    removed, as it holds more than weights, and only its first model is read. Raises `CheckpointError`, with
-    nothing written.
+    Only tensors are read: no code in the checkpoint runs. The file is written atomically, as by `save_weights`, and the
+    checkpoint is removed only afterwards. The weights are held in memory once. A checkpoint by
+    `Accelerator.save_state` is never removed, as it holds more than weights, and only its first model is read. Raises
+    `CheckpointError`, with nothing written.
     """
     source, folder = Path(checkpoint_dir), Path(output_path)
     by_accel = (source / "chunks").is_dir()
@@ -38,22 +40,17 @@ def merge_fsdp_weights(
     state = _read_chunks(source) if by_accel else _read_dcp(source)
     if safe_serialization:
         refuse_unsavable(state, str(source), ": use --unsafe_serialization")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except FileExistsError:
-        raise CheckpointError(f"{folder} is a file: pass a directory for the merged weights") from None
-    path = folder / (SAFE_WEIGHTS_NAME if safe_serialization else WEIGHTS_NAME)
-    with reporting_full_disk(), replacing(path) as draft:
-        (write_tensors if safe_serialization else write_object)(draft, state)
-    fsync(folder)
+    if folder.is_file():
+        raise CheckpointError(f"{folder} is a file: pass a directory for the merged weights")
+    with reporting_full_disk():
+        save_weights(state, folder, sys.maxsize, safe_serialization)
     if remove_checkpoint_dir:
         shutil.rmtree(source)
-    return path
+    return folder / (SAFE_WEIGHTS_NAME if safe_serialization else WEIGHTS_NAME)
 
 
 def _read_chunks(folder: Path) -> dict[str, torch.Tensor]:
-    manifest, problem = inspect(folder)
-    problem = problem or find_changed_file(folder)
+    problem, manifest = find_damage(folder), read_manifest(folder)
     if problem is not None or manifest is None:
         raise CheckpointError(problem)
     state = Chunks.in_folder(folder, manifest.files).gathered("model.0.")
