@@ -43,7 +43,7 @@ class DataParallel(Strategy):
         if data_parallel(model) is not None or not any(p.requires_grad for p in model.parameters()):
             return model
         if is_split(model):  # it reduces its gradients itself
-            check_spread(model, {"tp": 1})
+            check_spread(model, tp_size=1)
             return model
         device = self.state.device
         ids = [device] if device.type in ("cuda", "xpu") else None

@@ -16,7 +16,7 @@ from torch import nn
 
 from accel import collectives
 from accel.errors import ArgumentError
-from accel.parallel.units import aliases
+from accel.parallel.units import aliases, set_parameter
 
 _SHORT = (torch.float16, torch.bfloat16)
 _TRIM_BYTES = 64 << 20  # bytes of weights; returning memory takes a tenth of the time that sharding them does
@@ -74,7 +74,7 @@ class WeightMaterializer:
         for parameter in parameters:
             names = self.names[parameter]
             current = next((p for p in map(self.model.get_parameter, names) if not p.is_meta), parameter)
-            self._put(names, self._new_parameter(current, parameter))
+            set_parameter(self.model, names, self._new_parameter(current, parameter))
 
     def materialize_buffers(self) -> None:
         """Put all buffers, which are not sharded, on the device, with their values."""
@@ -101,11 +101,6 @@ class WeightMaterializer:
         parameter = nn.Parameter(value.to(self.dtype(original)), requires_grad=original.requires_grad)
         vars(parameter).update(vars(original))
         return parameter
-
-    def _put(self, names: Iterable[str], parameter: nn.Parameter) -> None:
-        for name in names:
-            owner, _, key = name.rpartition(".")
-            self.model.get_submodule(owner)._parameters[key] = parameter
 
     def _initialise(self, names: list[str]) -> None:
         """Initialize the module of a parameter that has no value even on the main process."""

@@ -31,8 +31,7 @@ from accel.parallel.shares import (
     refuse_versions,
     reshard,
 )
-from accel.parallel.tensor import check_spread, copy_views, split_layers, tie_again
-from accel.parallel.tensor_plans import find_styles
+from accel.parallel.tensor import check_spread, copy_views, find_styles, split_layers
 from accel.parallel.units import (
     check_class_names,
     find_units,
@@ -158,7 +157,7 @@ class Sharded(Strategy):
         self._models[self.unwrap(model)] = None
         if is_split(self.unwrap(model)):
             if not _is_sharded_model(self.unwrap(model)) or self.mesh.sizes["tp"] > 1:
-                check_spread(self.unwrap(model), self.mesh.sizes)
+                check_spread(self.unwrap(model), self.mesh.sizes["tp"])
             return model
         if self.mesh.sizes["dp_shard"] > 1 and not self._has_plugin:
             raise ArgumentError(
@@ -191,8 +190,8 @@ class Sharded(Strategy):
             weights.materialize(members[name])
             if styles:
                 own_styles = {layer: styles[layer] for layer in styles if unit_of(f"{layer}.", members) == name}
-                split_layers(model, own_styles, self.mesh["tp"])
-                tie_again(model, [weights.names[parameter] for parameter in members[name]])
+                own_names = {parameter: weights.names[parameter] for parameter in members[name]}
+                split_layers(model, own_styles, self.mesh["tp"], own_names)
             if sharding is None:
                 continue
             gather_in_8_bits(model, [weights.names[parameter] for parameter in members[name]])

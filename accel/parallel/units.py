@@ -64,6 +64,13 @@ def aliases(model: nn.Module) -> dict[torch.nn.Parameter, list[str]]:
     return dict(by_id.values())
 
 
+def set_parameter(model: nn.Module, names: Iterable[str], parameter: nn.Parameter) -> None:
+    """Give ``model`` one ``parameter`` under all of its ``names``."""
+    for name in names:
+        owner, _, key = name.rpartition(".")
+        model.get_submodule(owner)._parameters[key] = parameter
+
+
 def ignored_parameters(model: nn.Module, ignored: Any) -> set[nn.Parameter]:
     """Return the parameters of ``model`` in ``ignored``: modules, or a regular expression for modules' full names.
 
