@@ -44,6 +44,12 @@ class DataParallel(Strategy):
             return model
         if is_split(model):  # it reduces its gradients itself
             check_spread(model, tp_size=1)
+            if getattr(model, "is_distributed_loading_by_transformers", False):
+                size = self.state.num_processes
+                raise ArgumentError(
+                    f"prepare: from_pretrained has sharded the {type(model).__name__} over {size} processes: pass "
+                    f"parallelism_config=ParallelismConfig(dp_shard_size={size}) to the Accelerator"
+                )
             return model
         device = self.state.device
         ids = [device] if device.type in ("cuda", "xpu") else None

@@ -156,8 +156,7 @@ class Sharded(Strategy):
             )
         self._models[self.unwrap(model)] = None
         if is_split(self.unwrap(model)):
-            if not _is_sharded_model(self.unwrap(model)) or self.mesh.sizes["tp"] > 1:
-                check_spread(self.unwrap(model), self.mesh.sizes["tp"])
+            check_spread(self.unwrap(model), self.mesh.sizes["tp"])
             return model
         if self.mesh.sizes["dp_shard"] > 1 and not self._has_plugin:
             raise ArgumentError(

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor.parallel import ColwiseParallel
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel import Accelerator, set_seed
@@ -23,7 +24,7 @@ from accel.plugins.parallelism import ParallelismConfig
 from accel.state import AcceleratorState
 from tests.runtime.worlds import run, run_one
 
-from .training import decoder, train
+from .training import WIDTH, WORDS, decoder, train
 
 PLAN: Any = {
     "embed": "rowwise",
@@ -76,6 +77,25 @@ class Layer(nn.Module):
         return result  # a view, on which a script may compute in place
 
 
+class Norm(nn.Module):
+    """A norm of the process's part of the sequence, between layers that are split by features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(WORDS, WIDTH), nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WORDS)
+        self.tp_plan: Any = {
+            "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+            "norm": "sequence_parallel",
+            "up": ColwiseParallel(input_layouts=Shard(1)),
+            "down": "rowwise",
+        }
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.down(torch.relu(self.up(self.norm(self.embed(words)))))
+        return result
+
+
 def _accelerator(mesh: str | None, **how: Any) -> Any:
     AcceleratorState._reset_state()
     os.environ.pop("ACCELERATE_USE_FSDP", None)  # an earlier plugin's
@@ -122,6 +142,11 @@ def _all(mesh: str | None) -> dict[str, Any]:
     for kind in (2.0, float("inf")):
         model, optimizer = _decoder(accelerator, torch.optim.SGD, lr=0.5, momentum=0.9)
         seen[f"SGD {kind}"] = train(accelerator, model, optimizer, clip=0.3, norm_type=kind)
+    if mesh != "tp 4":  # whose processes cannot have equal parts of 6 words
+        torch.manual_seed(accelerator.process_index)
+        norm = Norm().double()
+        prepared = accelerator.prepare(norm, torch.optim.AdamW(norm.parameters(), lr=0.02))
+        seen["norm"] = train(accelerator, *prepared, clip=0.3)
     seen |= _epoch(accelerator)
     set_seed(0, device_specific=True)
     ranks = accelerator.tensor_parallel_rank, accelerator.data_parallel_rank, accelerator.data_parallel_shard_rank

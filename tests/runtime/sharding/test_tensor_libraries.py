@@ -43,6 +43,13 @@ def _model(kind: str, **more: Any) -> Any:
     return transformers.LlamaForCausalLM(config)
 
 
+def _loaded(path: str, **spread: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    return AutoModelForCausalLM.from_pretrained(path, distributed_config=DistributedConfig(**spread))
+
+
 def _train(accelerator: Any, model: Any) -> list[float]:
     """The losses and norms of four steps of the same batches on every mesh."""
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
@@ -76,9 +83,6 @@ def _reset() -> None:
 def _split(folder: str, kinds: tuple[str, ...], plugin: Plugin | None, spread: dict[str, Any]) -> dict[str, Any]:
     """Models split by `prepare`; and two that `from_pretrained` has spread over the same mesh."""
     warnings.simplefilter("ignore")
-    from transformers import AutoModelForCausalLM
-    from transformers.distributed.configuration_utils import DistributedConfig
-
     sizes: dict[str, Any] = {"dp_shard_size": spread["fsdp_size"]} if "fsdp_size" in spread else {}
     config = ParallelismConfig(tp_size=2, **sizes)
     accelerator = Accelerator(fsdp_plugin=plugin, parallelism_config=config)
@@ -89,10 +93,7 @@ def _split(folder: str, kinds: tuple[str, ...], plugin: Plugin | None, spread: d
         if kind == "tied":
             assert model.lm_head.weight is model.model.embed_tokens.weight
     for kind in ("llama", "experts"):
-        loaded = AutoModelForCausalLM.from_pretrained(
-            f"{folder}/{kind}", distributed_config=DistributedConfig(**spread)
-        )
-        seen[f"{kind} loaded"] = _train(accelerator, loaded)
+        seen[f"{kind} loaded"] = _train(accelerator, _loaded(f"{folder}/{kind}", **spread))
     return seen
 
 
@@ -104,11 +105,15 @@ def _heads(folder: str) -> None:
 
 
 def _spread(folder: str) -> None:
-    from transformers import AutoModelForCausalLM
-    from transformers.distributed.configuration_utils import DistributedConfig
+    Accelerator().prepare(_loaded(f"{folder}/llama", tp_size=2))
 
-    spread = DistributedConfig(tp_size=2)
-    Accelerator().prepare(AutoModelForCausalLM.from_pretrained(f"{folder}/llama", distributed_config=spread))
+
+def _spread_and_sharded(folder: str) -> None:
+    Accelerator(fsdp_plugin=Plugin()).prepare(_loaded(f"{folder}/llama", tp_size=2, fsdp_size=2))
+
+
+def _sharded(folder: str) -> None:
+    Accelerator().prepare(_loaded(f"{folder}/llama", fsdp_size=2))
 
 
 def _adapted(folder: str) -> None:
@@ -118,31 +123,43 @@ def _adapted(folder: str) -> None:
     Accelerator(parallelism_config=ParallelismConfig(tp_size=2)).prepare(model)
 
 
-MISTAKES: list[tuple[Callable[[str], None], str]] = [
-    (_heads, "tp_size=2 does not divide the 1 num_key_value_heads of the LlamaForCausalLM"),
-    (_spread, "prepare: the layers of the LlamaForCausalLM are split over 2 processes, by from_pretrained, and the "
-              "configuration has tp_size=1: pass parallelism_config=ParallelismConfig(tp_size=2) to the Accelerator, "
-              "and distributed_config=DistributedConfig(tp_size=2) to from_pretrained"),
-    (_adapted, "tp_plan: model.layers.0.self_attn.q_proj has an adapter, and tensor parallelism would split the layer "
-               "without it: leave out tp_size, or the adapter"),
-]  # fmt: skip
+SPREAD = (
+    "prepare: the layers of the LlamaForCausalLM are split over 2 processes, by from_pretrained, and the configuration "
+    "has tp_size=1: pass parallelism_config=ParallelismConfig(tp_size=2) to the Accelerator, and "
+    "distributed_config=DistributedConfig(tp_size=2) to from_pretrained"
+)
+MISTAKES: dict[int, list[tuple[Callable[[str], None], str]]] = {  # by the number of processes
+    2: [
+        (_heads, "tp_size=2 does not divide the 1 num_key_value_heads of the LlamaForCausalLM"),
+        (_spread, SPREAD),
+        (_sharded, "prepare: from_pretrained has sharded the FSDPLlamaForCausalLM over 2 processes: pass "
+                   "parallelism_config=ParallelismConfig(dp_shard_size=2) to the Accelerator"),
+        (_adapted, "tp_plan: model.layers.0.self_attn.q_proj has an adapter, and tensor parallelism would split the "
+                   "layer without it: leave out tp_size, or the adapter"),
+    ],
+    4: [(_spread_and_sharded, SPREAD.replace("Llama", "FSDPLlama"))],  # `fully_shard` renames the class
+}  # fmt: skip
 
 
-def _two(folder: str) -> dict[str, Any]:
-    seen = _split(folder, KINDS, None, {"tp_size": 2})
+def _messages(folder: str, processes: int) -> list[str]:
     messages = []
-    for mistake, _ in MISTAKES:
+    for mistake, _ in MISTAKES[processes]:
         _reset()
         try:
             mistake(folder)
         except ArgumentError as error:
             messages.append(str(error))
     PartialState().wait_for_everyone()  # the first process has the store, for groups of the others
-    return seen | {"messages": messages}
+    return messages
+
+
+def _two(folder: str) -> dict[str, Any]:
+    return _split(folder, KINDS, None, {"tp_size": 2}) | {"messages": _messages(folder, 2)}
 
 
 def _four(folder: str) -> dict[str, Any]:
-    return _split(folder, ("tied", "experts"), Plugin(), {"tp_size": 2, "fsdp_size": 2})
+    seen = _split(folder, ("tied", "experts"), Plugin(), {"tp_size": 2, "fsdp_size": 2})
+    return seen | {"messages": _messages(folder, 4)}
 
 
 @pytest.fixture(scope="module")
@@ -162,6 +179,6 @@ def test_losses_norms_and_mistakes(
     function: Callable[[str], dict[str, Any]], processes: int, folder: Path, alone: dict[str, list[float]]
 ) -> None:
     for seen in run(function, str(folder), processes=processes):
-        assert seen.pop("messages", None) in (None, [message for _, message in MISTAKES])
+        assert seen.pop("messages") == [message for _, message in MISTAKES[processes]]
         for name, numbers in seen.items():
             torch.testing.assert_close(numbers, alone[name.removesuffix(" loaded")], rtol=2e-6, atol=0, msg=name)
