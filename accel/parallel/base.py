@@ -41,6 +41,7 @@ class Strategy:
     """The base strategy: models stay as they are, and methods work on full parameters."""
 
     joins: ClassVar[bool] = False  # True if `uneven_inputs` has an effect
+    lockstep: ClassVar[str] = ""  # the kind of training in which a process without batches would keep others waiting
     compiles_in_place: ClassVar[bool] = False  # True if modules must stay the same objects
     shards_models: ClassVar[bool] = False  # True if each process has a shard of every model
     is_engine: ClassVar[bool] = False  # True if a library casts models, scales losses, clips and steps itself
@@ -190,7 +191,15 @@ class Strategy:
         """Synchronize the gradients of a backward pass, if passes do not do it themselves."""
 
     def uneven_inputs(self, models: Sequence[Any]) -> AbstractContextManager[Any]:
-        """Return a context manager in which processes may have different numbers of batches."""
+        """Return a context manager in which processes may have different numbers of batches.
+
+        Raises `ArgumentError` if processes train in ``lockstep``.
+        """
+        if self.lockstep:
+            raise ArgumentError(
+                f"join_uneven_inputs is for DDP: {self.lockstep} all processes must run the same number of batches. "
+                "Remove it, and keep even_batches=True"
+            )
         return nullcontext()
 
     def clip_grad_norm(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
@@ -211,8 +220,8 @@ class Strategy:
         """Drop gradients of an accumulation window that no parameter's ``grad`` shows."""
 
     def can_save_window(self, sync_each_batch: bool) -> bool:
-        """Return True if the gradients of an open accumulation window can be saved."""
-        return True
+        """Return True if the gradients of an open accumulation window can be saved; an engine holds them itself."""
+        return not self.is_engine
 
     def leaves_out(self, model: torch.nn.Module) -> bool:
         """Return True if checkpoints leave out ``model``, a prepared one."""

@@ -49,6 +49,7 @@ class DeepSpeed(Strategy):
     """One engine, which trains one model by one optimizer, with the plug-in that was selected at its `prepare`."""
 
     joins = True
+    lockstep = "under DeepSpeed"
     compiles_in_place = True
     is_engine = True
     state: AcceleratorState
@@ -238,13 +239,6 @@ class DeepSpeed(Strategy):
         finally:
             self._deferred -= 1
 
-    def uneven_inputs(self, models: Sequence[Any]) -> AbstractContextManager[Any]:
-        """Raise `ArgumentError`: a process without batches would keep the others waiting."""
-        raise ArgumentError(
-            "join_uneven_inputs is for DDP: under DeepSpeed all processes must run the same number of batches. Remove "
-            "it, and keep even_batches=True"
-        )
-
     def clip_grad_norm(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
         """Return the norm of the step that the last `backward` has taken. The engine has clipped already.
 
@@ -267,10 +261,6 @@ class DeepSpeed(Strategy):
     def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
         """Raise `ArgumentError`: the engine has stepped already, and clips norms only."""
         raise ArgumentError(f"clip_grad_value_: DeepSpeed clips norms only: set {_CLIPPING}")
-
-    def can_save_window(self, sync_each_batch: bool) -> bool:
-        """Return False: the engine holds these gradients."""
-        return False
 
     def leaves_out(self, model: nn.Module) -> bool:
         """See `Strategy.leaves_out`: a model that is sharded for inference, which is not gathered to be saved."""

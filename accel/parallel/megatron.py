@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,6 +44,7 @@ class Megatron(Strategy):
     """One model of megatron-core, and its optimizer, over data, tensor, pipeline, context and expert parallelism."""
 
     joins = True
+    lockstep = "with megatron-core"
     compiles_in_place = True
     shards_models = True
     is_engine = True
@@ -254,13 +255,6 @@ class Megatron(Strategy):
         finally:
             self._engine.deferred -= 1
 
-    def uneven_inputs(self, models: Sequence[Any]) -> AbstractContextManager[Any]:
-        """Raise `ArgumentError`: a process without batches would keep the others waiting."""
-        raise ArgumentError(
-            "join_uneven_inputs is for DDP: megatron-core needs as many batches on all processes. Remove it, and keep "
-            "even_batches=True"
-        )
-
     def clip_grad_norm(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
         """Step, which clips, and return the norm of the gradients before; the next `step` does nothing.
 
@@ -288,10 +282,6 @@ class Megatron(Strategy):
         """See `Strategy.drop_held_gradients`."""
         self._complete = False
         self.zero_grad(self.optimizer)
-
-    def can_save_window(self, sync_each_batch: bool) -> bool:
-        """Return False: megatron-core's buffers hold these gradients."""
-        return False
 
     def saves(self, item: Any) -> bool:
         """See `Strategy.saves`."""

@@ -64,6 +64,7 @@ class Sharded(Strategy):
     """
 
     joins = True
+    lockstep = "with sharded models"
     shards_models = True
     compiles_in_place = True
     state: AcceleratorState
@@ -260,13 +261,6 @@ class Sharded(Strategy):
         """Average the gradients of the parameters that are not sharded. Idempotent."""
         if self.mesh.sharding is not None:  # otherwise all processes have the same
             average_gradients(p for model in self._models for p in model.parameters() if not is_sharded(p))
-
-    def uneven_inputs(self, models: Sequence[Any]) -> AbstractContextManager[Any]:
-        """Raise `ArgumentError`: a process without batches would keep the others waiting."""
-        raise ArgumentError(
-            "join_uneven_inputs is for DDP: with sharded models all processes must run the same number of batches. "
-            "Remove it, and keep even_batches=True"
-        )
 
     def clip_grad_norm(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
         """See `Strategy.clip_grad_norm`; the norm is over all processes, and all must call it."""
