@@ -21,11 +21,11 @@ from accel.world.versions import compare_versions
 DEVICE_TYPES = {"cuda"}  # those that megatron-core computes on
 _OLDEST = "0.16.0"
 _INSTALL = "pip install 'accel-launch[megatron]'"
-_SIZES = {
-    "tp_degree": "get_tensor_model_parallel_world_size",
-    "pp_degree": "get_pipeline_model_parallel_world_size",
-    "context_parallel_size": "get_context_parallel_world_size",
-    "expert_model_parallel_size": "get_expert_model_parallel_world_size",
+_DIMENSIONS = {  # the plug-in's name of each size → megatron-core's name of the dimension
+    "tp_degree": "tensor_model_parallel",
+    "pp_degree": "pipeline_model_parallel",
+    "context_parallel_size": "context_parallel",
+    "expert_model_parallel_size": "expert_model_parallel",
 }
 
 
@@ -40,6 +40,12 @@ def is_initialised() -> bool:
     """Return True if megatron-core's groups of processes exist."""
     parallel_state = sys.modules.get("megatron.core.parallel_state")
     return parallel_state is not None and bool(parallel_state.model_parallel_is_initialized())
+
+
+def group_sizes() -> dict[str, int]:
+    """Return the size of megatron-core's groups of processes, by dimension."""
+    groups = core_of("parallel_state")
+    return {dimension: getattr(groups, f"get_{dimension}_world_size")() for dimension in _DIMENSIONS.values()}
 
 
 def initialise(state: AcceleratorState, plugin: MegatronLMPlugin) -> Any:
@@ -62,8 +68,7 @@ def initialise(state: AcceleratorState, plugin: MegatronLMPlugin) -> Any:
         raise ArgumentError(f"megatron_lm_plugin: megatron-core is older than {_OLDEST}: {_INSTALL} --upgrade")
     _check_sizes(plugin, state.num_processes)
     if is_initialised():
-        for name, getter in _SIZES.items():
-            size = getattr(parallel_state, getter)()
+        for name, size in zip(_DIMENSIONS, group_sizes().values(), strict=True):
             if size != getattr(plugin, name):
                 raise ArgumentError(
                     f"MegatronLMPlugin({name}={getattr(plugin, name)}), but megatron-core's parallel_state has {size}: "
@@ -72,10 +77,7 @@ def initialise(state: AcceleratorState, plugin: MegatronLMPlugin) -> Any:
         return parallel_state
     form_alone(state.device)
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=plugin.tp_degree,
-        pipeline_model_parallel_size=plugin.pp_degree,
-        context_parallel_size=plugin.context_parallel_size,
-        expert_model_parallel_size=plugin.expert_model_parallel_size,
+        **{f"{dimension}_size": getattr(plugin, name) for name, dimension in _DIMENSIONS.items()},
         expert_tensor_parallel_size=plugin.expert_tensor_parallel_size,
     )
     return parallel_state
@@ -111,16 +113,12 @@ def check_config(config: Any, plugin: MegatronLMPlugin, precision: str) -> None:
             "mixed_precision='fp8': a model of megatron-core computes in 8 bits by its own configuration: use 'bf16' "
             "and TransformerConfig(fp8='hybrid', bf16=True)"
         )
-    for name, field in (
-        ("tp_degree", "tensor_model_parallel_size"),
-        ("pp_degree", "pipeline_model_parallel_size"),
-        ("context_parallel_size", "context_parallel_size"),
-        ("expert_model_parallel_size", "expert_model_parallel_size"),
-    ):
-        if getattr(config, field) != getattr(plugin, name):
+    for name, dimension in _DIMENSIONS.items():
+        size = getattr(config, f"{dimension}_size")
+        if size != getattr(plugin, name):
             raise ArgumentError(
                 f"MegatronLMPlugin({name}={getattr(plugin, name)}), but the model's TransformerConfig has "
-                f"{field}={getattr(config, field)}: set the same size in both"
+                f"{dimension}_size={size}: set the same size in both"
             )
     experts = getattr(config, "num_moe_experts", None)
     if experts and config.expert_tensor_parallel_size != plugin.expert_tensor_parallel_size:

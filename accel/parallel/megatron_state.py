@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from accel import collectives
 from accel.errors import CheckpointError
-from accel.parallel.megatron_core import core_of
+from accel.parallel.megatron_core import core_of, group_sizes
 from accel.parallel.megatron_engine import innermost
 from accel.state import PartialState
 
@@ -120,14 +120,8 @@ def _has_stepped(optimizer: Any) -> bool:
 
 
 def _sizes() -> dict[str, int]:
-    groups = core_of("parallel_state")
-    return {
-        "world": dist.get_world_size(),
-        "tensor": groups.get_tensor_model_parallel_world_size(),
-        "pipeline": groups.get_pipeline_model_parallel_world_size(),
-        "context": groups.get_context_parallel_world_size(),
-        "expert": groups.get_expert_model_parallel_world_size(),
-    }
+    sizes = {dimension.partition("_")[0]: size for dimension, size in group_sizes().items()}
+    return {"world": dist.get_world_size(), **sizes}
 
 
 def _metadata() -> dict[str, Any]:
