@@ -91,32 +91,23 @@ def environment(root: str, work_dir: str, settings: dict[str, Any]) -> dict[str,
     """Return the ranks' environment: the variables of SageMaker's toolkit, and the job's own."""
     env = dict(os.environ)
     env["PYTHONPATH"] = os.pathsep.join([os.path.join(work_dir, "accel"), *filter(None, [env.get("PYTHONPATH")])])
-    resource_config = resources(root)
     from schedulers.sagemaker import toolkit_env  # of the accel that `unpack` brought
 
     program = str(settings["spec"]["argv"][0])
-    env = {**toolkit_env.variables(root, resource_config, os.path.join(work_dir, "code"), program, env), **env}
-    interface = resource_config.get("network_interface_name")
+    env = {**toolkit_env.variables(root, os.path.join(work_dir, "code"), program, env), **env}
+    interface = env["SM_NETWORK_INTERFACE_NAME"]
     if interface in {name for _, name in socket.if_nameindex()}:
         env.setdefault("NCCL_SOCKET_IFNAME", interface)
         env.setdefault("GLOO_SOCKET_IFNAME", interface)
     if os.path.isdir(_EFA) and os.listdir(_EFA):
         env.setdefault("FI_PROVIDER", "efa")
-        if str(resource_config.get("current_instance_type")).startswith(_RDMA):
+        if env["SM_CURRENT_INSTANCE_TYPE"].startswith(_RDMA):
             env.setdefault("FI_EFA_USE_DEVICE_RDMA", "1")
     for path in (env["SM_MODEL_DIR"], env["SM_OUTPUT_DATA_DIR"]):
         os.makedirs(path, exist_ok=True)
     env.update(settings["environment"])
     env.update(secrets(settings["secrets"], env))
     return env
-
-
-def resources(root: str) -> dict[str, Any]:
-    try:
-        with open(os.path.join(root, "input", "config", "resourceconfig.json"), encoding="utf-8") as file:
-            return dict(json.load(file))
-    except (OSError, ValueError, TypeError) as error:
-        raise EntryError(f"input/config/resourceconfig.json cannot be read: {error}") from None
 
 
 def secrets(references: dict[str, str], env: dict[str, str]) -> dict[str, str]:
@@ -213,14 +204,15 @@ def copy(fd: int, last: list[bytes]) -> None:
 
 def report(logs: str) -> str | None:
     """Return the gang's failure as recorded by the launcher, the same on all hosts, or None."""
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        with open(os.path.join(logs, "launch.jsonl"), encoding="utf-8") as file:
-            records = [json.loads(line) for line in file if '"failure"' in line]
-        error = [record["failure"] for record in records if record.get("failure")][-1]
-        subject = "the launcher" if error["rank"] is None else f"rank {error['rank']}"
-        cause = f" ({error['cause']})" if error.get("cause") else ""
-        return f"{subject} on node {error['node']}: {error['message'] or error['how']}{cause} [accel {error['reason']}]"
-    return None
+    from schedulers.node.logs import newest_event
+
+    event = newest_event(os.path.join(logs, "launch.jsonl"), "failure")
+    if event is None:
+        return None
+    error = event["failure"]
+    subject = "the launcher" if error["rank"] is None else f"rank {error['rank']}"
+    cause = f" ({error['cause']})" if error.get("cause") else ""
+    return f"{subject} on node {error['node']}: {error['message'] or error['how']}{cause} [accel {error['reason']}]"
 
 
 def write_failure(root: str, text: str) -> None:

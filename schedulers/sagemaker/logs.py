@@ -10,8 +10,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..job import Cursor, LogLine
 from .aws import Aws, AwsError
@@ -19,20 +18,19 @@ from .entry import END
 from .status import Native, describe
 
 GROUP = "/aws/sagemaker/TrainingJobs"
-_STREAM = re.compile(r"(?P<host>algo-(?P<number>\d+))-(?P<began>\d+)\Z")
+_STREAM = re.compile(r"algo-(?P<number>\d+)-(?P<began>\d+)\Z")
 _RANK = re.compile(r"\[rank (\d{1,7})\] ")
 # After a job's end, for lines that CloudWatch does not show yet: a killed container has no last line.
 _LATE_LINES_S = 30.0
 _POLL_S = 1.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Stream:
-    """A log stream. `name`: without the job's own; `attempt`: its index among its host's streams."""
+class Stream(NamedTuple):
+    """A log stream. `attempt`: its index among its host's streams; `name`: without the job's own."""
 
-    name: str
-    node: int
     attempt: int
+    node: int
+    name: str
 
 
 def streams(aws: Aws, native: Native) -> list[Stream]:
@@ -47,12 +45,11 @@ def streams(aws: Aws, native: Native) -> list[Stream]:
     except AwsError as error:
         if error.code != "ResourceNotFoundException":  # no job in the account has written yet
             raise
-    log_streams = [
-        Stream(name=name, node=node, attempt=attempt)
+    return sorted(
+        Stream(attempt, node, name)
         for node, runs in runs_by_node.items()
         for attempt, (_, name) in enumerate(sorted(runs))
-    ]
-    return sorted(log_streams, key=lambda stream: (stream.attempt, stream.node))
+    )
 
 
 def lines(aws: Aws, native: Native, since: Cursor | None, nodes: int | None) -> Iterator[LogLine]:

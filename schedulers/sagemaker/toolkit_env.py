@@ -19,10 +19,10 @@ is_modelparallel_enabled is_smddpmprun_installed is_smddprun_installed job_name 
 """.split()
 
 
-def variables(root: str, resources: dict[str, Any], code: str, program: str, env: dict[str, str]) -> dict[str, str]:
+def variables(root: str, code: str, program: str, env: dict[str, str]) -> dict[str, str]:
     """Return the variables. `code`: the directory of the code; `program`: the script, relative to it."""
     config, data = os.path.join(root, "input", "config"), os.path.join(root, "input", "data")
-    inputs = _read(os.path.join(config, "inputdataconfig.json"))
+    inputs, resources = (_read(os.path.join(config, f"{name}.json")) for name in ("inputdataconfig", "resourceconfig"))
     channels = {name: os.path.join(data, name) for name in sorted({*inputs, *os.listdir(data)})}
     parameters = {key: _parse(value) for key, value in _read(os.path.join(config, "hyperparameters.json")).items()}
     own = {key: value for key, value in parameters.items() if key.startswith(_PREFIX)}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 from collections.abc import Mapping
-from typing import Any
 
 from ..errors import SpecError
 from ..topology import Topology
@@ -25,13 +25,13 @@ def from_container(env: Mapping[str, str]) -> Topology | None:
 
     https://docs.aws.amazon.com/sagemaker/latest/dg/your-algorithms-training-algo-running-container.html
     """
-    host_info = _from_toolkit(env) or _from_file(env)
+    host_info = _from_toolkit(env) if "SM_HOSTS" in env else _from_file(env)
     if host_info is None:
         return None
-    subject, current_host, raw_hosts = host_info
-    if not (isinstance(raw_hosts, list) and raw_hosts and all(isinstance(host, str) and host for host in raw_hosts)):
-        raise SpecError(f"{subject}: the hosts must be a list of names, not {raw_hosts!r}")
-    hosts = sorted(set(raw_hosts), key=_numbered)
+    subject, current_host, names = host_info
+    if not (isinstance(names, list) and names and all(isinstance(name, str) and name for name in names)):
+        raise SpecError(f"{subject}: the hosts must be a list of names in JSON, not {names!r}")
+    hosts = sorted(set(names), key=_numbered)
     if current_host not in hosts:
         raise SpecError(f"{subject}: this host, {current_host!r}, is not one of {', '.join(hosts)}")
     if len(hosts) == 1:
@@ -41,26 +41,22 @@ def from_container(env: Mapping[str, str]) -> Topology | None:
     )
 
 
-def _from_toolkit(env: Mapping[str, str]) -> tuple[str, Any, Any] | None:
-    if "SM_HOSTS" not in env:
-        return None
-    try:
-        return "environment: SM_HOSTS", env.get("SM_CURRENT_HOST"), json.loads(env["SM_HOSTS"])
-    except ValueError:
-        raise SpecError(f"environment: SM_HOSTS must be a list in JSON, not {env['SM_HOSTS']!r}") from None
+def _from_toolkit(env: Mapping[str, str]) -> tuple[str, object, object]:
+    hosts: object = env["SM_HOSTS"]
+    with contextlib.suppress(ValueError):
+        hosts = json.loads(env["SM_HOSTS"])
+    return "environment: SM_HOSTS", env.get("SM_CURRENT_HOST"), hosts
 
 
-def _from_file(env: Mapping[str, str]) -> tuple[str, Any, Any] | None:
+def _from_file(env: Mapping[str, str]) -> tuple[str, object, object] | None:
     path = os.path.join(env.get("ACCEL_SM_ROOT") or _ROOT, _FILE)
     try:
         with open(path, encoding="utf-8") as file:
-            config = json.load(file)
+            config = dict(json.load(file))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError) as error:
         raise SpecError(f"{path} cannot be read: {error}") from None
-    if not isinstance(config, dict):
-        raise SpecError(f"{path} must hold names and values, not {config!r}")
     return path, config.get("current_host"), config.get("hosts")
 
 

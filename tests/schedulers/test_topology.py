@@ -75,9 +75,9 @@ def test_nobody_has_placed_this_process() -> None:
     [
         ({**TOOLKIT, "SM_CURRENT_HOST": "algo-13"}, "SM_HOSTS: this host, 'algo-13', is not one of algo-1, algo-2"),
         ({"SM_HOSTS": '["algo-1", "algo-2"]'}, "SM_HOSTS: this host, None, is not one of"),
-        ({"SM_HOSTS": "algo-1,algo-2"}, "SM_HOSTS must be a list in JSON, not 'algo-1,algo-2'"),
-        ({"SM_HOSTS": "{}"}, "SM_HOSTS: the hosts must be a list of names, not {}"),
-        ({"SM_HOSTS": "[1]"}, "SM_HOSTS: the hosts must be a list of names, not [1]"),
+        ({"SM_HOSTS": "algo-1,algo-2"}, "SM_HOSTS: the hosts must be a list of names in JSON, not 'algo-1,algo-2'"),
+        ({"SM_HOSTS": "{}"}, "SM_HOSTS: the hosts must be a list of names in JSON, not {}"),
+        ({"SM_HOSTS": "[1]"}, "SM_HOSTS: the hosts must be a list of names in JSON, not [1]"),
         ({**WORKER, "TPU_WORKER_ID": "4"}, "TPU_WORKER_ID=4, and TPU_WORKER_HOSTNAMES has 4 names"),
         ({**WORKER, "TPU_WORKER_ID": "one"}, "TPU_WORKER_ID must be a whole number, not 'one'"),
         ({"TPU_WORKER_HOSTNAMES": "a,b"}, "this is one node of several, but TPU_WORKER_ID is not set"),

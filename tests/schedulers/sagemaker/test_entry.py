@@ -97,5 +97,5 @@ def test_the_variables_are_those_of_the_toolkit(tmp_path: Path) -> None:
         "TRAINING_JOB_NAME": "run-1",
     }
     done = subprocess.run([sys.executable, "-c", PRINT], env=env, capture_output=True, check=True)
-    ours = toolkit_env.variables(str(tmp_path), RESOURCES, str(tmp_path / "code"), "train.py", env)
+    ours = toolkit_env.variables(str(tmp_path), str(tmp_path / "code"), "train.py", env)
     assert decoded(ours) == decoded(json.loads(done.stdout))
