@@ -177,9 +177,7 @@ def _check_sagemaker(options: Any, name: str) -> None:
     from schedulers.job import JobSpec
     from schedulers.sagemaker import request
 
-    request.build(
-        JobSpec(argv=("it",)), options, "it", request.Account(region=options.region or request.Account.region), name
-    )
+    request.build(JobSpec(argv=("it",)), request.resolved(options), "it", name)
 
 
 def _targets_by_name() -> dict[str, dict[str, Any]]:

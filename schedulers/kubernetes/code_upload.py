@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from ..errors import SchedulerError, SubmitError, Unreachable
 from ..job import JobSpec
 from ..printable import one_line
-from ..store import snapshot
+from ..store import object_store, snapshot
 from . import submit
 from .client.api import Api, hang_up
 from .client.errors import ApiError, Forbidden, NotFound
@@ -42,7 +42,7 @@ def pack(
         packed = snapshot.pack(Path(spec.code), home)
         digest, path = packed.digest, packed.path
     try:
-        return digest, delivery.pack_snapshot(path.read_bytes())
+        return digest, snapshot.compress(path).read_bytes()
     except OSError as error:
         raise SubmitError(f"{path}: {(error.strerror or str(error)).lower()}") from None
 
@@ -61,8 +61,6 @@ def upload(api: Api, spec: JobSpec, options: KubernetesOptions, job_id: str, dat
 
 # Object stores with the S3 API. Files are named by the code's digest, so existing code is not uploaded again.
 
-_MISSING = ("404", "NoSuchKey", "NotFound")
-
 
 def put_in_object_store(store: ObjectStore, code: Code, data: bytes, target: str) -> None:
     """Upload the code with our credentials, unless it exists there. Raises SubmitError."""
@@ -79,25 +77,12 @@ def put_in_object_store(store: ObjectStore, code: Code, data: bytes, target: str
     try:
         # Not the package's default session, which caches credentials forever.
         client = boto3.Session().client("s3", endpoint_url=store.endpoint, region_name=store.region, config=config)
-        if not _is_uploaded(client, parts.netloc, key, len(data)):
-            client.put_object(Bucket=parts.netloc, Key=key, Body=data, ContentType="application/gzip")
+        object_store.put_content(client, parts.netloc, key, data)
     except ClientError as error:
         details = error.response.get("Error", {})
         raise SubmitError(f"{subject}: {details.get('Code')}: {details.get('Message') or error}") from None
     except (BotoCoreError, ValueError) as error:
         raise SubmitError(f"{subject}: {' '.join(str(error).split())}") from None
-
-
-def _is_uploaded(client: Any, bucket: str, key: str, size: int) -> bool:
-    from botocore.exceptions import ClientError
-
-    try:
-        return bool(client.head_object(Bucket=bucket, Key=key)["ContentLength"] == size)
-    except ClientError as error:
-        # Without the permission to list, a missing object gives 403. The PUT reports real refusals.
-        if error.response.get("Error", {}).get("Code") in (*_MISSING, "403"):
-            return False
-        raise
 
 
 # PersistentVolumeClaims, written through a pod that mounts them. Files are named by the code's digest.

@@ -10,7 +10,7 @@ from typing import Any
 from ..errors import ConfigError, CredentialsExpired, SchedulerError, SubmitError, Unreachable
 from ..printable import one_line
 from .options import SageMakerOptions
-from .request import Account
+from .request import resolved
 
 _INSTALL = "the package boto3 is not installed: pip install 'accel-launch[sagemaker]'"
 _INSTALL_SDK = "the package sagemaker 3 is not installed: pip install 'accel-launch[sagemaker-sdk]'"
@@ -37,7 +37,7 @@ class Aws:
     """The clients of one account and region. Thread-safe."""
 
     def __init__(self, options: SageMakerOptions, target: str) -> None:
-        self._options, self.target, self.label = options, target, f"target {target}"
+        self.options, self.target, self.label = options, target, f"target {target}"
 
     @functools.cached_property
     def _session(self) -> Any:
@@ -46,7 +46,7 @@ class Aws:
         except ImportError:
             raise ConfigError(f"{self.label}: {_INSTALL}") from None
         with self.translated_errors("use the profile"):
-            return boto3.Session(profile_name=self._options.profile, region_name=self._options.region)
+            return boto3.Session(profile_name=self.options.profile, region_name=self.options.region)
 
     @functools.cached_property
     def region(self) -> str:
@@ -90,7 +90,7 @@ class Aws:
 
     @contextlib.contextmanager
     def translated_errors(self, action: str) -> Iterator[None]:
-        """Convert boto3's exceptions to accel's. `action`: the call, as IAM names it."""
+        """Convert boto3's exceptions to accel's. `action`: the call, as IAM names it, or one of several."""
         from botocore import exceptions as raised
 
         try:
@@ -102,7 +102,7 @@ class Aws:
         except (raised.ProfileNotFound, raised.NoRegionError, raised.ConfigParseError) as error:
             raise ConfigError(f"{self.label}: {one_line(str(error))}") from None
         except raised.ClientError as error:
-            raise self._error_of(error, action) from None
+            raise self._error_of(error, f"{action.partition(':')[0]}:{error.operation_name}") from None
         except (raised.HTTPClientError, raised.ConnectionError, raised.ResponseStreamingError) as error:
             raise Unreachable(f"{self.label}: {action}: {one_line(str(error))}") from None
         except raised.BotoCoreError as error:
@@ -126,17 +126,17 @@ class Aws:
             problem = f"{problem} (s3_output_path)"
         return AwsError(f"{self.label}: {problem}", code)
 
-    def resolve_account(self) -> Account:
-        """Return the account data that the plan left open. Raises SubmitError, ConfigError, Unreachable."""
+    def resolved_options(self) -> SageMakerOptions:
+        """Return the options with the values that only AWS knows. Raises SubmitError, ConfigError, Unreachable."""
         identity = self.call("sts", "get_caller_identity")
-        partition, role = str(identity["Arn"]).split(":")[1], self._options.role
+        role = self.options.role
         if not role.startswith("arn:"):
             try:
                 role = str(self.call("iam", "get_role", RoleName=role.rpartition("/")[2])["Role"]["Arn"])
             except AwsError as error:
                 problem = f"{role} not found" if error.code == "NoSuchEntity" else str(error)
                 raise SubmitError(f"{self.label}: role: {problem}; give the ARN of an execution role") from None
-        return Account(account=str(identity["Account"]), region=self.region, partition=partition, role_arn=role)
+        return resolved(self.options, account=str(identity["Account"]), region=self.region, role=role)
 
 
 def split(uri: str) -> tuple[str, str]:

@@ -96,15 +96,13 @@ def processes(spec: JobSpec, options: SageMakerOptions) -> int:
 def _problems(spec: JobSpec, options: SageMakerOptions) -> Iterator[str]:
     resources = spec.resources
     if not (spec.image or options.image):
-        newest = f"pytorch:{NEWEST}"
-        yield f"no image: set --image, or image: in accel.yaml (a URI, or {newest})"
+        yield f"no image: set --image, or image: in accel.yaml (a URI, or pytorch:{NEWEST})"
     if spec.after:
         yield "--after is not supported: SageMaker starts jobs at once. Submit this job after the others"
-    for flag, value in (("--cpus", resources.cpus), ("--memory", resources.memory_gb), ("--shm", resources.shm_gb)):
+    fixed = {"cpus": "cpus", "memory": "memory_gb", "shm": "shm_gb", "accelerator": "accelerator"}
+    for flag, value in ((flag, getattr(resources, name)) for flag, name in fixed.items()):
         if value is not None:
-            yield f"{flag}: fixed by instance_type ({options.instance_type}); choose another"
-    if resources.accelerator is not None:
-        yield f"--accelerator {resources.accelerator}: fixed by instance_type ({options.instance_type})"
+            yield f"--{flag} {value}: fixed by instance_type ({options.instance_type}); choose another"
     if spec.grace_s > GRACE_S:
         yield f"--grace {spec.grace_s:g}: SageMaker kills 120 s after SIGTERM; give 120 or less"
     if options.instance_type in ("local", "local_gpu"):
@@ -188,24 +186,15 @@ _GPUS: dict[str, dict[str, int]] = {
 _ACCELERATED = re.compile(r"(p|g|trn|inf|dl)\d")  # GPUs, or AWS's and Habana's chips
 
 
-def is_named_image(image: str) -> bool:
-    """Return True for `pytorch:VERSION`, which is no image's address."""
-    return image.startswith(_NAMED)
-
-
 def image_address(image: str, region: str, instance_type: str, subject: str) -> str:
     """Return the address of an image. For `pytorch:VERSION`, it depends on the region. Raises SpecError."""
-    if not is_named_image(image):
+    if not image.startswith(_NAMED):
         return image
     version = image.removeprefix(_NAMED)
-    full_version = next(
-        (candidate for candidate in VERSIONS if candidate == version or candidate.rpartition(".")[0] == version), None
-    )
+    full_version = next((full for full in VERSIONS if version in (full, full.rpartition(".")[0])), None)
     if full_version is None:
-        choices = ", ".join(VERSIONS)
-        raise SpecError(
-            f"{subject}: {image}: unknown version (known: {choices}){nearest(version, VERSIONS)}; give a URI"
-        )
+        known = f"(known: {', '.join(VERSIONS)}){nearest(version, VERSIONS)}"
+        raise SpecError(f"{subject}: {image}: unknown version {known}; give a URI")
     kind = "cpu" if gpus(instance_type) == 0 else "gpu"
     suffix = next((candidate for start, candidate in _SUFFIXES.items() if region.startswith(start)), "amazonaws.com")
     registry = f"{_REGISTRIES.get(region, _COMMON)}.dkr.ecr.{region}.{suffix}"

@@ -12,16 +12,17 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 from ..errors import SpecError, nearest
 from ..job import JobSpec
 from ..object_names import object_name
-from .options import SageMakerOptions, gpus, image_address, is_named_image, processes
+from .options import SageMakerOptions, gpus, image_address, processes
 
 JOB_ID, DIGEST = "accel.dev/job-id", "accel.dev/digest"
 CHANNEL = "code"
+REGION = "{region}"  # until AWS has told it
 DIRECTORY = f"/opt/ml/input/data/{CHANNEL}"
 ENTRY, SETTINGS, CODE = "entry.py", "job.json", "code.tar.gz"
 _DAY_S, _MAX_DAYS = 86_400, 28
@@ -62,37 +63,36 @@ FIELD_SOURCES: Mapping[tuple[str, ...], str] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Account:
-    """Account data that only AWS knows; by default, placeholders. The region may be in the options."""
-
-    account: str = "{account}"
-    region: str = "{region}"
-    partition: str = "{partition}"
-    role_arn: str | None = None
-
-
-def root(options: SageMakerOptions, account: Account) -> str:
-    """Return the S3 URI below which all files of the target's jobs are."""
-    output_path = options.s3_output_path
-    return output_path.rstrip("/") if output_path else f"s3://sagemaker-{account.region}-{account.account}"
+def resolved(
+    options: SageMakerOptions, account: str = "{account}", region: str = "", role: str = ""
+) -> SageMakerOptions:
+    """Return the options with region, the role's ARN and an S3 path: placeholders, where only AWS knows the value."""
+    region = region or options.region or REGION
+    if not role:
+        is_arn = options.role.startswith("arn:")
+        role = options.role if is_arn else f"arn:{{partition}}:iam::{account}:role/{options.role}"
+    s3_path = options.s3_output_path or f"s3://sagemaker-{region}-{account}"
+    return replace(options, region=region, role=role, s3_output_path=s3_path.rstrip("/"))
 
 
-def input_uri(options: SageMakerOptions, account: Account, job_id: str) -> str:
+def input_uri(options: SageMakerOptions, job_id: str) -> str:
     """Return the S3 URI of the files that a job's containers read. Other jobs do not share them."""
-    return f"{root(options, account)}/accel/jobs/{job_id}/code/"
+    return f"{options.s3_output_path}/accel/jobs/{job_id}/code/"
 
 
-def build(spec: JobSpec, options: SageMakerOptions, job_id: str, account: Account, target: str) -> dict[str, Any]:
-    """Build the request, without the tag that identifies its content. Raises SpecError if the API would reject it."""
+def build(spec: JobSpec, options: SageMakerOptions, job_id: str, target: str) -> dict[str, Any]:
+    """Build the request from resolved options, without the tag that identifies its content.
+
+    Raises SpecError if the API would reject it.
+    """
     image = str(spec.image or options.image)
-    if account.region != Account.region or not is_named_image(image):
-        image = image_address(image, account.region, options.instance_type, f"target {target}")
-    code = {"S3DataType": "S3Prefix", "S3Uri": input_uri(options, account, job_id),
-            "S3DataDistributionType": "FullyReplicated"}  # fmt: skip
+    if options.region is not None and options.region != REGION:
+        image = image_address(image, options.region, options.instance_type, f"target {target}")
+    uri = input_uri(options, job_id)
+    code = {"S3DataType": "S3Prefix", "S3Uri": uri, "S3DataDistributionType": "FullyReplicated"}
     job_request: dict[str, Any] = {
         "TrainingJobName": object_name(spec.name, job_id),
-        "RoleArn": account.role_arn or _role(options.role, account),
+        "RoleArn": options.role,
         "AlgorithmSpecification": {
             "TrainingImage": image,
             "TrainingInputMode": "File",
@@ -103,7 +103,7 @@ def build(spec: JobSpec, options: SageMakerOptions, job_id: str, account: Accoun
             {"ChannelName": CHANNEL, "DataSource": {"S3DataSource": code}, "InputMode": "File"},
             *_camel(options.input_data_config),
         ],
-        "OutputDataConfig": {"S3OutputPath": root(options, account)},
+        "OutputDataConfig": {"S3OutputPath": options.s3_output_path},
         "ResourceConfig": {"InstanceCount": spec.nodes},
         "StoppingCondition": {"MaxRuntimeInSeconds": math.ceil(spec.time_limit_s or _DAY_S)},
         "Tags": [{"Key": key, "Value": value} for key, value in {**options.tags, JOB_ID: job_id}.items()],
@@ -139,7 +139,6 @@ def settings(spec: JobSpec, options: SageMakerOptions, job_id: str) -> dict[str,
     """Return the settings of `entry.py`, with arguments and variables, which the API would limit and change."""
     return {
         "schema": 1,
-        "job_id": job_id,
         "spec": spec.to_json(),
         "launch": _launch(spec, options),
         "setup": [list(argv) for argv in (*options.setup, *spec.setup)],
@@ -147,7 +146,6 @@ def settings(spec: JobSpec, options: SageMakerOptions, job_id: str) -> dict[str,
         "environment": {"ACCEL_JOB_ID": job_id, "ACCEL_PROJECT_ROOT": options.checkpoint_local_path, **spec.env},
         "secrets": dict(spec.secrets),
         "workdir": spec.workdir,
-        "grace_s": spec.grace_s,
     }
 
 
@@ -162,10 +160,6 @@ def _launch(spec: JobSpec, options: SageMakerOptions) -> list[str]:
     arguments += ["--shutdown_timeout", f"{spec.grace_s:g}", "--tee", "3"]
     arguments += {"script": [], "module": ["-m"], "command": ["--no_python"]}[spec.entry]
     return [*arguments, "--", *spec.argv]
-
-
-def _role(role: str, account: Account) -> str:
-    return role if role.startswith("arn:") else f"arn:{account.partition}:iam::{account.account}:role/{role}"
 
 
 def _camel(value: Any) -> Any:
@@ -196,8 +190,11 @@ def _merge_patch(value: Any, patch: Any) -> Any:
 # Character classes of Java's regular expressions that Python lacks.
 _CLASSES = {r"\p{L}": r"\w", r"\p{N}": r"\d", r"\p{Z}": r"\s", r"\p{M}": "\u0300-\u036f", r"\p{P}": "!-/:-@"}
 _TYPE = ("ResourceConfig", "InstanceType")
-_KINDS: dict[str, Any] = {
-    "structure": Mapping, "map": Mapping, "list": (list, tuple), "string": str, "boolean": bool
+# Kind of a botocore shape -> the types of its values, and their name in messages.
+_KINDS: Mapping[str, tuple[Any, str]] = {
+    "structure": (Mapping, "names and values"), "map": (Mapping, "names and values"), "list": ((list, tuple), "list"),
+    "string": (str, "string"), "boolean": (bool, "boolean"), "integer": (int, "a whole number"),
+    "long": (int, "a whole number"),
 }  # fmt: skip
 _Path = tuple[str, ...]
 
@@ -250,28 +247,25 @@ def _model() -> Any:
 
 def _problems(shape: Any, value: Any, path: _Path) -> Iterator[tuple[_Path, str]]:
     kind, limits = shape.type_name, shape.metadata
-    if kind in _KINDS and not isinstance(value, _KINDS[kind]):
-        yield path, f"expects {'names and values' if kind in ('structure', 'map') else kind}, not {value!r}"
+    types, name = _KINDS[kind]
+    if not isinstance(value, types) or (isinstance(value, bool) and kind != "boolean"):
+        yield path, f"expects {name}, not {value!r}"
         return
-    is_placeholder = kind == "string" and "{" in value and path[:1] != ("AlgorithmSpecification",)  # AWS has the value
-    if is_placeholder:
+    if kind == "string" and "{" in value and path[:1] != ("AlgorithmSpecification",):  # AWS has the value
         return
-    if kind in ("list", "map", "string") and not limits.get("min", 0) <= len(value) <= limits.get("max", len(value)):
-        yield path, f"expects a length of {_range(limits)}, not {len(value)}"
-    if kind == "structure":
-        yield from _members(shape, value, path)
-    elif kind in ("list", "map"):
-        items = enumerate(value) if kind == "list" else value.items()
-        for key, item in items:
-            element_shape = shape.member if kind == "list" else shape.value
-            yield from _problems(element_shape, item, (*path, str(key)))
-    elif kind == "string":
+    measure, unit = (value, "") if isinstance(value, int) else (len(value), "a length of ")
+    if not limits.get("min", measure) <= measure <= limits.get("max", measure):
+        yield path, f"expects {unit}{_range(limits)}, not {measure}"
+    if kind == "string":
         yield from _text(shape, value, path)
-    elif kind in ("integer", "long"):
-        if not isinstance(value, int) or isinstance(value, bool):
-            yield path, f"expects a whole number, not {value!r}"
-        elif not limits.get("min", value) <= value <= limits.get("max", value):
-            yield path, f"expects {_range(limits)}, not {value}"
+    elif kind == "list":
+        for index, item in enumerate(value):
+            yield from _problems(shape.member, item, (*path, str(index)))
+    elif kind == "map":
+        for key, item in value.items():
+            yield from _problems(shape.value, item, (*path, key))
+    elif kind == "structure":
+        yield from _members(shape, value, path)
 
 
 def _members(shape: Any, value: Mapping[str, Any], path: _Path) -> Iterator[tuple[_Path, str]]:
@@ -286,22 +280,20 @@ def _members(shape: Any, value: Mapping[str, Any], path: _Path) -> Iterator[tupl
 
 
 def _text(shape: Any, value: str, path: _Path) -> Iterator[tuple[_Path, str]]:
-    if shape.enum and value not in shape.enum and path != _TYPE:
+    pattern = shape.metadata.get("pattern", ".*")
+    for java, python in _CLASSES.items():
+        pattern = pattern.replace(java, python)
+    if path == _TYPE:
+        if value not in shape.enum and _family(value) in map(_family, shape.enum):
+            yield path, f"{_family(value)} has no {value}{nearest(value, shape.enum)}; if AWS has it, upgrade boto3"
+    elif shape.enum and value not in shape.enum:
         yield path, f"expects one of {', '.join(shape.enum)}, not {value!r}{nearest(value, shape.enum)}"
-    elif path == _TYPE and value not in shape.enum and _family(value) in map(_family, shape.enum):
-        yield path, f"{_family(value)} has no {value}{nearest(value, shape.enum)}; if AWS has it, upgrade boto3"
-    elif (pattern := shape.metadata.get("pattern")) and not re.fullmatch(_python(pattern), value, re.DOTALL):
-        yield path, f"must match {pattern}, not {value!r}"
+    elif not re.fullmatch(pattern, value, re.DOTALL):
+        yield path, f"must match {shape.metadata['pattern']}, not {value!r}"
 
 
 def _family(instance_type: str) -> str:
     return instance_type.rpartition(".")[0]
-
-
-def _python(pattern: str) -> str:
-    for java, python in _CLASSES.items():
-        pattern = pattern.replace(java, python)
-    return pattern
 
 
 def _range(limits: Mapping[str, Any]) -> str:

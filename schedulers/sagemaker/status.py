@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import datetime
-import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,24 +125,22 @@ class Poller:
         if len(natives) == 1:
             return {str(natives[0]): self._described(natives[0])}
         pending = {native.name: native for native in natives}
+        oldest = min(native.created_at for native in natives)
+        created_after = datetime.datetime.fromtimestamp(oldest - 1, datetime.timezone.utc)
+        order = {"SortBy": "CreationTime", "SortOrder": "Ascending"}
         statuses: dict[str, Status] = {}
-        for summary in self._list_entries(min(native.created_at for native in natives), set(pending)):
-            native = pending.pop(str(summary["TrainingJobName"]))
+        for summary in list_entries(self._aws, CreationTimeAfter=created_after, **order):
+            native = pending.pop(summary["TrainingJobName"], None)
+            if native is None:
+                continue
             modified_at = summary.get("LastModifiedTime")
             cached = self._descriptions.get(native.name)
             if cached is None or modified_at is None or cached[0] != modified_at:
                 cached = self._descriptions[native.name] = modified_at, self._described(native)
             statuses[str(native)] = cached[1]
+            if not pending:
+                break  # no more pages than needed
         return statuses | {str(native): self._described(native) for native in pending.values()}
-
-    def _list_entries(self, since: int, names: set[str]) -> list[dict[str, Any]]:
-        """Return the list entries of these jobs, oldest first, from no more pages than needed."""
-        created_after = datetime.datetime.fromtimestamp(since - 1, datetime.timezone.utc)
-        entries = self._aws.pages(
-            "sagemaker", "list_training_jobs", "TrainingJobSummaries", CreationTimeAfter=created_after,
-            SortBy="CreationTime", SortOrder="Ascending", MaxResults=_PAGE,
-        )  # fmt: skip
-        return list(itertools.islice((entry for entry in entries if entry["TrainingJobName"] in names), len(names)))
 
     def _described(self, native: Native) -> Status:
         if native.region != self._aws.region:
@@ -153,6 +150,11 @@ class Poller:
         if job is None:
             return Status(state=State.FAILED, reason=Reason.LOST, native_state="", message="AWS has no such job")
         return status_of(job)
+
+
+def list_entries(aws: Aws, **parameters: Any) -> Iterator[dict[str, Any]]:
+    """Yield the list entries of training jobs. Raises Unreachable, AwsError."""
+    return aws.pages("sagemaker", "list_training_jobs", "TrainingJobSummaries", MaxResults=_PAGE, **parameters)
 
 
 def describe(aws: Aws, name: str) -> dict[str, Any] | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import shutil
@@ -41,14 +40,8 @@ class SageMakerTarget:
         self.name = context.name
         self._options: SageMakerOptions = context.options
         self._jobs = context.jobs
-
-    @functools.cached_property
-    def _aws(self) -> Aws:
-        return Aws(self._options, self.name)
-
-    @functools.cached_property
-    def _poller(self) -> Poller:
-        return Poller(self._aws)
+        self._aws = Aws(self._options, self.name)
+        self._poller = Poller(self._aws)
 
     @staticmethod
     def poll_key(options: Mapping[str, Any]) -> list[object]:
@@ -59,8 +52,8 @@ class SageMakerTarget:
         """Return the request and the containers' settings, without what only AWS knows. Raises SpecError."""
         options = self._options
         sagemaker_options.check(spec, options, self.name)
-        account = request.Account(region=options.region or request.Account.region)
-        job_request = request.build(spec, options, job_id, account, self.name)
+        resolved = request.resolved(options)
+        job_request = request.build(spec, resolved, job_id, self.name)
         settings = request.settings(spec, options, job_id)
         unknown = request.unknown_type(options.instance_type)
         return Plan(
@@ -72,7 +65,7 @@ class SageMakerTarget:
                 "sagemaker/job.json": json.dumps(settings, indent=2) + "\n",
             },
             actions=(
-                ("send", spec.code, "to", request.input_uri(options, account, job_id)),
+                ("send", spec.code, "to", request.input_uri(resolved, job_id)),
                 ("sagemaker:CreateTrainingJob", job_request["TrainingJobName"]),
             ),
             settings={"spec": spec.to_json()},
@@ -85,7 +78,7 @@ class SageMakerTarget:
         Raises SubmitError, SpecError, ConfigError; Unreachable when it is unknown whether AWS has the job.
         """
         spec = JobSpec.from_json(plan.settings["spec"])
-        return str(submission.submit(self._aws, spec, self._options, plan.job_id, self._jobs))
+        return str(submission.submit(self._aws, spec, plan.job_id, self._jobs))
 
     def backends(self, jobs: Mapping[str, str | None]) -> Mapping[str, str]:
         """Return the account and region. Raises Unreachable, ConfigError."""
@@ -147,10 +140,9 @@ class SageMakerTarget:
         """Resolve what the plan leaves open. Return a line if that, or the request, is invalid. Raises Unreachable."""
         spec = JobSpec.from_json(plan.settings["spec"])
         try:
-            account = self._aws.resolve_account()
-            request.build(spec, self._options, plan.job_id, account, self.name)
-            root = request.root(self._options, account)
-            s3.check_bucket(self._aws, root, explicit=self._options.s3_output_path is not None)
+            options = self._aws.resolved_options()
+            request.build(spec, options, plan.job_id, self.name)
+            s3.check_bucket(self._aws, str(options.s3_output_path))
         except Unreachable:
             raise
         except SchedulerError as error:
@@ -168,4 +160,4 @@ class SageMakerTarget:
 
     def clear(self, jobs: Mapping[str, str | None]) -> list[str]:
         """Delete the files that these jobs' containers read. Artefacts stay, and AWS keeps the jobs."""
-        return s3.remove(self._aws, self._options, list(jobs))
+        return s3.remove(self._aws, list(jobs))

@@ -1,13 +1,15 @@
-"""Snapshots of code directories, `$ACCEL_HOME/snapshots/<digest>.tar`: pack, unpack, and delete unused ones."""
+"""Snapshots of code directories, `$ACCEL_HOME/snapshots/<digest>.tar`: pack, compress, unpack, delete unused ones."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import functools
+import gzip
 import hashlib
 import os
 import re
+import shutil
 import stat
 import tarfile
 import time
@@ -73,6 +75,25 @@ def _warn_once(top: str, warning: str) -> None:
     import logging
 
     logging.getLogger(__name__).warning("%s", one_line(warning))
+
+
+def compress(tar: Path) -> Path:
+    """Compress a snapshot next to itself, once, to the same bytes for the same snapshot. Raises StoreError."""
+    path = tar.with_name(f"{tar.name}.gz")
+    if path.exists():
+        return path
+    partial = f"{path}.{os.getpid()}"
+    try:
+        with (
+            open(tar, "rb") as source,
+            open(partial, "wb") as out,
+            gzip.GzipFile(filename="", fileobj=out, mode="wb", mtime=0, compresslevel=6) as file,
+        ):
+            shutil.copyfileobj(source, file, _CHUNK)
+        os.replace(partial, path)
+    except OSError as error:
+        raise atomic_files.store_error(error, str(path), "write") from error
+    return path
 
 
 def unpack(snapshot: Path, destination: Path, *, max_files: int | None = None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import gzip
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -76,11 +75,6 @@ class Code:
 def plan_delivery(options: KubernetesOptions) -> Code:
     """Return the location before packing. `auto` assumes small code."""
     return Code(kind="configmap" if options.code == "auto" else options.code)
-
-
-def pack_snapshot(tar: bytes) -> bytes:
-    """Compress a snapshot, to the same bytes for the same snapshot."""
-    return gzip.compress(tar, mtime=0)
 
 
 def choose_delivery(options: KubernetesOptions, size: int, digest: str, name: str) -> Code:

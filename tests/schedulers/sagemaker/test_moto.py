@@ -115,7 +115,7 @@ def test_only_jobs_whose_names_end_in_an_id_are_operations_for_their_tags(
     moto: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = Store("/nowhere").new_id()
-    least = request.build(spec(), options(), own, request.Account(region="us-east-1"), "aws")
+    least = request.build(spec(), request.resolved(options(), region="us-east-1"), own, "aws")
     del least["Tags"]
     for tail in (own, "20261127", "20261127-1200", "pipelineabc", "zzzzzzzzzzz", "x2mx1234567"):
         moto.create_training_job(

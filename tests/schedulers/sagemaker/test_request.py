@@ -39,9 +39,7 @@ EVERYTHING: dict[str, Any] = {
 
 
 def build(given: SageMakerOptions, **wanted: Any) -> dict[str, Any]:
-    return request.build(
-        spec(**wanted), given, JOB_ID, request.Account(region=given.region or request.Account.region), "aws"
-    )
+    return request.build(spec(**wanted), request.resolved(given), JOB_ID, "aws")
 
 
 def test_the_least_request() -> None:
@@ -94,8 +92,8 @@ def test_what_only_aws_can_tell_is_open() -> None:
     assert made["OutputDataConfig"]["S3OutputPath"] == "s3://sagemaker-{region}-{account}"
     assert made["RoleArn"] == "arn:{partition}:iam::{account}:role/train"
     assert made["AlgorithmSpecification"]["TrainingImage"] == "pytorch:2.8"
-    known = request.Account(account="1" * 12, region="cn-north-1", partition="aws-cn", role_arn=ROLE)
-    found = request.build(spec(), options(region=None, s3_output_path=None), JOB_ID, known, "aws")
+    known = request.resolved(options(region=None, s3_output_path=None), "1" * 12, "cn-north-1", ROLE)
+    found = request.build(spec(), known, JOB_ID, "aws")
     assert not any(word in json.dumps(found) for word in ("{account}", "{region}", "{partition}"))
     assert found["AlgorithmSpecification"]["TrainingImage"].startswith(
         "727897471807.dkr.ecr.cn-north-1.amazonaws.com.cn/"
@@ -107,8 +105,8 @@ def test_what_only_aws_can_tell_is_open() -> None:
     [
         ({"image": None}, {}, "no image: set --image, or image: in accel.yaml (a URI, or pytorch:2.10.0)"),
         ({}, {"after": ("2mxb",)}, "--after is not supported: SageMaker starts jobs at once"),
-        ({}, {"resources": Resources(cpus=4)}, "--cpus: fixed by instance_type (ml.m5.xlarge)"),
-        ({}, {"resources": Resources(memory_gb=4)}, "--memory: fixed by instance_type"),
+        ({}, {"resources": Resources(cpus=4)}, "--cpus 4: fixed by instance_type (ml.m5.xlarge)"),
+        ({}, {"resources": Resources(memory_gb=4)}, "--memory 4: fixed by instance_type"),
         ({"python": "~/venv/bin/python"}, {}, "python: ~/venv/bin/python: an image has no home directory"),
         ({}, {"resources": Resources(accelerator="a100")}, "--accelerator a100: fixed by instance_type"),
         ({}, {"grace_s": 121.0}, "--grace 121: SageMaker kills 120 s after SIGTERM"),

@@ -350,15 +350,16 @@ _CUT = """\
 import os, signal, sys
 import schedulers
 from schedulers.sagemaker.aws import Aws
-real, left = Aws.call, [2]
-def call(self, service, operation, **asked):
-    answer = real(self, service, operation, **asked)
-    if operation == "upload_part":
-        left[0] -= 1
-        if not left[0]:
-            os.kill(os.getpid(), signal.SIGKILL)
-    return answer
-Aws.call = call
+real, left = Aws.client, [2]
+def sent(**_):
+    left[0] -= 1
+    if not left[0]:
+        os.kill(os.getpid(), signal.SIGKILL)
+def client(self, service):
+    made = real(self, service)
+    made.meta.events.register("after-call.s3.UploadPart", sent, unique_id="sent")
+    return made
+Aws.client = client
 schedulers.submit("sh", ["-c", "sha256sum data.bin"], entry="command", target="sagemaker", procs_per_node=1,
                   options=eval(sys.argv[1]), time_limit_s=600.0)
 """

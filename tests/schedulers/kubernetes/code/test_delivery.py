@@ -11,7 +11,7 @@ import pytest
 
 from schedulers import SpecError
 from schedulers.kubernetes.manifests import code_delivery as delivery
-from schedulers.store.snapshot import pack
+from schedulers.store.snapshot import compress, pack
 from tests.schedulers.kubernetes.support import least, options
 
 _STORE = {"url": "s3://bucket/code", "image": "aws"}
@@ -34,7 +34,7 @@ def unpack(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_snapshot_arrives_whole(tmp_path: Path) -> None:
-    data = delivery.pack_snapshot(pack(tree(tmp_path), tmp_path / "home").path.read_bytes())
+    data = compress(pack(tree(tmp_path), tmp_path / "home").path).read_bytes()
     made = delivery.config_maps("run", {"a": "b"}, None, data + bytes(1 << 20))
     assert [each["metadata"]["name"] for each in made] == ["run-code-0", "run-code-1"]
     parts = []
@@ -66,8 +66,9 @@ def test_code_that_is_not_what_was_submitted_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_same_code_is_packed_alike(tmp_path: Path) -> None:
-    tar = pack(tree(tmp_path), tmp_path / "home").path.read_bytes()
-    assert delivery.pack_snapshot(tar) == delivery.pack_snapshot(tar)
+    top = tree(tmp_path)
+    first, second = (compress(pack(top, tmp_path / home).path) for home in ("home", "other"))
+    assert first.read_bytes() == second.read_bytes()
 
 
 @pytest.mark.parametrize(
