@@ -17,7 +17,6 @@ _INSTALL_SDK = "the package sagemaker 3 is not installed: pip install 'accel-lau
 _LOGIN = "log in again (aws sso login, aws configure, or new values of AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY)"
 # A call without a response fails within a minute; transfers to S3 have longer.
 ATTEMPTS, CONNECT_S, REPLY_S = 3, 5.0, 14.0
-PAUSES_S = 3.0  # botocore's longest between so many attempts
 # Error codes of any operation, by their cause.
 _STALE = ("ExpiredToken", "ExpiredTokenException", "RequestExpired", "TokenRefreshRequired")
 _UNKNOWN = ("InvalidClientTokenId", "UnrecognizedClientException", "InvalidAccessKeyId", "SignatureDoesNotMatch")

@@ -46,7 +46,6 @@ def main() -> int:
     try:
         with open(os.path.join(channel, "job.json"), encoding="utf-8") as file:
             settings = json.load(file)
-        os.makedirs(work_dir, exist_ok=True)
         check()
         unpack(channel, work_dir, settings)
         env = environment(root, work_dir, settings)

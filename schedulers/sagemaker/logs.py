@@ -88,11 +88,6 @@ def _remaining_s(aws: Aws, native: Native) -> float:
     return _LATE_LINES_S - max(0.0, elapsed_s)
 
 
-def cursor_at(aws: Aws, native: Native, when: float) -> Cursor:
-    """Return the cursor of the streams at that time."""
-    return Cursor({stream.name: f"{int(when * 1000)}.0" for stream in streams(aws, native)})
-
-
 def _lines_of(aws: Aws, native: Native, stream: Stream, position: str | None) -> Iterator[LogLine]:
     timestamp, _, count = (position or "0.0").partition(".")
     last, ordinal, skip = int(timestamp), 0, int(count or 0)

@@ -86,13 +86,6 @@ def check(spec: JobSpec, options: SageMakerOptions, target: str) -> None:
             )
 
 
-def processes(spec: JobSpec, options: SageMakerOptions) -> int:
-    """Return the number of ranks per node: the requested one, else one per GPU, else one."""
-    if spec.procs_per_node is not None:
-        return spec.procs_per_node
-    return 1 if options.cpu else spec.resources.gpus or gpus(options.instance_type) or 1
-
-
 def _problems(spec: JobSpec, options: SageMakerOptions) -> Iterator[str]:
     resources = spec.resources
     if not (spec.image or options.image):

@@ -18,7 +18,7 @@ from typing import Any
 from ..errors import SpecError, nearest
 from ..job import JobSpec
 from ..object_names import object_name
-from .options import SageMakerOptions, gpus, image_address, processes
+from .options import SageMakerOptions, gpus, image_address
 
 JOB_ID, DIGEST = "accel.dev/job-id", "accel.dev/digest"
 CHANNEL = "code"
@@ -150,8 +150,8 @@ def settings(spec: JobSpec, options: SageMakerOptions, job_id: str) -> dict[str,
 
 
 def _launch(spec: JobSpec, options: SageMakerOptions) -> list[str]:
-    count = processes(spec, options)
-    arguments = ["--num_processes", str(count * spec.nodes)]
+    devices = 1 if options.cpu else spec.resources.gpus or gpus(options.instance_type) or 1
+    arguments = ["--num_processes", str((spec.procs_per_node or devices) * spec.nodes)]
     if spec.nodes > 1:
         arguments += ["--rdzv_conf", f"timeout={options.start_timeout_s:g}"]
     arguments += ["--cpu"] if options.cpu or gpus(options.instance_type) == 0 else []
@@ -227,9 +227,7 @@ def _textual_rules(request: Mapping[str, Any]) -> Iterator[tuple[_Path, str]]:
 def unknown_type(instance_type: str) -> str | None:
     """Return a warning for an instance type that botocore does not list: it may be newer."""
     model = _model()
-    if model is None:
-        return None
-    known_types = model.members["ResourceConfig"].members["InstanceType"].enum
+    known_types = [instance_type] if model is None else model.members["ResourceConfig"].members["InstanceType"].enum
     if instance_type in known_types:
         return None
     return f"instance_type: botocore lists no {instance_type}{nearest(instance_type, known_types)}"

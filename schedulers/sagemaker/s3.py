@@ -37,22 +37,17 @@ def upload(aws: Aws, root: str, path: Path, digest: str, destination: str) -> No
         client.copy({"Bucket": bucket, "Key": key}, *split(destination))
 
 
-def put(aws: Aws, uri: str, data: bytes) -> None:
-    bucket, key = split(uri)
-    aws.call("s3", "put_object", Bucket=bucket, Key=key, Body=data)
-
-
 def check_bucket(aws: Aws, root: str) -> None:
-    """Raise SubmitError if the bucket does not exist."""
+    """Raise SubmitError if the bucket does not exist. Raises AwsError, Unreachable."""
     bucket, _ = split(root)
     try:
         aws.call("s3", "head_bucket", Bucket=bucket)
     except AwsError as error:
-        if error.code in ("404", "NoSuchBucket"):
-            command = f"aws s3 mb s3://{bucket}"
-            origin = "s3_output_path" if aws.options.s3_output_path else "the account's default one for SageMaker"
-            raise SubmitError(f"{aws.label}: bucket not found: {bucket} ({origin}); create it: {command}") from None
-        raise SubmitError(str(error)) from None
+        if error.code not in ("404", "NoSuchBucket"):
+            raise
+        command = f"aws s3 mb s3://{bucket}"
+        origin = "s3_output_path" if aws.options.s3_output_path else "the account's default one for SageMaker"
+        raise SubmitError(f"{aws.label}: bucket not found: {bucket} ({origin}); create it: {command}") from None
 
 
 def remove(aws: Aws, job_ids: Sequence[str]) -> list[str]:
@@ -81,7 +76,6 @@ def remove(aws: Aws, job_ids: Sequence[str]) -> list[str]:
 # Downloads of a job's artefacts, complete or not at all.
 
 _ARTEFACTS = ("model", "output")
-_FINAL = ("Completed", "Failed", "Stopped")
 
 
 def fetch_artefacts(aws: Aws, native: Native, directory: Path) -> list[str]:
@@ -94,7 +88,7 @@ def fetch_artefacts(aws: Aws, native: Native, directory: Path) -> list[str]:
     job = describe(aws, native.name)
     if job is None:
         raise NotReady(f"job {native.job_id}: AWS has no such training job")
-    if job["TrainingJobStatus"] not in _FINAL:
+    if job["TrainingJobStatus"] in ("InProgress", "Stopping"):
         raise NotReady(f"job {native.job_id} still runs ({job['SecondaryStatus']}): its artefacts follow at its end")
     uri = f"{job['OutputDataConfig']['S3OutputPath'].rstrip('/')}/{native.name}/output/"
     partial = directory.with_name(f".{directory.name}.{os.getpid()}")

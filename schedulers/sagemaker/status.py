@@ -165,13 +165,3 @@ def describe(aws: Aws, name: str) -> dict[str, Any] | None:
         if error.code in _NO_SUCH_JOB:
             return None
         raise
-
-
-def stop(aws: Aws, native: Native) -> None:
-    """Stop the job: SIGTERM, 120 s, SIGKILL. Do nothing if it is over."""
-    try:
-        aws.call("sagemaker", "stop_training_job", TrainingJobName=native.name)
-    except AwsError:
-        job = describe(aws, native.name)
-        if job is not None and job["TrainingJobStatus"] == "InProgress":
-            raise

@@ -7,7 +7,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -73,9 +73,10 @@ def _upload(
             digests[name] = digest_of(str(path))
             s3.upload(aws, root, path, digests[name], destination + name)
     entry = importlib.resources.files(__package__).joinpath(request.ENTRY).read_bytes()
-    s3.put(aws, destination + request.ENTRY, entry)
     text = json.dumps({**settings, "files": digests, "wheel": wheel.name}, indent=2)
-    s3.put(aws, destination + request.SETTINGS, text.encode())
+    bucket, prefix = split(destination)
+    for name, data in ((request.ENTRY, entry), (request.SETTINGS, text.encode())):
+        aws.call("s3", "put_object", Bucket=bucket, Key=prefix + name, Body=data)
 
 
 def _earlier(aws: Aws, tagged_request: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -134,12 +135,3 @@ def _own_jobs(aws: Aws, **parameters: Any) -> Iterator[tuple[str, dict[str, Any]
         job = describe(aws, summary["TrainingJobName"])
         if job is not None and {"Key": request.JOB_ID, "Value": job_id} in tags:
             yield job_id, job
-
-
-def running(aws: Aws, jobs: Iterable[str]) -> dict[str, str]:
-    """Return the status of each of these jobs that AWS still runs. Raises Unreachable, AwsError."""
-    statuses = {}
-    for status in ("InProgress", "Stopping"):
-        for summary in list_entries(aws, StatusEquals=status):
-            statuses[str(summary["TrainingJobName"]).rpartition("-")[2]] = f"{status} at AWS"
-    return {job_id: statuses[job_id] for job_id in jobs if job_id in statuses}

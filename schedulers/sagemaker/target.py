@@ -12,21 +12,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ..errors import ConfigError, SchedulerError, SpecError, StoreError, Unreachable
+from ..errors import ConfigError, SpecError, StoreError, SubmitError
 from ..job import Cursor, JobSpec, LogLine, Status
 from ..store.record import read_record
 from ..target import DiscoveredJob, JobSummary, Plan, TargetContext, parse_ids, require_answers
 from . import logs, request, s3
 from . import options as sagemaker_options
 from . import submit as submission
-from .aws import Aws
+from .aws import Aws, AwsError
 from .options import GRACE_S, KIND, SageMakerOptions
-from .status import Native, Poller, describe, stop
+from .status import Native, Poller, describe, list_entries
 
 _PLUGIN = "session-manager-plugin"
-_PLUGIN_PAGE = (
-    "https://docs.aws.amazon.com/systems-manager/latest/userguide/session-manager-working-with-install-plugin.html"
-)
+_PAGE = "https://docs.aws.amazon.com/systems-manager/latest/userguide/session-manager-working-with-install-plugin.html"
 _SESSION = "AWS_SSM_START_SESSION_RESPONSE"
 
 
@@ -98,11 +96,18 @@ class SageMakerTarget:
         yield from logs.lines(self._aws, native, since, nodes)
 
     def cursor_at(self, native_id: str, when: float) -> Cursor:
-        return logs.cursor_at(self._aws, Native.parse(native_id), when)
+        streams = logs.streams(self._aws, Native.parse(native_id))
+        return Cursor({stream.name: f"{int(when * 1000)}.0" for stream in streams})
 
     def cancel(self, native_id: str) -> None:
-        """Cancel the job: SIGTERM, 120 s, SIGKILL. Raises Unreachable, AwsError."""
-        stop(self._aws, Native.parse(native_id))
+        """Cancel the job: SIGTERM, 120 s, SIGKILL. Do nothing if it is over. Raises Unreachable, AwsError."""
+        name = Native.parse(native_id).name
+        try:
+            self._aws.call("sagemaker", "stop_training_job", TrainingJobName=name)
+        except AwsError:
+            job = describe(self._aws, name)
+            if job is not None and job["TrainingJobStatus"] == "InProgress":
+                raise
 
     def fetch(self, native_id: str, directory: Path) -> list[str]:
         return s3.fetch_artefacts(self._aws, Native.parse(native_id), directory)
@@ -120,7 +125,7 @@ class SageMakerTarget:
             raise SpecError(f"job {native.job_id} was submitted without enable_remote_debug: true, which a shell needs")
         program = shutil.which(_PLUGIN)
         if program is None:
-            raise ConfigError(f"{self._aws.label}: {_PLUGIN} not found; install it: {_PLUGIN_PAGE}")
+            raise ConfigError(f"{self._aws.label}: {_PLUGIN} not found; install it: {_PAGE}")
         parameters = {"Target": f"sagemaker-training-job:{native.name}_algo-{node + 1}"}
         session = self._aws.call("ssm", "start_session", **parameters)
         session_json = json.dumps({key: session[key] for key in ("SessionId", "TokenValue", "StreamUrl")})
@@ -143,9 +148,7 @@ class SageMakerTarget:
             options = self._aws.resolved_options()
             request.build(spec, options, plan.job_id, self.name)
             s3.check_bucket(self._aws, str(options.s3_output_path))
-        except Unreachable:
-            raise
-        except SchedulerError as error:
+        except (AwsError, ConfigError, SpecError, SubmitError) as error:
             return [str(error)]
         return []
 
@@ -156,7 +159,13 @@ class SageMakerTarget:
         return submission.list_jobs(self._aws)
 
     def running(self, jobs: Mapping[str, str | None]) -> Mapping[str, str]:
-        return submission.running(self._aws, jobs)
+        """Return the status of each of these jobs that AWS still runs. Raises Unreachable, AwsError."""
+        statuses = {
+            entry["TrainingJobName"].rpartition("-")[2]: f"{status} at AWS"
+            for status in ("InProgress", "Stopping")
+            for entry in list_entries(self._aws, StatusEquals=status)
+        }
+        return {job_id: statuses[job_id] for job_id in jobs if job_id in statuses}
 
     def clear(self, jobs: Mapping[str, str | None]) -> list[str]:
         """Delete the files that these jobs' containers read. Artefacts stay, and AWS keeps the jobs."""

@@ -135,7 +135,7 @@ def test_only_jobs_whose_names_end_in_an_id_are_operations_for_their_tags(
 
 def test_an_endpoint_that_never_answers(silent: list[socket.socket], monkeypatch: pytest.MonkeyPatch) -> None:
     package("boto3")
-    assert aws.ATTEMPTS * (aws.CONNECT_S + aws.REPLY_S) + aws.PAUSES_S <= 60.0
+    assert aws.ATTEMPTS * (aws.CONNECT_S + aws.REPLY_S) + 3.0 <= 60.0  # botocore's longest pauses between so many
     monkeypatch.setattr(aws, "REPLY_S", 0.1)
     with pytest.raises(Unreachable, match="target aws: sts:GetCallerIdentity: Read timeout"):
         aws.Aws(options(), "aws").call("sts", "get_caller_identity")

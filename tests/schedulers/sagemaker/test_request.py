@@ -93,9 +93,9 @@ def test_what_only_aws_can_tell_is_open() -> None:
     assert made["RoleArn"] == "arn:{partition}:iam::{account}:role/train"
     assert made["AlgorithmSpecification"]["TrainingImage"] == "pytorch:2.8"
     known = request.resolved(options(region=None, s3_output_path=None), "1" * 12, "cn-north-1", ROLE)
-    found = request.build(spec(), known, JOB_ID, "aws")
-    assert not any(word in json.dumps(found) for word in ("{account}", "{region}", "{partition}"))
-    assert found["AlgorithmSpecification"]["TrainingImage"].startswith(
+    complete = request.build(spec(), known, JOB_ID, "aws")
+    assert not any(word in json.dumps(complete) for word in ("{account}", "{region}", "{partition}"))
+    assert complete["AlgorithmSpecification"]["TrainingImage"].startswith(
         "727897471807.dkr.ecr.cn-north-1.amazonaws.com.cn/"
     )
 
