@@ -78,11 +78,11 @@ def run_by_target(name: str, commands: Callable[[str], list[str]], *, debug: boo
     from schedulers.config.named_targets import load_target
     from schedulers.errors import SchedulerError
     from schedulers.store.store import Store
-    from schedulers.tpu.target import TpuTarget
+    from schedulers.tpu.slice_target import SliceTarget
 
     try:
         target = load_target(name, Store.default().jobs)
-        assert isinstance(target, TpuTarget)
+        assert isinstance(target, SliceTarget)
         config, hosts = target.config()
     except SchedulerError as error:
         raise pod.PodError(str(error)) from None

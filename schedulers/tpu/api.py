@@ -12,7 +12,7 @@ import json
 import os
 import re
 import urllib.parse
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,33 +27,30 @@ _LOGIN = "gcloud auth application-default login"
 _REPLY_TIMEOUT_S = 30.0
 _CHANGE_S = 120.0
 ENDPOINT = "https://tpu.googleapis.com"
+_BAD_REQUEST, _NOT_FOUND, _CONFLICT = 400, 404, 409
 # Codes of an operation's error (google.rpc.Code).
 _EXHAUSTED = 8  # a stockout or a quota
 _REFUSALS = frozenset((3, 5, 6, 7, 9, 11, 12, 16))  # with any other, the same request may succeed later
 
 
 class TpuApiError(SubmitError):
-    """Google Cloud refused a request. The message has one line."""
+    """Google Cloud refused a request. The message has one line.
 
-    reason = Reason.SETUP
+    reason: of a job that fails by it.
+    code:   of the HTTP reply; 0 without one.
+    """
 
-
-class NoQuota(TpuApiError):
-    """The project's quota is too low for the requested chips."""
-
-    reason = Reason.NO_CAPACITY
+    def __init__(self, message: str, reason: Reason = Reason.SETUP, code: int = 0) -> None:
+        super().__init__(message)
+        self.reason, self.code = reason, code
 
 
 class Retryable(SubmitError):
-    """A creation failed; the same request may succeed later."""
+    """A creation failed, and the same request may succeed later. `reason`: NO_CAPACITY for lack of capacity."""
 
-    reason = Reason.NONE
-
-
-class Stockout(Retryable):
-    """There is no capacity now; later there may be."""
-
-    reason = Reason.NO_CAPACITY
+    def __init__(self, message: str, reason: Reason = Reason.NONE) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 def endpoint() -> str:
@@ -70,54 +67,45 @@ def _kind(queued: bool) -> str:
     return "queuedResources" if queued else "nodes"
 
 
-@dataclass(frozen=True, kw_only=True)
-class CreatedSlice:
-    """A slice that accel created, from the API's lists. `node` or `queued`, its queued resource, may be None."""
-
-    job_id: str
-    name: str
-    node: Any
-    queued: Any
-
-    @property
-    def state(self) -> str:
-        return state_name(self.queued.state) if self.node is None else state_name(self.node)
-
-    @property
-    def is_queued(self) -> bool:
-        """Return True if a queued resource has the node, or will."""
-        return self.queued is not None or bool(self.node.queued_resource)
-
-    @property
-    def accelerator_type(self) -> str:
-        """Return the type, as `v4-16`; "" if it was requested by its topology and has no node yet."""
-        return str(_requested_node(self.queued).accelerator_type if self.node is None else self.node.accelerator_type)
-
-    @property
-    def created_at(self) -> float:
-        return float((self.queued or self.node).create_time.timestamp())
-
-
 def state_name(resource: Any) -> str:
     """Return the name of the state of a node, or of a queued resource's `state`."""
     return str(type(resource).State(resource.state).name)
 
 
-def _requested_node(queued: Any) -> Any:
-    return queued.tpu.node_spec[0].node
+@dataclass(frozen=True, kw_only=True)
+class CreatedSlice:
+    """A slice that accel created, from the API's lists. `node` or `queued`, its queued resource, may be None."""
 
+    name: str
+    node: Any
+    queued: Any
 
-def _created_slices(nodes: Iterable[Any], queued: Iterable[Any]) -> list[CreatedSlice]:
-    """Return the slices that have the label of a job."""
-    nodes_by_name = {node.name.rpartition("/")[2]: node for node in nodes}
-    queued_by_name = {resource.name.rpartition("/")[2]: resource for resource in queued if resource.tpu.node_spec}
-    labels = {name: _requested_node(resource).labels for name, resource in queued_by_name.items()}
-    labels |= {name: node.labels for name, node in nodes_by_name.items()}
-    return [
-        CreatedSlice(job_id=label[JOB_LABEL], name=name, node=nodes_by_name.get(name), queued=queued_by_name.get(name))
-        for name, label in labels.items()
-        if JOB_LABEL in label
-    ]
+    @property
+    def _description(self) -> Any:
+        """The node, or the one that was requested: it has no type if it was requested by its topology."""
+        return self.queued.tpu.node_spec[0].node if self.node is None else self.node
+
+    @property
+    def job_id(self) -> str:
+        """The job of the slice's label; "" without one."""
+        return str(self._description.labels.get(JOB_LABEL, ""))
+
+    @property
+    def state(self) -> str:
+        return state_name(self.queued.state if self.node is None else self.node)
+
+    @property
+    def is_queued(self) -> bool:
+        """True if a queued resource has the node, or will."""
+        return self.queued is not None or bool(self.node.queued_resource)
+
+    @property
+    def accelerator_type(self) -> str:
+        return str(self._description.accelerator_type)
+
+    @property
+    def created_at(self) -> float:
+        return float((self.queued or self.node).create_time.timestamp())
 
 
 class Api:
@@ -126,31 +114,27 @@ class Api:
     def __init__(self, options: TpuOptions, target: str) -> None:
         self._options, self.label = options, f"target {target}"
 
-    def node(self, name: str) -> Any:
-        """Return the node of that name, or None. Raises TpuApiError, Unreachable, ConfigError."""
-        return self._get(name, queued=False)
+    def get(self, name: str, *, queued: bool = False) -> Any:
+        """Return the node of that name, or its queued resource; None without one.
 
-    def queued(self, name: str) -> Any:
-        """Return the queued resource of that name, or None. Raises what `node` raises."""
-        return self._get(name, queued=True)
+        Raises TpuApiError, Unreachable, ConfigError.
+        """
+        try:
+            return self._call("get", queued, name=self._path(name, queued=queued))
+        except TpuApiError as error:
+            if error.code != _NOT_FOUND:
+                raise
+            return None
 
-    def _get(self, name: str, *, queued: bool) -> Any:
-        from google.api_core import exceptions
-
-        with contextlib.suppress(exceptions.NotFound):
-            return self._call("get", queued, exceptions.NotFound, name=self._path(name, queued=queued))
-
-    def _call(self, verb: str, queued: bool, *passthrough: type[Exception], **parameters: Any) -> Any:
+    def _call(self, verb: str, queued: bool, **parameters: Any) -> Any:
         """Call `VERB_node`, or `VERB_queued_resource`."""
-        with self._translated_errors(f"tpu.{_kind(queued)}.{verb}", *passthrough):
+        with self._translated_errors(f"tpu.{_kind(queued)}.{verb}"):
             method = getattr(self._client, f"{verb}_{'queued_resource' if queued else 'node'}")
             return method(**parameters, timeout=_REPLY_TIMEOUT_S)
 
     def host_keys(self, name: str) -> list[list[str]]:
-        """Return each worker's host keys that the API has, as `ssh-ed25519 AAAA…`. Raises what `node` raises."""
-        from google.cloud import tpu_v2
-
-        request = tpu_v2.GetGuestAttributesRequest(name=self._path(name), query_path="hostkeys/")
+        """Return each worker's host keys that the API has, as `ssh-ed25519 AAAA…`. Raises what `get` raises."""
+        request = self._library.GetGuestAttributesRequest(name=self._path(name), query_path="hostkeys/")
         with self._translated_errors("tpu.nodes.getGuestAttributes"):
             reply = self._client.get_guest_attributes(request=request, timeout=_REPLY_TIMEOUT_S)
         return [
@@ -159,19 +143,13 @@ class Api:
         ]
 
     def set_metadata(self, node: Any, metadata: Mapping[str, str]) -> None:
-        """Replace the node's metadata, and wait until that is done. Raises what `node` raises."""
-        from google.cloud import tpu_v2
-        from google.protobuf import field_mask_pb2
-
-        updated_node = tpu_v2.Node(name=node.name, metadata=dict(metadata))
+        """Replace the node's metadata, and wait until that is done. Raises what `get` raises."""
+        update = {"node": {"name": node.name, "metadata": dict(metadata)}, "update_mask": {"paths": ["metadata"]}}
         with self._translated_errors("tpu.nodes.update"):
-            operation = self._client.update_node(
-                node=updated_node, update_mask=field_mask_pb2.FieldMask(paths=["metadata"]), timeout=_REPLY_TIMEOUT_S
-            )
-            operation.result(timeout=_CHANGE_S)
+            self._client.update_node(request=update, timeout=_REPLY_TIMEOUT_S).result(timeout=_CHANGE_S)
 
     def created_slices(self) -> list[CreatedSlice]:
-        """Return the zone's slices that accel has created, on any machine. Raises what `node` raises.
+        """Return the zone's slices that accel has created, on any machine. Raises what `get` raises.
 
         Where queued resources may not be listed and the target requests none, this returns the nodes only.
         """
@@ -184,10 +162,16 @@ class Api:
             if self._options.queued:
                 raise
             queued = []
-        return _created_slices(nodes, queued)
+        by_name = {node.name.rpartition("/")[2]: node for node in nodes}
+        queued_by_name = {resource.name.rpartition("/")[2]: resource for resource in queued if resource.tpu.node_spec}
+        slices = [
+            CreatedSlice(name=name, node=by_name.get(name), queued=queued_by_name.get(name))
+            for name in queued_by_name | by_name
+        ]
+        return [created for created in slices if created.job_id]
 
     def read(self, url: str) -> bytes | None:
-        """Return an object of a bucket, or None. Raises what `node` raises."""
+        """Return an object of a bucket, or None. Raises what `get` raises."""
         with self._translated_errors("read the bucket"):
             from google.auth.transport.requests import AuthorizedSession
 
@@ -197,63 +181,50 @@ class Api:
     def create(self, name: str, body: Mapping[str, Any], *, queued: bool) -> str:
         """Create a node or a queued resource. Return the operation's name, or "" if it exists already.
 
-        Raises NoQuota, Stockout, and what `node` raises.
+        Raises Retryable, and what `get` raises.
         """
-        from google.api_core import exceptions
-        from google.cloud import tpu_v2
-
-        request: dict[str, Any] = {"parent": self.parent}
-        if queued:
-            resource = tpu_v2.QueuedResource.from_json(json.dumps(body))
-            request |= {"queued_resource_id": name, "queued_resource": resource}
-        else:
-            request |= {"node_id": name, "node": tpu_v2.Node.from_json(json.dumps(body))}
+        kind, resource = (self._library.QueuedResource, "queued_resource") if queued else (self._library.Node, "node")
+        request = {"parent": self.parent, f"{resource}_id": name, resource: kind.from_json(json.dumps(body))}
         try:
-            operation = self._call("create", queued, exceptions.Conflict, exceptions.TooManyRequests, request=request)
-        except exceptions.Conflict:
+            return str(self._call("create", queued, request=request).operation.name)
+        except TpuApiError as error:
+            if error.code != _CONFLICT:
+                raise
             return ""
-        except exceptions.TooManyRequests as error:
-            raise self._exhausted(error.message) from None
-        return str(operation.operation.name)
 
-    def failure(self, operation: str) -> SubmitError | None:
-        """Return why a creation failed, or None if it has not, or not yet. Raises what `node` raises."""
-        from google.api_core import exceptions
-
-        with (
-            contextlib.suppress(exceptions.NotFound),
-            self._translated_errors("tpu.operations.get", exceptions.NotFound),
-        ):
-            error = self._client.get_operation(request={"name": operation}, timeout=_REPLY_TIMEOUT_S).error
-            if not error.code:
-                return None
-            if error.code == _EXHAUSTED:
-                return self._exhausted(error.message)
+    def check_creation(self, operation: str) -> None:
+        """Raise Retryable or TpuApiError for a creation that has failed. Raises what `get` raises."""
+        try:
+            with self._translated_errors("tpu.operations.get"):
+                error = self._client.get_operation(request={"name": operation}, timeout=_REPLY_TIMEOUT_S).error
+        except TpuApiError as refusal:
+            if refusal.code != _NOT_FOUND:
+                raise
+            return
+        if error.code == _EXHAUSTED:
+            raise self._exhausted(error.message)
+        if error.code:
             kind = TpuApiError if error.code in _REFUSALS else Retryable
-            return kind(f"{self.label}: {_message_of(error.message)}")
-        return None
+            raise kind(f"{self.label}: {_message_of(error.message)}")
 
     def _exhausted(self, message: str) -> SubmitError:
         line = f"{self.label}: {_message_of(message)}"
         if "per minute" in message:
             raise Unreachable(line)  # too many calls, for a while
-        return NoQuota(line) if "quota" in message.lower() else Stockout(line)
+        return (TpuApiError if "quota" in message.lower() else Retryable)(line, Reason.NO_CAPACITY)
 
     def delete(self, name: str, *, queued: bool) -> None:
-        """Delete the node, or the queued resource with its node. Raises what `node` raises."""
-        from google.api_core import exceptions
-
-        kinds = exceptions.NotFound, exceptions.BadRequest, exceptions.Conflict
+        """Delete the node, or the queued resource with its node. Raises what `get` raises."""
         request = {"name": self._path(name, queued=queued), **({"force": True} if queued else {})}
         try:
-            self._call("delete", queued, *kinds, request=request)
-        except exceptions.NotFound:
-            return
-        except (exceptions.BadRequest, exceptions.Conflict) as error:  # being deleted, or not deletable now
-            existing = self._get(name, queued=queued)
-            state = existing and (existing.state.state if queued else existing.state).name
+            self._call("delete", queued, request=request)
+        except TpuApiError as error:
+            if error.code not in (_NOT_FOUND, _CONFLICT, _BAD_REQUEST):
+                raise
+            existing = self.get(name, queued=queued)  # gone, being deleted, or not deletable now
+            state = existing and state_name(existing.state if queued else existing)
             if state not in (None, "DELETING"):
-                raise Unreachable(f"{self.label}: {name} cannot be deleted yet: {_message_of(error.message)}") from None
+                raise Unreachable(f"{error}; {name} cannot be deleted yet") from None
 
     @functools.cached_property
     def project(self) -> str:
@@ -261,6 +232,14 @@ class Api:
         if not project:
             raise ConfigError(f"{self.label}: no project: set `project:` in accel.yaml or CLOUDSDK_CORE_PROJECT")
         return str(project)
+
+    @functools.cached_property
+    def _library(self) -> Any:
+        try:
+            from google.cloud import tpu_v2
+        except ImportError:
+            raise ConfigError(f"{self.label}: {_INSTALL}") from None
+        return tpu_v2
 
     @functools.cached_property
     def _credentials(self) -> Sequence[Any]:
@@ -272,12 +251,11 @@ class Api:
 
     @functools.cached_property
     def _client(self) -> Any:
+        options = {} if endpoint() == ENDPOINT else {"api_endpoint": endpoint()}
         with self._translated_errors("create a client"):
-            from google.api_core.client_options import ClientOptions
-            from google.cloud import tpu_v2
-
-            options = ClientOptions(api_endpoint=None if endpoint() == ENDPOINT else endpoint())
-            return tpu_v2.TpuClient(transport="rest", credentials=self._credentials[0], client_options=options)
+            return self._library.TpuClient(
+                transport="rest", credentials=self._credentials[0], client_options=options or None
+            )
 
     @property
     def parent(self) -> str:
@@ -287,35 +265,31 @@ class Api:
         return f"{self.parent}/{_kind(queued)}/{name}"
 
     @contextlib.contextmanager
-    def _translated_errors(self, permission: str, *passthrough: type[Exception]) -> Iterator[None]:
-        """Convert the client's exceptions, except `passthrough`, to ours. `permission`: what the call needs."""
-        try:
-            import requests
-            from google.api_core import exceptions
-            from google.auth import exceptions as login
-        except ImportError:
-            raise ConfigError(f"{self.label}: {_INSTALL}") from None
+    def _translated_errors(self, permission: str) -> Iterator[None]:
+        """Convert the exceptions of Google's client to accel's. `permission`: what the call needs."""
+        self._library  # noqa: B018 - without it, the packages below may be missing
+        import requests
+        from google.api_core import exceptions
+        from google.auth import exceptions as login
+
         try:
             yield
-        except ImportError:
-            raise ConfigError(f"{self.label}: {_INSTALL}") from None
-        except passthrough:
-            raise
         except (login.TransportError, exceptions.RetryError, requests.RequestException) as error:
             raise Unreachable(f"{self.label}: Google Cloud cannot be reached: {one_line(str(error))}") from None
-        except (exceptions.ServerError, exceptions.TooManyRequests) as error:
-            raise Unreachable(f"{self.label}: {permission}: {_message_of(error.message)}") from None
         except (login.RefreshError, exceptions.Unauthenticated) as error:
             raise CredentialsExpired(f"{self.label}: the login has expired: {one_line(str(error))}; {_LOGIN}") from None
         except login.GoogleAuthError as error:
             detail = one_line(str(error))
             raise ConfigError(f"{self.label}: no Google Cloud credentials: {detail}; {_LOGIN}") from None
-        except exceptions.Forbidden as error:
-            raise TpuApiError(
-                f"{self.label}: Google Cloud does not allow {permission}: {_message_of(error.message)}"
-            ) from None
         except exceptions.GoogleAPICallError as error:
-            raise TpuApiError(f"{self.label}: {permission}: {_message_of(str(error.message or error))}") from None
+            line = f"{self.label}: {permission}: {_message_of(str(error.message or error))}"
+            if isinstance(error, exceptions.TooManyRequests) and permission.endswith(".create"):
+                raise self._exhausted(error.message) from None
+            if isinstance(error, (exceptions.ServerError, exceptions.TooManyRequests)):
+                raise Unreachable(line) from None
+            if isinstance(error, exceptions.Forbidden):
+                line = f"{self.label}: Google Cloud does not allow {permission}: {_message_of(error.message)}"
+            raise TpuApiError(line, code=int(error.code or 0)) from None
 
 
 # The request that creates a job's slice, as JSON: a node, or a queued resource of one. Pure functions.

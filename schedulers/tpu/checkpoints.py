@@ -13,6 +13,7 @@ all hosts' copies of one save have in their manifests.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -23,6 +24,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..processes import as_exit_code, die_with_parent
@@ -150,7 +152,7 @@ def _restore_save(bucket: Bucket, root: str, node: int, save: Save, nodes: int) 
     folder = save.folder(source_node)
     manifest = os.path.join(draft, f"{MANIFEST}.part")
     bucket.get(f"{folder}/{MANIFEST}", manifest)
-    names = _files(_read(manifest))
+    names = _files(Path(manifest).read_bytes())
 
     def get(name: str) -> None:
         path = os.path.join(draft, *name.split("/"))
@@ -174,7 +176,6 @@ class Uploads:
         self._node = node
         self._nodes = nodes
         self._done: set[Save] = set()
-        self._last_message = ""
 
     def run(self, finished: threading.Event) -> None:
         """Upload until `finished` is set, and once more."""
@@ -186,7 +187,7 @@ class Uploads:
         """Upload new checkpoints, the oldest first. Failures are retried the next time."""
         for folder in self._complete_folders():
             try:
-                content = _read(os.path.join(folder, MANIFEST))
+                content = Path(folder, MANIFEST).read_bytes()
                 path = os.path.relpath(folder, self._own_folder).replace(os.sep, "/")
                 save = Save(path, str(json.loads(content)["save"]))
                 if save not in self._done:
@@ -194,7 +195,7 @@ class Uploads:
             except (FileNotFoundError, ValueError, KeyError):
                 continue  # it has been replaced, or removed, in the meantime
             except BucketError as error:
-                self._log_once(f"{os.path.basename(folder)} is not in the bucket yet: {error}")
+                log(f"{os.path.basename(folder)} is not in the bucket yet: {error}")
 
     def _upload(self, save: Save, folder: str, content: bytes) -> None:
         destination = save.folder(self._node)
@@ -204,7 +205,7 @@ class Uploads:
             objects = [f"{destination}/{name}" for name in pending]
             with ThreadPoolExecutor(_MAX_WORKERS) as pool:
                 list(pool.map(self._bucket.put, objects, [os.path.join(folder, name) for name in pending]))
-            if _read(os.path.join(folder, MANIFEST)) != content:
+            if Path(folder, MANIFEST).read_bytes() != content:
                 return  # another save took its place: files of both may have been read
             self._bucket.put_manifest(f"{destination}/{MANIFEST}", content, self._nodes)
         self._done.add(save)
@@ -217,24 +218,13 @@ class Uploads:
                 subfolders[:] = [name for name in subfolders if not _NODE.fullmatch(name)]
             subfolders[:] = [name for name in subfolders if not _DRAFT.fullmatch(name)]
             if MANIFEST in files:
-                folders.append(folder)
-        return sorted(folders, key=_written_at)
-
-    def _log_once(self, text: str) -> None:
-        if text != self._last_message:
-            log(text)
-            self._last_message = text
+                with contextlib.suppress(OSError):  # it was removed in the meantime
+                    folders.append((os.path.getmtime(os.path.join(folder, MANIFEST)), folder))
+        return [folder for _, folder in sorted(folders)]
 
 
 def _node_folder(root: str, node: int) -> str:
     return os.path.join(root, f"node-{node}") if node else root
-
-
-def _written_at(folder: str) -> float:
-    try:
-        return os.path.getmtime(os.path.join(folder, MANIFEST))
-    except OSError:
-        return 0.0
 
 
 def _files(manifest: bytes) -> dict[str, int]:
@@ -245,12 +235,9 @@ def _files(manifest: bytes) -> dict[str, int]:
     return sizes
 
 
-def _read(path: str) -> bytes:
-    with open(path, "rb") as file:
-        return file.read()
-
-
+@functools.cache
 def log(text: str) -> None:
+    """Print a line, once: uploads are retried each second."""
     print(f"accel: checkpoints: {text}", file=sys.stderr, flush=True)
 
 

@@ -86,18 +86,8 @@ class TpuOptions(HostOptions):
 
 def check(options: TpuOptions, name: str) -> None:
     """Raise SpecError, which names the key, if an option is invalid."""
-    subject = f"target {name}"
-    for key, pattern in (("zone", _ZONE), ("name", _NAME), ("project", _PROJECT)):
-        value = getattr(options, key)
-        if value is not None and not pattern.fullmatch(value):
-            raise SpecError(f"{subject}: {key}: {value!r} is not a valid {key} in Google Cloud")
-    if options.checkpoint_uri is not None and not _URI.fullmatch(options.checkpoint_uri):
-        example = "gs://bucket/prefix/{id}"
-        raise SpecError(f"{subject}: checkpoint_uri must be like {example}, not {options.checkpoint_uri!r}")
-    if options.spares:
-        raise SpecError(f"{subject}: spares: a job runs on all hosts of its slice: leave it out")
     for problem in _slice_problems(options):
-        raise SpecError(f"{subject}: {problem}")
+        raise SpecError(f"target {name}: {problem}")
     common.check(options, name)
 
 
@@ -121,6 +111,14 @@ def seconds(duration: str) -> int | None:
 
 
 def _slice_problems(options: TpuOptions) -> Iterator[str]:
+    for key, pattern in (("zone", _ZONE), ("name", _NAME), ("project", _PROJECT)):
+        value = getattr(options, key)
+        if value is not None and not pattern.fullmatch(value):
+            yield f"{key}: {value!r} is not a valid {key} in Google Cloud"
+    if options.checkpoint_uri is not None and not _URI.fullmatch(options.checkpoint_uri):
+        yield f"checkpoint_uri must be like gs://bucket/prefix/{{id}}, not {options.checkpoint_uri!r}"
+    if options.spares:
+        yield "spares: a job runs on all hosts of its slice: leave it out"
     chosen = [key for key in ("name", "accelerator_type", "type") if getattr(options, key) is not None]
     if len(chosen) > 1:
         yield f"{' and '.join(chosen)} are given: keep one of name, accelerator_type, type with topology"

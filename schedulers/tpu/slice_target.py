@@ -1,19 +1,18 @@
-"""`accel launch` on every host of an existing slice of Google Cloud TPUs."""
+"""`accel launch` on every host of a slice of Google Cloud TPUs."""
 
 from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ..errors import SchedulerError, SpecError, Unreachable
-from ..hosts.jobs.native_id import Native
+from ..errors import SpecError
 from ..hosts.jobs.target import HostsTarget
-from ..job import JobSpec, Status
-from ..target import Plan, TargetContext, require_answers
+from ..job import JobSpec
+from ..target import Plan, TargetContext
 from . import options as tpu_options
 from . import slices
 from .api import Api
@@ -48,40 +47,6 @@ class SliceTarget(HostsTarget):
     def __init__(self, context: TargetContext) -> None:
         super().__init__(context)
         tpu_options.check(self._options, self.name)
-
-    def poll(self, native_ids: Sequence[str]) -> Mapping[str, Status]:
-        """Poll as `HostsTarget.poll` does. Jobs whose hosts do not respond have the slice's own state."""
-        try:
-            return super().poll(native_ids)
-        except Unreachable as error:
-            unreachable = dict(error.silent or {})
-            status = self._status_if_over() if unreachable else None
-            if status is None:
-                raise
-            slice_statuses = {native_id: status for native_id in unreachable if self._is_mine(native_id)}
-            remaining = {
-                native_id: problem for native_id, problem in unreachable.items() if native_id not in slice_statuses
-            }
-            statuses = {**error.answers, **slice_statuses}
-            return require_answers(statuses, remaining)
-
-    def cancel(self, native_id: str) -> None:
-        """Cancel as `HostsTarget.cancel` does. Do nothing if the slice is gone."""
-        try:
-            super().cancel(native_id)
-        except Unreachable:
-            if self._status_if_over() is None:
-                raise
-
-    def running(self, jobs: Mapping[str, str | None]) -> Mapping[str, str | SchedulerError]:
-        """Return what `HostsTarget.running` does; nothing if the slice is gone."""
-        running = super().running(jobs)
-        return {} if running and self._status_if_over() is not None else running
-
-    def clear(self, jobs: Mapping[str, str | None]) -> list[str]:
-        """Clear as `HostsTarget.clear` does. Report nothing if the slice is gone."""
-        lines = super().clear(jobs)
-        return [] if lines and self._status_if_over() is not None else lines
 
     def config(self) -> tuple[Path, list[Host]]:
         """Rewrite the SSH configuration of the slice's workers. Return its path, and the workers.
@@ -176,21 +141,8 @@ class SliceTarget(HostsTarget):
         for key in ("zone", "name"):
             if getattr(self._options, key) is None:
                 raise SpecError(f"target {self.name}: no {key} of a slice: set it in accel.yaml, or --option {key}=…")
-        node = self._api.node(str(self._options.name))
-        return None if node is None else slices.read(node, self._options)
-
-    def _status_if_over(self) -> Status | None:
-        """Return how jobs on unreachable hosts have ended, or None if that is unknown."""
-        try:
-            return slices.status_if_over(self._slice(), self._options)
-        except SchedulerError:
-            return None
-
-    def _is_mine(self, native_id: str) -> bool:
-        try:
-            return all(host.name.startswith(f"{self._options.name}-w") for host in Native.parse(native_id).hosts)
-        except SpecError:
-            return False
+        node = self._api.get(str(self._options.name))
+        return None if node is None else slices.Slice.of(node, self._options)
 
     @functools.cached_property
     def _api(self) -> Api:

@@ -53,25 +53,21 @@ class Slice:
     problem: str
     addresses: tuple[str, ...]
 
+    @classmethod
+    def of(cls, node: Any, options: TpuOptions) -> Slice:
+        """Return the slice that a node of the API describes."""
+        external = not options.internal_ips
+        addresses = ((external and end.access_config.external_ip) or end.ip_address for end in node.network_endpoints)
+        return cls(
+            name=str(options.name), node_id=int(node.id), state=state_name(node),
+            problem=str(node.health_description or ""), addresses=tuple(map(str, addresses)),
+        )  # fmt: skip
+
     @property
     def hosts(self) -> list[Host]:
         """The workers, under their names in the SSH configuration."""
-        return [
-            Host(name=f"{self.name}-w{number}", source="the TPU's workers") for number in range(len(self.addresses))
-        ]
-
-
-def read(node: Any, options: TpuOptions) -> Slice:
-    """Return the slice that a node of the API describes."""
-    external = not options.internal_ips
-    addresses = ((external and end.access_config.external_ip) or end.ip_address for end in node.network_endpoints)
-    return Slice(
-        name=str(options.name),
-        node_id=int(node.id),
-        state=state_name(node),
-        problem=str(node.health_description or ""),
-        addresses=tuple(map(str, addresses)),
-    )
+        workers = range(len(self.addresses))
+        return [Host(name=f"{self.name}-w{number}", source="the TPU's workers") for number in workers]
 
 
 def ready_slice(tpu: Slice | None, options: TpuOptions, subject: str) -> Slice:
@@ -217,7 +213,7 @@ def install_key(api: Api, name: str, pool: Pool, hosts: Sequence[Host]) -> None:
     refusals = _rejecting_hosts(pool, hosts)
     if not refusals:
         return
-    node = api.node(name)
+    node = api.get(name)
     host, error = next(iter(refusals.items()))
     line = _public_key_line(pool, host)
     ssh_keys = str(node.metadata.get(_KEYS, ""))

@@ -19,7 +19,6 @@ import pytest
 
 import schedulers
 from schedulers import Job, Reason, State
-from schedulers.tpu import created
 from tests.clusters.tpu import SERVICE_ACCOUNT, Tpu
 from tests.waiting import until
 
@@ -28,11 +27,11 @@ from .conftest import CREATED, ROOT, deleted_by, empty, printed, runs, target_op
 CLIENT = """
 import importlib, json, os, signal, sys
 import schedulers
-from schedulers.tpu import api, created
+from schedulers.tpu import api, target
 given = json.loads(sys.argv[1])
 for name, seconds in given["limits"].items():
     setattr(api, name, seconds)
-created._AGAIN_S = (0.5, 0.5)
+target._RETRY_PAUSES_S = (0.5, 0.5)
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
 def wrap(when, place, nth):
@@ -166,7 +165,7 @@ def rows() -> list[Any]:
 def test_nothing_is_left(
     row: Row, tpu: Tpu, home: Path, project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(created, "_RETRY_PAUSES_S", (0.5, 0.5))
+    monkeypatch.setattr("schedulers.tpu.target._RETRY_PAUSES_S", (0.5, 0.5))
     go, waits = tmp_path / "go", bool(row.happens) or row.then == "cancel"
     (project / "job.sh").write_text('echo up; while [ ! -e "$GO" ]; do sleep 0.1; done\n')
     if not waits:

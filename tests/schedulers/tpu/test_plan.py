@@ -16,6 +16,7 @@ from schedulers.errors import ConfigError, SubmitError
 from schedulers.hosts.ssh_config import resolve
 from schedulers.target import TargetContext
 from schedulers.tpu import slices
+from schedulers.tpu.api import Api
 from schedulers.tpu.options import TpuOptions
 from schedulers.tpu.slice_target import SliceTarget
 from schedulers.tpu.slices import Slice
@@ -137,6 +138,12 @@ def test_a_plan_needs_neither_client_nor_library() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_without_googles_client_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "google.cloud.tpu_v2", None)
+    with pytest.raises(ConfigError, match=r"^target pod: needs Google's client .*: pip install 'accel-launch\[tpu\]'"):
+        Api(TpuOptions(**LEAST, project="lab-1"), "pod").get("pod1")
 
 
 @pytest.mark.parametrize(
