@@ -22,6 +22,7 @@ from schedulers.tpu.slice_target import SliceTarget
 from schedulers.tpu.slices import Slice
 from schedulers.tpu.target import TpuTarget
 from schedulers.tpu.topology import hosts_of
+from tests.needs import package
 
 ROOT = Path(__file__).parents[3]
 LEAST: dict[str, Any] = {"zone": "us-central2-b", "name": "pod1"}
@@ -141,6 +142,8 @@ def test_a_plan_needs_neither_client_nor_library() -> None:
 
 
 def test_without_googles_client_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    package("google.cloud.tpu_v2")
+    monkeypatch.delattr("google.cloud.tpu_v2")
     monkeypatch.setitem(sys.modules, "google.cloud.tpu_v2", None)
     with pytest.raises(ConfigError, match=r"^target pod: needs Google's client .*: pip install 'accel-launch\[tpu\]'"):
         Api(TpuOptions(**LEAST, project="lab-1"), "pod").get("pod1")
