@@ -77,7 +77,7 @@ def _resumable_upload(client: Any, bucket: str, key: str, size: int) -> tuple[st
                 if upload["Key"] == key:
                     return upload["UploadId"], _parts(client, bucket, key, upload["UploadId"], size)
     except ClientError as error:
-        if error.response.get("Error", {}).get("Code") not in _DENIED:
+        if error.response.get("Error", {}).get("Code") not in (*_DENIED, "NotImplemented"):
             raise
     return client.create_multipart_upload(Bucket=bucket, Key=key)["UploadId"], {}
 
