@@ -34,6 +34,8 @@ from accel.world.available import is_torchao_available
 from tests.needs import missing
 from tests.runtime.worlds import outcomes, run, run_one
 
+PRELOAD = ("torchao.float8",)
+
 if not is_torchao_available():
     missing("torchao", "pip install -c constraints.txt --no-deps torchao")
 

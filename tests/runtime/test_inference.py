@@ -15,6 +15,8 @@ from accel.errors import ArgumentError
 from accel.inference import find_pippy_batch_size, generate_device_map
 from tests.runtime.worlds import outcomes, run
 
+PRELOAD = ("torch.distributed.pipelining", "transformers.models.llama.modeling_llama")
+
 
 @dataclass
 class Scores:

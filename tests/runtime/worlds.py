@@ -1,4 +1,7 @@
-"""Runs functions in real worlds of processes: forked from a server that has imported torch once, joined over gloo."""
+"""Runs functions in real worlds of processes: forked from a server that has imported torch once, joined over gloo.
+
+A test module, or its package, names in ``PRELOAD`` modules that take seconds to import: they too are imported once.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,17 @@ import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any
+from unittest.mock import patch
 
 from tests.ports import free_port as free_port
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch._dynamo", "accel.accelerator", "safetensors.torch"])
+_PRELOAD = ("torch", "torch._dynamo", "accel.accelerator", "safetensors.torch")
+_servers: dict[tuple[str, ...], forkserver.ForkServer] = {}
 
 _OURS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _PATIENCE = 240
@@ -74,13 +80,14 @@ def outcomes(
     function: Callable[..., Any], *args: Any, processes: int = 2, env: Mapping[str, str] | None = None
 ) -> list[Outcome]:
     """Run ``function(*args)`` in each process of a new world; returns what became of each, in rank order."""
-    port = free_port()
+    port, server = free_port(), _server(function)
     running = []
     for rank in range(processes):
         ours, theirs = _context.Pipe(duplex=False)
         variables = clean_env(**{**world_env(rank, processes, port), **(env or {})})
         process = _context.Process(target=_child, args=(theirs, variables, function, args))
-        process.start()
+        with patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process):
+            process.start()
         theirs.close()
         running.append((process, ours))
     try:
@@ -91,6 +98,17 @@ def outcomes(
             if process.is_alive():
                 process.kill()
                 process.join()
+
+
+def _server(function: Callable[..., Any]) -> forkserver.ForkServer:
+    """The server whose processes have the modules that the tests of ``function`` name."""
+    module = getattr(function, "__module__", "")
+    named = (getattr(sys.modules.get(name), "PRELOAD", ()) for name in (module, module.rpartition(".")[0]))
+    modules = (*_PRELOAD, *next(filter(None, named), ()))
+    if modules not in _servers:
+        _servers[modules] = forkserver.ForkServer()
+        _servers[modules].set_forkserver_preload(list(modules))
+    return _servers[modules]
 
 
 def _await(pipe: Connection) -> Outcome:

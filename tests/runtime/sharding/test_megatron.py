@@ -19,6 +19,8 @@ from accel.plugins.megatron import CORE, CORE_REFUSED, MAPPED, REFUSED, WITHOUT_
 from tests.needs import package
 from tests.runtime.worlds import run, run_one
 
+PRELOAD = ("transformers.models.llama.modeling_llama",)
+
 package("transformers")
 
 _CLIPPED = 0.3

@@ -25,6 +25,8 @@ from tests.runtime.sharding.megatron_run import (
 )
 from tests.runtime.worlds import run, run_one
 
+PRELOAD = ("megatron.core.models.gpt", "megatron.core.distributed", "torch._inductor.compile_fx")
+
 if find_spec("megatron") is None:
     needs.missing("megatron-core", "pip install -c constraints.txt megatron-core")
 

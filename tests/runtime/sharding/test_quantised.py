@@ -16,6 +16,8 @@ from accel.state import AcceleratorState
 from tests.needs import package
 from tests.runtime.worlds import run, run_one
 
+PRELOAD = ("bitsandbytes", "transformers.models.llama.modeling_llama")
+
 package("transformers")
 package("peft")
 package("bitsandbytes")

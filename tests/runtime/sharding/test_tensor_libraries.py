@@ -19,6 +19,8 @@ from accel.state import AcceleratorState, PartialState
 from tests.needs import package
 from tests.runtime.worlds import run, run_one
 
+PRELOAD = ("transformers.models.llama.modeling_llama",)
+
 package("transformers")
 
 _SIZES: dict[str, Any] = {
