@@ -59,7 +59,7 @@ def message_of(action: Callable[[], Any]) -> str:
 
 
 def assert_near(runs: Mapping[str, Run], whole: Mapping[str, Run], tolerance: float = 1e-5) -> None:
-    """Assert that losses, within 1e-5, and norms equal those in ``whole``: of run "2, clipped", those of "clipped"."""
+    """Assert that losses, within 1e-5, and norms equal the ones in ``whole``, where "2, clipped" is "clipped"."""
     for name, (losses, norms) in runs.items():
         expected_losses, expected_norms = whole[name.partition(", ")[2]]
         assert losses == pytest.approx(expected_losses, abs=1e-5), name
