@@ -1,12 +1,11 @@
 """Training by DeepSpeed: its engine steps, clips, scales and shards; accumulation windows are accel's.
 
-Imports DeepSpeed when a run uses it, and no other module of accel does.
+Imports DeepSpeed only when a run uses it.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,11 +17,10 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from accel import collectives
 from accel.errors import ArgumentError, CheckpointError, PrecisionError, StateError
 from accel.logging import get_logger
 from accel.parallel.base import Loading, Prepared, Strategy
-from accel.parallel.deepspeed_engine import DeepSpeedEngineWrapper, convert, load_deepspeed
+from accel.parallel.deepspeed_engine import DeepSpeedEngineWrapper, load_deepspeed, universal_format
 from accel.parallel.deepspeed_layers import gathered_state, release_groups, saved_size, splitting
 from accel.parallel.deepspeed_sequences import Sequences, SplitLoader
 from accel.parallel.deepspeed_settings import (
@@ -209,11 +207,8 @@ class DeepSpeed(Strategy):
         """
         if self.engine is None:
             raise StateError("backward: under DeepSpeed, prepare the model and its optimizer in one call first")
-        is_divided = not kwargs.pop("scale_wrt_gas", True)
-        parts = 1 if is_divided else length
-        if (
-            not self.shards_models
-        ):  # below stage 3 the engine adds the gradients of a sequence's parts, at 3 it averages
+        parts = length if kwargs.pop("scale_wrt_gas", True) else 1
+        if not self.shards_models:  # the engine adds the gradients of a sequence's parts; at stage 3 it averages them
             parts *= self._sp_size
         self.engine.backward(loss if parts == 1 else loss / parts, last and not self._deferred, **kwargs)
 
@@ -294,7 +289,7 @@ class DeepSpeed(Strategy):
             logger.warning(
                 f"{folder} was saved by {processes} process(es): converting it to DeepSpeed's universal format"
             )
-            with self._universal(folder / name) as universal, self._whole_layers():
+            with universal_format(folder / name, self.state) as universal, self._whole_layers():
                 engine._config.load_universal_checkpoint = True
                 try:
                     path, _ = engine.load_checkpoint(str(universal.parent), universal.name)
@@ -305,27 +300,6 @@ class DeepSpeed(Strategy):
 
     def _whole_layers(self) -> AbstractContextManager[None]:
         return nullcontext() if self._sequences is None else self._sequences.whole_layers()
-
-    @contextmanager
-    def _universal(self, source: Path) -> Iterator[Path]:
-        """Yield a folder next to the checkpoint with the files of ``source`` in the universal format."""
-        root = source.parent.with_name(f".{source.parent.name}.universal")
-        errors: list[str | None] = [None]
-        if self.state.is_main_process:
-            shutil.rmtree(root, ignore_errors=True)
-            try:
-                convert(source, root / source.name)
-            except Exception as error:
-                errors = [f"{type(error).__name__}: {' '.join(str(error).split())}"]
-        try:
-            collectives.broadcast_object_list(errors)
-            if errors[0] is not None:
-                raise CheckpointError(f"{source}: DeepSpeed cannot convert it for another world size: {errors[0]}")
-            yield root / source.name
-            self.state.wait_for_everyone()
-        finally:
-            if self.state.is_main_process:
-                shutil.rmtree(root, ignore_errors=True)
 
     def drop_held_gradients(self) -> None:
         """See `Strategy.drop_held_gradients`; the next backward pass begins a window."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,8 +13,10 @@ from typing import Any
 
 import torch
 
-from accel.errors import ArgumentError
+from accel import collectives
+from accel.errors import ArgumentError, CheckpointError
 from accel.parallel.deepspeed_layers import total_norm
+from accel.state import PartialState
 from accel.world.versions import compare_versions
 
 _OLDEST = "0.16.0"
@@ -73,7 +77,33 @@ class DeepSpeedEngineWrapper:
         return self._norm if norm is None else float(norm)
 
 
-def convert(source: Path, target: Path) -> None:
+@contextmanager
+def universal_format(source: Path, state: PartialState) -> Iterator[Path]:
+    """Yield a folder next to the checkpoint with the files of ``source`` in the universal format, for all processes.
+
+    The main process converts them, and removes them after the block. Raises `CheckpointError` on all processes if
+    DeepSpeed cannot.
+    """
+    root = source.parent.with_name(f".{source.parent.name}.universal")
+    errors: list[str | None] = [None]
+    if state.is_main_process:
+        shutil.rmtree(root, ignore_errors=True)
+        try:
+            _convert(source, root / source.name)
+        except Exception as error:
+            errors = [f"{type(error).__name__}: {' '.join(str(error).split())}"]
+    try:
+        collectives.broadcast_object_list(errors)
+        if errors[0] is not None:
+            raise CheckpointError(f"{source}: DeepSpeed cannot convert it for another world size: {errors[0]}")
+        yield root / source.name
+        state.wait_for_everyone()
+    finally:
+        if state.is_main_process:
+            shutil.rmtree(root, ignore_errors=True)
+
+
+def _convert(source: Path, target: Path) -> None:
     """Convert ZeRO's files, in this process, without the progress that DeepSpeed prints."""
     from deepspeed.checkpoint.ds_to_universal import main
 

@@ -21,6 +21,7 @@ from accel.parallel.clipping import by_mesh, clip_norm
 from accel.parallel.materializer import WeightMaterializer
 from accel.parallel.mesh import Mesh
 from accel.parallel.optimizers import check_known, rebind_to_shards, split_by_mesh, to_shards
+from accel.parallel.plans import find_styles
 from accel.parallel.shares import (
     count_versions,
     drop_held_gradients,
@@ -31,7 +32,7 @@ from accel.parallel.shares import (
     refuse_versions,
     reshard,
 )
-from accel.parallel.tensor import check_spread, copy_views, find_styles, split_layers
+from accel.parallel.tensor import check_spread, copy_views, split_layers
 from accel.parallel.units import (
     check_class_names,
     find_units,
