@@ -39,11 +39,15 @@ def _inside(script: str, rounds: int, processes: int = 1, **env: str) -> dict[st
 
 
 def steps(rounds: int) -> bool:
-    """What a training step costs over the loop written by hand: at most a quarter of what it costs with Accelerate."""
+    """What a training step costs over the loop written by hand: at most a quarter of what it costs with Accelerate.
+
+    A step of a GPT, of about 12 ms, beside the same by hand.
+    """
     kinds = ("plain", "accumulate", "whole")
     bars = [
         Bar(ours=f"{kind}, accel over by hand", base=f"{kind}, accelerate over by hand", limit=0.25) for kind in kinds
     ]
+    bars.append(Bar(ours="GPT, accel", base="GPT, by hand", limit=1.01))
     return report("steps", _inside("steps", rounds), bars)
 
 
@@ -80,9 +84,17 @@ def loaders(rounds: int) -> bool:
 
 
 def dispatch(rounds: int) -> bool:
-    """A round of batches that the main process reads for a world of two: three tensors of int64 each."""
+    """A round of batches that the main process reads for a world of two: three tensors of int64 each.
+
+    Beside Accelerate's, and beside torch's `scatter_object_list`, which would do without a format of our own.
+    """
     seconds = _inside("loaders", rounds, processes=2)
-    bars = [Bar(ours=f"16 × {width}, accel", base=f"16 × {width}, accelerate", limit=1) for width in (32, 512, 8192)]
+    others = {"accelerate": 1, "scatter_object_list": 1 / 1.2}
+    bars = [
+        Bar(ours=f"16 × {width}, accel", base=f"16 × {width}, {other}", limit=limit)
+        for other, limit in others.items()
+        for width in (32, 512, 8192)
+    ]
     return report("dispatch", seconds, bars)
 
 
@@ -90,7 +102,7 @@ def collectives(rounds: int) -> bool:
     """Gathering a nest of 20 small tensors in a world of two."""
     bars = [
         Bar(ours="gather of 20, accel", base="gather of 20, accelerate", limit=0.1),
-        Bar(ours="gather of 20, accel", base="one flat all_gather", limit=1.3),
+        Bar(ours="gather of 20, accel", base="one flat all_gather", limit=1.1),
     ]
     return report("collectives", _inside("collect", rounds, processes=2), bars)
 

@@ -242,8 +242,12 @@ class CheckpointControl(Part):
         return [number for number, model in enumerate(self._run.models) if all(model is not m for m in models)]
 
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return the full state dict of a prepared model under its original names (``unwrap=False``: as it is now)."""
-        return self.strategy.model_state(model) if unwrap else dict(model.state_dict())
+        """Return the full state dict of a prepared model under its original names.
+
+        ``unwrap=False``: under the names that a model which is not sharded has now, such as DDP's.
+        """
+        whole = unwrap or self.strategy.shards(model)
+        return self.strategy.model_state(model) if whole else dict(model.state_dict())
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """Write ``obj`` to the file ``f`` on the main process, or on one per node (``save_on_each_node``), atomically.
@@ -269,7 +273,7 @@ class CheckpointControl(Part):
         if one fails. Raises `ArgumentError` for a directory that is a file, for weights on the meta device and for
         types that safetensors lacks; `CheckpointError` if the writer cannot write.
         """
-        folder, sharded = Path(save_directory), self.strategy.shards_models
+        folder, sharded = Path(save_directory), self.strategy.shards(model)
         if sharded:
             call_roll("save_model")
         gathers_later = safe_serialization and sharded and not self.strategy.is_engine

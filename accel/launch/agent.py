@@ -294,7 +294,7 @@ class GangAgent(SimpleElasticAgent):
         code, error = event["code"], event["error"]
         if error and code < 0 and self._ended_at != float("inf"):
             code = error.get("code", code)  # it was already exiting with this; only its exit handlers were killed
-        error = error or (error_in_log(log) if code > 0 else None)
+        error = error or error_in_log(log, code)
         self._exits[local_rank] = Exit(
             rank=worker.global_rank, local_rank=local_rank, pid=event["pid"], code=code, time=event["time"],
             error=error, log=log,

@@ -204,11 +204,18 @@ def _cause(end: Exit, error_text: str, oom_kills: int) -> tuple[str, str, str]:
 
 _TAIL = 16_384
 _ERROR_LINE = re.compile(r"(?P<type>[A-Za-z_][\w.<>]*)(?:: ?(?P<message>.*))?\Z")
+# Of the C++ runtime, as when NCCL's watchdog ends a rank.
+_UNCAUGHT = re.compile(
+    r"terminate called after throwing an instance of '(?:\w+::)*(?P<type>\w+)'\s+what\(\): +(?P<message>.*)"
+)
 
 
-def error_in_log(path: str | None) -> dict[str, Any] | None:
-    """Return the last Python traceback in a log's tail, for a rank that could not report its error itself."""
-    if path is None:
+def error_in_log(path: str | None, code: int) -> dict[str, Any] | None:
+    """Return the error in a log's tail of a rank that has exited with ``code`` and could not report it itself.
+
+    That is the last Python traceback or, if native code has aborted, the C++ exception.
+    """
+    if path is None or (code < 0 and code != -signal.SIGABRT):
         return None
     try:
         with open(path, "rb") as file:
@@ -216,6 +223,9 @@ def error_in_log(path: str | None) -> dict[str, Any] | None:
             tail = file.read().decode("utf-8", "replace")
     except OSError:
         return None
+    if code < 0:
+        uncaught = list(_UNCAUGHT.finditer(tail))
+        return {**uncaught[-1].groupdict(), "traceback": ""} if uncaught else None
     start = tail.rfind("Traceback (most recent call last):")
     if start < 0:
         return None

@@ -58,7 +58,7 @@ def run_single(run: Launch, launch_id: str) -> int:
     if code == 0:
         return 0
     end = failures.Exit(rank=run.node_rank, local_rank=0, pid=watch.program.pid, code=code, time=time.time(),
-                      error=failures.error_in_log(log), log=log)  # fmt: skip
+                      error=failures.error_in_log(log, code), log=log)  # fmt: skip
     failure = failures.diagnose(end, node=run.node_rank, host=socket.gethostname(), attempt=run.incarnation.attempt,
                               oom_kills=failures.oom_kill_count() - oom_kills, others="")  # fmt: skip
     record("failure", failure=failure.to_json())

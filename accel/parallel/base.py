@@ -223,6 +223,10 @@ class Strategy:
         """Return True if the gradients of an open accumulation window can be saved; an engine holds them itself."""
         return not self.is_engine
 
+    def shards(self, model: torch.nn.Module) -> bool:
+        """Return True if each process has a shard of ``model``, a prepared one."""
+        return self.shards_models
+
     def leaves_out(self, model: torch.nn.Module) -> bool:
         """Return True if checkpoints leave out ``model``, a prepared one."""
         return False

@@ -6,13 +6,12 @@ Imports DeepSpeed only when a run uses it.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
@@ -54,7 +53,9 @@ class DeepSpeed(Strategy):
 
     def __init__(self, state: AcceleratorState) -> None:
         super().__init__(state)
-        self._sp_size, self._tp_size = resolve_sizes(state.parallelism_config, self._plugins, state.num_processes)
+        plugins = state.deepspeed_plugins
+        every_plugin = list(plugins.values()) if isinstance(plugins, dict) else [self._plugin]
+        self._sp_size, self._tp_size = resolve_sizes(state.parallelism_config, every_plugin, state.num_processes)
         if self._plugin.mixed_precision == "fp16" and state.device.type == "cpu":
             raise PrecisionError("DeepSpeed: fp16 needs a GPU, but this process uses the CPU: use bf16 or no")
         os.environ.setdefault("LOCAL_RANK", str(max(state.local_process_index, 0)))  # the engine reads it
@@ -64,6 +65,7 @@ class DeepSpeed(Strategy):
         self.engine: DeepSpeedEngineWrapper | None = None
         self._sequences: Sequences | None = None
         self._inference: WeakSet[nn.Module] = WeakSet()  # engines of models that are not trained
+        self._plugin_by_model: WeakKeyDictionary[nn.Module, DeepSpeedPlugin] = WeakKeyDictionary()
         self._deferred = 0  # blocks of `no_sync` that have begun
 
     @property
@@ -74,14 +76,16 @@ class DeepSpeed(Strategy):
         return plugin
 
     @property
-    def _plugins(self) -> list[DeepSpeedPlugin]:
-        plugins = self.state.deepspeed_plugins
-        return list(plugins.values()) if isinstance(plugins, dict) else [self._plugin]
-
-    @property
     def shards_models(self) -> bool:  # type: ignore[override]
         """True at stage 3."""
-        return bool(self._plugin.hf_ds_config.is_zero3())
+        return _is_zero3(self._plugin) if self.engine is None else self.shards(self.engine.engine)
+
+    def shards(self, model: nn.Module) -> bool:
+        """See `Strategy.shards`; a model is at the stage of the plug-in that was selected at its `prepare`."""
+        return _is_zero3(self._plugin_of(model))
+
+    def _plugin_of(self, model: nn.Module) -> DeepSpeedPlugin:
+        return self._plugin_by_model.get(self.unwrap(model)) or self._plugin
 
     @property
     def data_place(self) -> tuple[int, int]:
@@ -136,6 +140,7 @@ class DeepSpeed(Strategy):
         world, copies = self.batches_at_once, self._sp_size * self._tp_size
         fill(plugin, model, optimizer, scheduler, loading or Loading(), world=world, copies=copies)
         engine, engine_optimizer, engine_scheduler = self._initialize(plugin, model, optimizer, scheduler)
+        self._plugin_by_model[self.unwrap(engine)] = plugin
         if trains:
             self.engine = DeepSpeedEngineWrapper(engine)
             self.engine.config = plugin.deepspeed_config
@@ -152,7 +157,7 @@ class DeepSpeed(Strategy):
             return False
         if any(parameter.requires_grad for parameter in model.parameters()):
             return True
-        return self.shards_models and not optimizers and any(True for _ in model.parameters())
+        return _is_zero3(self._plugin) and not optimizers and any(True for _ in model.parameters())
 
     def _initialize(self, plugin: DeepSpeedPlugin, model: nn.Module, optimizer: Any, scheduler: Any) -> Any:
         config = deepcopy(plugin.deepspeed_config)
@@ -303,16 +308,8 @@ class DeepSpeed(Strategy):
 
     def drop_held_gradients(self) -> None:
         """See `Strategy.drop_held_gradients`; the next backward pass begins a window."""
-        if self.engine is None:
-            return
-        engine = self.engine.engine
-        engine.zero_grad()
-        optimizer = engine.optimizer
-        optimizer.zero_grad()
-        if engine.zero_optimization_stage() in (1, 2):  # whose `zero_grad` does not reset these
-            optimizer.micro_step_id = sys.modules[type(optimizer).__module__].INITIAL_MICRO_STEP_ID
-            optimizer.averaged_gradients = {}
-            optimizer.all_grad_tensors = {}
+        if self.engine is not None:
+            self.engine.drop_gradients()
 
     def model_state(self, model: nn.Module, full: bool = True) -> dict[str, torch.Tensor]:
         """See `Strategy.model_state`; split layers, and parameters of stage 3, are gathered module by module.
@@ -320,7 +317,7 @@ class DeepSpeed(Strategy):
         Raises `ArgumentError` at stage 3 without ``zero3_save_16bit_model``.
         """
         unwrapped = self.unwrap(model)
-        if _is_partitioned(unwrapped) and not self._plugin.zero3_save_16bit_model:
+        if _is_partitioned(unwrapped) and not self._plugin_of(model).zero3_save_16bit_model:
             raise ArgumentError(
                 "weights of a model at stage 3 are gathered only with DeepSpeedPlugin(zero3_save_16bit_model=True), "
                 "--zero3_save_16bit_model true, or stage3_gather_16bit_weights_on_model_save in its configuration"
@@ -343,3 +340,7 @@ class DeepSpeed(Strategy):
 def _is_partitioned(model: nn.Module) -> bool:
     """Return True if `deepspeed.zero.Init` has sharded ``model``."""
     return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
+
+
+def _is_zero3(plugin: DeepSpeedPlugin) -> bool:
+    return bool(plugin.hf_ds_config.is_zero3())

@@ -71,6 +71,16 @@ class DeepSpeedEngineWrapper:
         if sync_gradients:
             self.skipped = bool(getattr(engine.optimizer, "overflow", False))
 
+    def drop_gradients(self) -> None:
+        """Clear all gradients, so that the next backward pass begins a window."""
+        engine, optimizer = self.engine, self.engine.optimizer
+        engine.zero_grad()
+        optimizer.zero_grad()
+        if engine.zero_optimization_stage() in (1, 2):  # whose `zero_grad` does not reset these
+            optimizer.micro_step_id = sys.modules[type(optimizer).__module__].INITIAL_MICRO_STEP_ID
+            optimizer.averaged_gradients = {}
+            optimizer.all_grad_tensors = {}
+
     def get_global_grad_norm(self) -> float | None:
         """Return the norm of the gradients at the last step, before clipping; None before the first step."""
         norm = self.engine.get_global_grad_norm()

@@ -45,6 +45,7 @@ from accel.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel.precision.float8 import gather_in_8_bits, refuse_8_bits
 from accel.pytree import join_tensors, split_tensors
 from accel.state import AcceleratorState
+from accel.world.process_group import set_timeout_of_new_groups
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -82,8 +83,8 @@ class Sharded(Strategy):
         self._models: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()  # in one order on all processes
         self._class_names: set[str] = set()  # of the modules in all models
         self._optimizers: WeakSet[torch.optim.Optimizer] = WeakSet()
-        # An optimizer that steps the shards → the number of its parameters, and of their device meshes.
-        self._checked: WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]] = WeakKeyDictionary()
+        # An optimizer that steps the shards → the ids of its parameters, and the number of their device meshes.
+        self._checked: WeakKeyDictionary[torch.optim.Optimizer, tuple[list[int], int]] = WeakKeyDictionary()
         # The parameter that a model had before it was sharded → the one it has now.
         self._shards: Any = WeakTensorKeyDictionary()
 
@@ -116,11 +117,11 @@ class Sharded(Strategy):
             known = list(self._parameters())
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             check_known(type(optimizer).__name__, parameters, known)
-            self._checked[optimizer] = len(parameters), len(by_mesh(parameters))
+            self._checked[optimizer] = list(map(id, parameters)), len(by_mesh(parameters))
 
     def _is_changed(self, optimizer: torch.optim.Optimizer) -> bool:
-        count, _ = self._checked.get(optimizer, (-1, 0))
-        return count != sum(len(group["params"]) for group in optimizer.param_groups)
+        ids, _ = self._checked.get(optimizer, (None, 0))
+        return ids != [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
 
     def split_groups(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[Any]:
         """See `Strategy.split_groups`; it makes a difference if the model has modules that are not sharded."""
@@ -150,12 +151,8 @@ class Sharded(Strategy):
         from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard, register_fsdp_forward_method
 
         plugin = self.plugin
-        on_cuda = self.state.device.type == "cuda" and not isinstance(plugin.cpu_offload, CPUOffloadPolicy)
-        if on_cuda and "cuda:gloo" in dist.get_backend_config():
-            raise ArgumentError(
-                f"prepare: models sharded on {self.state.device} need a process group over nccl, and this one is over "
-                "gloo: leave out the backend, or set it to 'nccl'"
-            )
+        if not isinstance(plugin.cpu_offload, CPUOffloadPolicy):
+            _refuse_gloo(self.state.device, dist.get_backend_config())
         self._models[self.unwrap(model)] = None
         if is_split(self.unwrap(model)):
             check_spread(self.unwrap(model), self.mesh.sizes["tp"])
@@ -198,15 +195,16 @@ class Sharded(Strategy):
             gather_in_8_bits(model, [weights.names[parameter] for parameter in members[name]])
             if styles:
                 unit.register_forward_hook(torch.compiler.disable(copy_views))  # type: ignore[no-untyped-call]
-            fully_shard(
-                unit,
-                mesh=sharding,
-                # The root unit's parameters are used last in the forward pass and first in the backward pass.
-                reshard_after_forward=None if unit is model else plugin.reshard_after_forward,
-                mp_policy=policy,
-                offload_policy=plugin.cpu_offload,
-                ignored_params=unsharded,
-            )
+            with set_timeout_of_new_groups():  # torch creates some for reshard_after_forward=N
+                fully_shard(
+                    unit,
+                    mesh=sharding,
+                    # The root unit's parameters are used last in the forward pass and first in the backward pass.
+                    reshard_after_forward=None if unit is model else plugin.reshard_after_forward,
+                    mp_policy=policy,
+                    offload_policy=plugin.cpu_offload,
+                    ignored_params=unsharded,
+                )
         for parameter, names in weights.names.items():
             self._shards[parameter] = model.get_parameter(names[0])
         _prefetch([unit for _, unit in units[:-1]] if plugin.forward_prefetch else [])
@@ -231,8 +229,16 @@ class Sharded(Strategy):
         for model in self._models:
             reshard(model)
         for optimizer in self._optimizers:
-            if self._is_changed(optimizer):
-                rebind_to_shards(optimizer, self._shards)
+            self._rebind(optimizer)
+
+    def _rebind(self, optimizer: torch.optim.Optimizer) -> None:
+        if optimizer in self._optimizers and self._is_changed(optimizer):
+            rebind_to_shards(optimizer, self._shards)
+
+    def zero_grad(self, optimizer: torch.optim.Optimizer, **kwargs: Any) -> None:
+        """See `Strategy.zero_grad`; groups that were added with parameters listed before `prepare` get the shards."""
+        self._rebind(optimizer)
+        super().zero_grad(optimizer, **kwargs)
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
@@ -338,6 +344,14 @@ def _is_sharded_model(model: nn.Module) -> bool:
     from torch.distributed.fsdp import FSDPModule
 
     return isinstance(model, FSDPModule)
+
+
+def _refuse_gloo(device: torch.device, backends: str) -> None:
+    if device.type == "cuda" and "cuda:gloo" in backends:
+        raise ArgumentError(
+            f"prepare: models sharded on {device} need a process group over nccl, and this one is over gloo: "
+            "leave out the backend, or set it to 'nccl'"
+        )
 
 
 def _checkpoint(model: nn.Module, units: list[nn.Module], offload: bool) -> None:

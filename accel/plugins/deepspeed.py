@@ -1,4 +1,7 @@
-"""Settings of DeepSpeed, and placeholders for the optimizer and scheduler of its configuration. Does not import it."""
+"""Settings of DeepSpeed, and placeholders for the optimizer and scheduler of its configuration.
+
+DeepSpeed is imported for modules of mixtures of experts only, when a model with them is prepared.
+"""
 
 from __future__ import annotations
 

@@ -195,14 +195,14 @@ def new_device_mesh(sizes: Mapping[str, int], flattened: Mapping[str, tuple[str,
             by_ranks[ranks] = new_group(list(ranks))
         groups.append(by_ranks[ranks])
     mesh = DeviceMesh.from_group(groups, device_type, world, mesh_dim_names=tuple(sizes))
-    with _set_timeout_of_new_groups():
+    with set_timeout_of_new_groups():
         for name, parts in flattened.items():
             mesh[parts]._flatten(name)
     return mesh
 
 
 @contextmanager
-def _set_timeout_of_new_groups() -> Iterator[None]:
+def set_timeout_of_new_groups() -> Iterator[None]:
     """Give the groups that torch creates in the block the timeout of `form`."""
     earlier = set(dist.distributed_c10d._world.pg_map)
     yield

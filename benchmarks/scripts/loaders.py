@@ -9,6 +9,7 @@ from typing import Any
 
 import accelerate
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import accel
@@ -17,6 +18,7 @@ from benchmarks.scripts.rounds import interleave, over, write
 ROUNDS = int(os.environ.get("BENCHMARK_ROUNDS", "15"))
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 ROWS = 4000
+BATCHES = 400
 WIDTHS = (32, 512, 8192)
 WORKERS: dict[str, dict[str, Any]] = {"": {}, ", 2 workers": {"num_workers": 2, "persistent_workers": True}}
 
@@ -41,17 +43,31 @@ class Stream(IterableDataset[Any]):
 
 
 class Batches(IterableDataset[Any]):
-    """400 batches of three tensors of 16 rows."""
+    """Batches of three tensors of 16 rows."""
 
     def __init__(self, width: int) -> None:
         self.batch = {name: torch.ones(16, width, dtype=torch.int64) for name in ("ids", "mask", "labels")}
 
     def __iter__(self) -> Iterator[Any]:
-        return (self.batch for _ in range(400))
+        return (self.batch for _ in range(BATCHES))
 
 
 def walk(loader: Any) -> Callable[[], int]:
     return lambda: sum(1 for _ in loader)
+
+
+def scatter(width: int) -> Callable[[], int]:
+    """A loop that hands each process its batch of a round by `scatter_object_list`."""
+
+    def loop() -> int:
+        batches = iter(Batches(width))
+        rounds = BATCHES // WORLD
+        for _ in range(rounds):
+            parts = [next(batches) for _ in range(WORLD)] if dist.get_rank() == 0 else None
+            dist.scatter_object_list([None], parts)
+        return rounds
+
+    return loop
 
 
 def main() -> None:
@@ -67,6 +83,7 @@ def main() -> None:
     else:
         for width in WIDTHS:
             loops[f"16 × {width}, accel"] = walk(ours.prepare(DataLoader(Batches(width), batch_size=None)))
+            loops[f"16 × {width}, scatter_object_list"] = scatter(width)
             loops[f"16 × {width}, accelerate"] = walk(theirs.prepare(DataLoader(Batches(width), batch_size=None)))
     seconds = interleave(loops, ROUNDS, warm_up=1)
     if WORLD == 1:

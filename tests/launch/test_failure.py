@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import signal
 import socket
 from pathlib import Path
 from typing import Any
@@ -173,7 +174,7 @@ def test_a_report_of_another_version_is_read() -> None:
 def test_the_error_in_a_log(tmp_path: Path, log: str, kind: str, message: str) -> None:
     path = tmp_path / "log"
     path.write_text("padding\n" * 5000 + log)
-    found = error_in_log(str(path))
+    found = error_in_log(str(path), 1)
     assert found is not None
     assert (found["type"], found["message"]) == (kind, message)
 
@@ -181,9 +182,38 @@ def test_the_error_in_a_log(tmp_path: Path, log: str, kind: str, message: str) -
 @pytest.mark.parametrize("log", ["", "fine\n", "Traceback (most recent call last):\n  File", "\0\xff" * 99])
 def test_no_error_in_a_log(tmp_path: Path, log: str) -> None:
     (tmp_path / "log").write_text(log)
-    assert error_in_log(str(tmp_path / "log")) is None
-    assert error_in_log(str(tmp_path / "none")) is None
-    assert error_in_log(None) is None
+    for code in (1, -signal.SIGABRT):
+        assert error_in_log(str(tmp_path / "log"), code) is None
+        assert error_in_log(str(tmp_path / "none"), code) is None
+        assert error_in_log(None, code) is None
+
+
+_WATCHDOG = (
+    "[rank0]:[E1129] Process group watchdog thread terminated with exception: …\n"
+    "terminate called after throwing an instance of 'c10::DistBackendError'\n"
+    "  what():  [PG ID 0 PG GUID 0(default_pg) Rank 0] Process group watchdog thread terminated with exception: "
+    "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=9, OpType=ALLREDUCE, Timeout(ms)=10000) "
+    "ran for 10013 milliseconds before timing out.\n"
+    "Exception raised from checkTimeout at ProcessGroupNCCL.cpp:632 (most recent call first):\n"
+)
+_GLOO = (
+    "terminate called after throwing an instance of 'gloo::EnforceNotMet'\n"
+    "  what():  [enforce fail at ../third_party/gloo/gloo/transport/tcp/pair.cc:446] op.preamble.length <= op.nbytes. "
+    "20 vs 16\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("log", "kind", "words"), [(_WATCHDOG, "DistBackendError", "in time"), (_GLOO, "EnforceNotMet", "gloo")]
+)
+def test_a_rank_that_native_code_has_ended(tmp_path: Path, log: str, kind: str, words: str) -> None:
+    path = tmp_path / "log"
+    path.write_text("Traceback (most recent call last):\n  x\nValueError: handled\n" + log)
+    end = dataclasses.replace(exited(0, -signal.SIGABRT, 1.0), error=error_in_log(str(path), -signal.SIGABRT))
+    failure = diagnose(end, node=0, host="h", attempt=0, oom_kills=0, others="")
+    assert failure.message.startswith(f"{kind}: ")
+    assert words in failure.cause
+    assert error_in_log(str(path), -signal.SIGSEGV) is None
 
     assert oom_kill_count() >= 0
 

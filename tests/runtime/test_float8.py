@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,11 +23,13 @@ from accel.plugins.fsdp import FullyShardedDataParallelPlugin as Plugin
 from accel.plugins.parallelism import ParallelismConfig
 from accel.precision import choose_precision
 from accel.precision.float8 import (
+    Float8,
     convert_model_to_fp8_ao,
     filter_first_and_last_linear_layers,
     filter_linear_layers,
     find_first_last_linear_layers,
     has_ao_layers,
+    is_float8_layer,
 )
 from accel.precision.transformer_engine import apply_fp8_autowrap, convert_model, has_transformer_engine_layers
 from accel.state import AcceleratorState
@@ -128,9 +131,8 @@ def _run(sharded: bool, folder: Path) -> dict[str, Any]:
     unwrapped = accelerator.unwrap_model(model)
     kinds = {name: type(module).__name__ for name, module in unwrapped.named_modules()}
     seen["converted"] = sorted(name for name, kind in kinds.items() if kind == "Float8Linear")
-    if sharded:
-        weight: Any = unwrapped.get_parameter("blocks.0.up.weight")
-        seen["gathers"] = type(weight.to_local()).__name__
+    weight: Any = unwrapped.get_parameter("blocks.0.up.weight")
+    seen["gathers"] = type(weight.to_local() if sharded else weight).__name__
     seen["facts"] = [
         accelerator.fp8_backend.value,
         accelerator.fp8_enabled,
@@ -178,7 +180,7 @@ def test_losses_are_near_those_of_fp32_and_checkpoints_load_in_both_precisions(
         assert seen[name] != fp32
         assert seen[name] == other[name]
     assert seen["converted"] == CONVERTED
-    assert seen.get("gathers") == ("WeightWithDynamicFloat8CastTensor" if sharded else None)
+    assert seen["gathers"] == ("WeightWithDynamicFloat8CastTensor" if sharded else "Parameter")
     assert seen["facts"] == ["AO", True, "fp8", "AORecipeKwargs", torch.float32]
     assert (seen["whole"], other["whole"]) == (True, True)
     for pair in ("fp8 in bf16", "bf16 in fp8"):
@@ -270,6 +272,43 @@ def test_without_torchao_it_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("accel.precision.is_torchao_available", lambda: False)
     with pytest.raises(PrecisionError, match=r"needs torchao 0.6.1 or newer: pip install 'accel-launch\[fp8]'"):
         choose_precision("fp8", torch.device("cpu"))
+
+
+def _warned() -> list[str]:
+    """The warnings about speed: on a CPU, and on a GPU where nothing compiles the model."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("accel.precision.float8").addHandler(handler)
+    AcceleratorState(cpu=True)
+    precision, model = Float8(torch.device("cpu"), AORecipeKwargs()), Model()
+    precision.convert(model)
+    precision.device = torch.device("cuda")
+    precision.convert(model, compiled=True)
+    said.append("compiled")
+    precision.convert(model)
+    return [words[:60] for words in said]
+
+
+def test_what_makes_it_slow_is_a_warning() -> None:
+    assert run_one(_warned) == [
+        "mixed_precision='fp8' on a CPU computes in software: to test",
+        "compiled",
+        "mixed_precision='fp8' is slower than 'bf16' without torch.co",
+    ]
+
+
+def test_a_recipe_has_what_variables_and_arguments_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = ("pad_inner_dim", "enable_fsdp_float8_all_gather")
+    assert [getattr(AORecipeKwargs().config, name) for name in both] == [True, True]
+    for name in both:
+        monkeypatch.setenv(f"ACCELERATE_FP8_{name.upper()}", "false")
+        assert getattr(AORecipeKwargs().config, name) is False
+        argument: Any = {name: True}
+        assert getattr(AORecipeKwargs(**argument).config, name) is True
+    model, recipe = Model(), AORecipeKwargs(module_filter_func=lambda module, name: name == "blocks.0.up")
+    Float8(torch.device("cpu"), recipe).convert(model)
+    assert [name for name, module in model.named_modules() if is_float8_layer(module)] == ["blocks.0.up"]
 
 
 def test_layers_are_chosen_as_in_accelerate() -> None:

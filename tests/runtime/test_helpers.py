@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import platform
 import socket
 import stat
@@ -29,7 +30,15 @@ from accel.world import hardware, ports
 from accel.world.split import share_of
 from tests.needs import package
 
-from .worlds import run, run_one
+from .worlds import run, run_one, world_env
+
+
+def test_worlds_of_several_see_no_gpu() -> None:
+    """A machine may have fewer GPUs than a test has processes."""
+    assert world_env(1, 2, 1)["CUDA_VISIBLE_DEVICES"] == ""
+    assert run(os.getenv, "CUDA_VISIBLE_DEVICES") == ["", ""]
+    makefile = (Path(__file__).parents[2] / "Makefile").read_text()
+    assert "test test-all test-fast test-affected: export CUDA_VISIBLE_DEVICES :=\n" in makefile
 
 
 def _bars() -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from accel import Accelerator
+from accel import Accelerator, ProjectConfiguration
 from accel.tensor_files import SafetensorsFile, read_all
 from tests import needs
 from tests.runtime.sharding.training import decoder, loss_of
@@ -102,9 +103,13 @@ def test_whole_weights_are_gathered_at_every_stage(saved: Saved) -> None:
         assert second[stage]["weights"] in ({}, weights)
 
 
-def _alone(folder: Path) -> dict[int, Any]:
+def _alone(folder: Path) -> tuple[list[str], dict[int, Any]]:
     """Load the checkpoints of two processes in one, and train on."""
     quiet()
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("accel.parallel.deepspeed").addHandler(handler)
     accelerator_of(deepspeed_plugins=_plugins())
     runs = {}
     for stage in STAGES:
@@ -115,15 +120,39 @@ def _alone(folder: Path) -> dict[int, Any]:
         accelerator.load_state(folder / str(stage))
         runs[stage] = epoch(accelerator, model, optimizer, batches)
         accelerator.free_memory()
-    return runs
+    return said, runs
 
 
 def test_a_run_resumes_in_another_number_of_processes(saved: Saved) -> None:
     folder, (first, _) = saved
-    for stage, (losses, norms) in run_one(_alone, folder).items():
+    said, runs = run_one(_alone, folder)
+    converting = "was saved by 2 process(es): converting it to DeepSpeed's universal format"
+    assert [words.partition(" ")[2] for words in said] == [converting] * 3  # not stage 0, of which each has all
+    for stage, (losses, norms) in runs.items():
         assert losses == pytest.approx(first[stage]["after"][0], abs=1e-5), stage
         assert norms == pytest.approx(first[stage]["after"][1], abs=1e-6), stage
     assert not list(folder.glob(".*"))
+
+
+def _kept(folder: Path) -> dict[str, Any]:
+    """Save under numbers, of which the latest is kept, and load it."""
+    quiet()
+    project = ProjectConfiguration(project_dir=str(folder), automatic_checkpoint_naming=True, total_limit=1)
+    accelerator = accelerator_of(deepspeed_plugin=plugin(2), project_config=project)
+    batches = loader(accelerator)
+    model, optimizer = _prepared(accelerator)
+    accelerator.save_state()
+    epoch(accelerator, model, optimizer, batches)
+    accelerator.save_state()
+    weights = _weights(accelerator, model)
+    epoch(accelerator, model, optimizer, batches)
+    accelerator.load_state()
+    return {"same": _weights(accelerator, model) == weights, "next": accelerator.save_iteration}
+
+
+def test_numbered_checkpoints_are_kept_as_without_an_engine(tmp_path: Path) -> None:
+    assert run(_kept, tmp_path) == [{"same": True, "next": 2}] * 2
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["checkpoint_1"]
 
 
 def _refused(folder: Path) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from accel.plugins.deepspeed import DeepSpeedPlugin
 from tests import needs
 from tests.runtime.worlds import run, run_one
 
-from .training import CLIP, accelerator_of, quiet
+from .training import CLIP, accelerator_of, message_of, quiet
 
 if find_spec("deepspeed") is None:
     needs.missing("deepspeed", "pip install --no-build-isolation -c constraints.txt deepspeed")
@@ -112,3 +113,36 @@ def test_a_model_is_loaded_in_shards_and_trains_as_on_one_process(tmp_path: Path
         assert seen["sizes"] == [256, 230]
         assert seen["teacher"] == ["DeepSpeedEngine", True, True]
         assert bool(seen["weights"]) is (rank == 0)
+
+
+def _apart(folder: Path) -> dict[str, Any]:
+    """A student at stage 2 beside a teacher at stage 3, by a plug-in that does not gather weights to save them."""
+    quiet()
+    common = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": CLIP}
+    plugins = {
+        name: DeepSpeedPlugin({"zero_optimization": {"stage": stage}, **common})
+        for name, stage in (("student", 2), ("teacher", 3))
+    }
+    accelerator: Any = accelerator_of(deepspeed_plugins=plugins)
+    model: Any = _loaded(folder)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.02))
+    accelerator.state.select_deepspeed_plugin("teacher")
+    teacher = accelerator.prepare(_loaded(folder))
+    if accelerator.is_main_process:  # alone, as a whole model may be saved
+        accelerator.save_model(model, folder / "student")
+    return {
+        "losses": _step(accelerator, model, optimizer),
+        "sharded": [accelerator.strategy.shards(item) for item in (model, teacher)],
+        "student": sorted(accelerator.get_state_dict(model, unwrap=False)) == sorted(model.state_dict()),
+        "teacher": {message_of(partial(accelerator.get_state_dict, teacher, unwrap=way)) for way in (True, False)},
+    }
+
+
+def test_each_model_is_at_the_stage_of_its_own_plugin(tmp_path: Path) -> None:
+    expected = run_one(_whole, tmp_path)
+    for seen in run(_apart, tmp_path):
+        assert seen["losses"] == pytest.approx(expected, abs=1e-5)
+        assert seen["sharded"] == [False, True]
+        assert seen["student"]
+        assert [message[:43] for message in seen["teacher"]] == ["weights of a model at stage 3 are gathered "]
+    assert sorted(path.name for path in (tmp_path / "student").iterdir()) == ["model.safetensors"]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from accel import DummyOptim, DummyScheduler
+from accel.parallel.deepspeed_engine import DeepSpeedEngineWrapper
 from accel.plugins.deepspeed import DeepSpeedPlugin
 from tests import needs
 from tests.runtime.sharding.training import decoder
@@ -70,6 +72,7 @@ def _stages() -> Seen:
         # DeepSpeed builds this optimizer anew, without its schedule.
         seen["runs"][f"stage {stage}, scheduled Adagrad"] = trained(accelerator_of(), scheduled=True, make=adagrad_of)
         seen["skipped"].append(accelerator.optimizer_step_was_skipped)
+    seen["runs"]["compiled, window 1"] = trained(accelerator_of(dynamo_backend="eager"))
     return seen
 
 
@@ -77,6 +80,37 @@ def test_losses_and_norms_are_those_of_one_process_at_every_stage(whole: dict[st
     for seen in run(_stages):
         assert (seen["type"], seen["skipped"]) == ("DEEPSPEED", [False] * len(STAGES))
         assert_near(seen["runs"], whole, 1e-6)
+
+
+class _Overflowing:
+    """An engine in fp16, which needs a GPU: gradients overflow at the steps of ``overflows``."""
+
+    def __init__(self, *overflows: bool) -> None:
+        self.optimizer: Any = SimpleNamespace(overflow=False)
+        self._overflows = iter(overflows)
+        self._completes = False
+
+    def set_gradient_accumulation_boundary(self, completes: bool) -> None:
+        self._completes = completes
+
+    def backward(self, loss: Any, scale_wrt_gas: bool) -> None:
+        assert not scale_wrt_gas
+
+    def gradient_clipping(self) -> float:
+        return 0.0
+
+    def step(self) -> None:
+        if self._completes:
+            self.optimizer.overflow = next(self._overflows)
+
+
+def test_a_step_whose_gradients_overflow_is_skipped() -> None:
+    wrapper = DeepSpeedEngineWrapper(_Overflowing(False, True, False))
+    skipped = []
+    for completes in (True, True, False, True):
+        wrapper.backward(torch.zeros(()), completes)
+        skipped.append(wrapper.skipped)
+    assert skipped == [False, True, True, False]
 
 
 def _configuration() -> dict[str, Any]:

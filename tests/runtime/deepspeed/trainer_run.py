@@ -12,6 +12,7 @@ import json
 import sys
 import warnings
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import accel.compat  # noqa: F401  # before transformers imports accelerate
@@ -19,6 +20,7 @@ import accel.compat  # noqa: F401  # before transformers imports accelerate
 sys.modules["comet_ml"] = None  # type: ignore[assignment]  # transformers would import it: a second in each rank
 
 import torch  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments  # noqa: E402
 
 from accel.plugins.parallelism import ParallelismConfig  # noqa: E402
@@ -56,7 +58,14 @@ def _trainer(folder: Path, stage: int, split: str) -> Any:
     rows = torch.randint(0, 16, (32, 8), generator=torch.Generator().manual_seed(0))
     torch.manual_seed(0)
     data = [{"input_ids": row, "labels": row} for row in rows]
-    return Trainer(LlamaForCausalLM(config), arguments, train_dataset=data)
+    model = LlamaForCausalLM(config)
+    if stage == 3 and not split:  # loaded in shards
+        with TemporaryDirectory() as saved:
+            save_file(model.state_dict(), f"{saved}/model.safetensors", {"format": "pt"})
+            config.save_pretrained(saved)
+            model = LlamaForCausalLM.from_pretrained(saved)
+        assert all(hasattr(parameter, "ds_id") for parameter in model.parameters())
+    return Trainer(model, arguments, train_dataset=data)
 
 
 def main(out: Path, runs: list[str]) -> None:

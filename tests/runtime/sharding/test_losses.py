@@ -173,7 +173,7 @@ def test_an_optimizer_keeps_its_state_and_clipping_sees_every_gradient_after_an_
 
 
 def _collected(mesh: str) -> Seen:
-    """Parameters listed before `prepare`: clipped, in groups that are added later, and in an LBFGS."""
+    """Parameters listed before `prepare`: clipped, in groups that are added or replaced later, and in an LBFGS."""
     accelerator = _accelerator(mesh)
     model: Any = decoder()
     listed = list(model.parameters())
@@ -181,9 +181,13 @@ def _collected(mesh: str) -> Seen:
     optimizer: Any = torch.optim.AdamW(model.blocks.parameters(), lr=0.02)
     model, optimizer = accelerator.prepare(model, optimizer)
     losses, norms = [], []
-    for step, adds in enumerate((None, optimizer, optimizer.optimizer)):
+    for step, adds in enumerate((None, optimizer, optimizer.optimizer, None, None)):
         if adds is not None:
             adds.add_param_group({"params": later[step - 1], "lr": 0.5})
+        if step == 2:  # with gradients of the new group
+            optimizer.zero_grad()
+        if step == 3:
+            optimizer.param_groups[1]["params"] = [later[0]]
         loss = loss_of(model, batch(0, accelerator))
         accelerator.backward(loss)
         accelerator.clip_grad_value_(iter(listed), 0.1)

@@ -92,6 +92,20 @@ def test_losses_are_those_of_one_process_that_clips() -> None:
             torch.testing.assert_close(seen, expected, rtol=2e-6, atol=0, msg=name)
 
 
+def _four() -> list[float]:
+    """Layers split over two processes, and shards over two."""
+    settings: Any = {"tp_degree": 2, "use_distributed_optimizer": True, "gradient_clipping": _CLIPPED}
+    accelerator = Accelerator(megatron_lm_plugin=MegatronLMPlugin(**settings))
+    assert accelerator.strategy.data_place == (2, accelerator.process_index // 2)
+    return _train(accelerator, None)
+
+
+def test_shards_of_split_layers_train_as_one_process() -> None:
+    expected = run_one(_by_hand, _CLIPPED)
+    for losses in run(_four, processes=4):
+        torch.testing.assert_close(losses, expected, rtol=2e-6, atol=0)
+
+
 def _rows_of(section: str) -> dict[str, str]:
     rows: dict[str, str] = {}
     for names, text in re.findall(r"^\| (`.*`) \| (.*) \|$", section, re.MULTILINE):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -127,6 +128,9 @@ def _added() -> Any:
 def _gloo() -> Any:
     accelerator = Accelerator(fsdp_plugin=Plugin())
     accelerator.state.device = torch.device("cuda", 0)  # as with InitProcessGroupKwargs(backend="gloo") on a GPU
+    both = patch.object(torch.distributed, "get_backend_config", return_value="cpu:gloo,cuda:nccl")
+    with both, pytest.raises((AssertionError, RuntimeError), match=r"CUDA|NVIDIA"):  # torch's, of this machine
+        accelerator.prepare(decoder())
     accelerator.prepare(decoder())
 
 

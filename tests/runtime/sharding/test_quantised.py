@@ -23,7 +23,7 @@ package("peft")
 package("bitsandbytes")
 
 ROWS, LENGTH, WORDS, STEPS = 4, 8, 64, 2
-CASES = (("no", "uint8"), ("no", "float32"), ("bf16", "bfloat16"), ("bf16", "float32"))
+CASES = (("no", "uint8"), ("no", "float32"), ("bf16", "bfloat16"), ("bf16", "uint8"), ("bf16", "float32"))
 Seen = dict[str, Any]
 
 

@@ -125,8 +125,8 @@ def _timeouts(folder: str, replicas: int) -> tuple[int, set[timedelta]]:
         fsdp_plugin=Plugin(reshard_after_forward=replicas > 1 or 2),
         parallelism_config=ParallelismConfig(dp_replicate_size=replicas),
     )
-    model = accelerator.prepare(nn.Linear(4, 4))
-    model(torch.ones(1, 4)).sum().backward()
+    model: Any = accelerator.prepare(decoder())
+    accelerator.backward(loss_of(model, batch(0, accelerator)))
     accelerator.save_state(folder, async_save=True)
     assert not accelerator.preempted
     accelerator.state.backend = "nccl"  # as on GPUs, where batches are dispatched in a group of their own
