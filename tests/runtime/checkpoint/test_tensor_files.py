@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import struct
 import zipfile
 from collections.abc import Callable, Mapping
@@ -94,6 +95,30 @@ def test_tensors_of_any_writer_fill_any_destination(
                     assert torch.equal(destination, tensor.to(kind))
                 assert not around[::2].any()
         assert torch.equal(cut(stored["c"], (slice(1), slice(3, 9), slice(2, 5))) + 0, tensors["c"][:1, 3:9, 2:5])
+
+
+@pytest.mark.parametrize("writer", ["accel, once", "torch"])
+def test_short_reads_and_reads_of_several_calls_arrive_to_the_bit(
+    tmp_path: Path, writer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system reads at most 2 GB a call, and may read less than it is asked for."""
+    lengths: list[int] = []
+    preadv = os.preadv
+
+    def short(file: int, buffers: list[memoryview], offset: int) -> int:
+        lengths.append(len(buffers[0]))
+        return preadv(file, [buffers[0][: -(-len(buffers[0]) // 2)]], offset)
+
+    tensors = {"a": torch.rand(1), "b": torch.arange(50), "c": torch.rand(11, 5).bfloat16(), "d": torch.rand(9) > 0.5}
+    WRITERS[writer](tensors, tmp_path / "file")
+    stored = _read(writer, tmp_path / "file")
+    monkeypatch.setattr(tensor_files, "_MAX_READ", 7)
+    monkeypatch.setattr(os, "preadv", short)
+    for name, tensor in tensors.items():
+        assert torch.equal(stored[name].read().view(torch.uint8), tensor.view(torch.uint8))
+        assert torch.equal(torch.empty(tensor.shape, dtype=torch.float64).copy_(stored[name]), tensor.double())
+    assert max(lengths) == 7
+    assert min(lengths) < 7
 
 
 def test_strides_ties_and_parts_of_one_memory_in_a_pickle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
