@@ -21,6 +21,7 @@ from accel.errors import ArgumentError, CheckpointError
 from accel.plugins import ProjectConfiguration
 from accel.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel.plugins.parallelism import ParallelismConfig
+from accel.tensor_files import SafetensorsFile
 from tests.runtime.small import renew_manifest
 from tests.runtime.worlds import outcomes, run, run_one
 
@@ -194,6 +195,61 @@ def test_weights_are_written_a_parameter_at_a_time(tmp_path: Path) -> None:
     expected = decoder(0).state_dict()
     assert written.keys() == expected.keys() - {"head.weight"}
     assert all(torch.equal(written[name], expected[name]) for name in written)
+
+
+class _Mixed(torch.nn.Module):
+    """Sharded parameters and buffers of 1, 2, 4 and 8 bytes an element, small ones before large ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        numbers = torch.Generator().manual_seed(0)
+        self.layer = torch.nn.Linear(3, 5)
+        torch.nn.init.normal_(self.layer.weight, generator=numbers)
+        torch.nn.init.normal_(self.layer.bias, generator=numbers)
+        for name, kind in (("a", torch.uint8), ("b", torch.bfloat16), ("c", torch.int64), ("d", torch.float32)):
+            frozen = torch.nn.Parameter(torch.arange(7 * 3).view(7, 3).to(kind), requires_grad=False)
+            self.register_parameter(f"{name}_frozen", frozen)
+            self.register_buffer(f"{name}_buffer", torch.arange(5).to(kind))
+
+
+def _mixed_saved(folder: str) -> list[list[str]]:
+    """The types and shapes that this process gathers, in turn, for one file and for several."""
+    from accel.checkpoint import weights
+
+    accelerator = _accelerator("sharded")
+    model = accelerator.prepare(_Mixed())
+    gathered: list[str] = []
+    full_tensor = weights.full_tensor
+
+    def gather(value: Any) -> Any:
+        gathered.append(f"{value.dtype} {tuple(value.shape)}")
+        return full_tensor(value)
+
+    weights.full_tensor = gather
+    by_size = []
+    for size in ("10GB", "100B"):
+        gathered.clear()
+        accelerator.save_model(model, f"{folder}/{size}", max_shard_size=size)
+        by_size.append(list(gathered))
+    return by_size
+
+
+def test_every_process_gathers_in_the_order_of_the_file(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    first, second = run(_mixed_saved, str(tmp_path))
+    assert first == second
+    expected = _Mixed().state_dict()
+    file = SafetensorsFile(tmp_path / "10GB" / "model.safetensors")
+    in_file = sorted(file.tensors.values(), key=lambda tensor: tensor.offset)
+    assert first[0] == [f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in in_file]
+    assert first[0] != [f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in expected.values()]
+    for size, several in (("10GB", False), ("100B", True)):
+        files = sorted((tmp_path / size).glob("*.safetensors"))
+        assert (len(files) > 2) is several
+        written = {name: value for path in files for name, value in load_file(path).items()}
+        assert written.keys() == expected.keys()
+        assert all(torch.equal(written[name], expected[name]) for name in written)
 
 
 def test_a_writer_that_fails_leaves_nobody_waiting(tmp_path: Path) -> None:

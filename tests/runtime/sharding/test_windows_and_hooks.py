@@ -42,6 +42,36 @@ def test_gradients_that_torch_holds_back_go_when_a_checkpoint_is_loaded(replicas
     assert after == expected
 
 
+def _held_back_in_another_type(folder: str) -> tuple[bool, bool]:
+    """Gradients in 16 bits that torch adds up in 32: are they held back before the load, and the same steps after?"""
+    windows = GradientAccumulationPlugin(num_steps=3)
+    accelerator: Any = Accelerator(fsdp_plugin=Plugin(), mixed_precision="bf16", gradient_accumulation_plugin=windows)
+    torch.manual_seed(0)
+    model: Any = nn.Linear(4, 4)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def steps(count: int, value: float) -> list[Any]:
+        for _ in range(count):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(torch.full((2, 4), value)).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+        return [tensor.tolist() for tensor in accelerator.get_state_dict(model).values()]
+
+    steps(3, 1.0)
+    accelerator.save_state(folder)
+    expected = steps(3, 2.0)
+    steps(2, 50.0)  # leaves gradients in an open window
+    held = model._get_fsdp_state()._fsdp_param_group.fsdp_params
+    is_held = all(parameter.unsharded_accumulated_grad is not None for parameter in held)
+    accelerator.load_state(folder)
+    return is_held, steps(3, 2.0) == expected
+
+
+def test_gradients_that_torch_adds_up_in_another_type_go_too(tmp_path: Path) -> None:
+    assert run(_held_back_in_another_type, str(tmp_path / "here")) == [(True, True)] * 2
+
+
 def _hooked(folder: str, sharded: bool, old: bool) -> list[bool]:
     """Three models of which hooks keep the first, and a criterion, in an open window."""
     plugin = Plugin() if sharded else None
