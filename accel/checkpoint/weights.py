@@ -107,8 +107,9 @@ def save_weights(
 ) -> None:
     """Write ``state`` into ``folder``, in files of at most ``max_shard_size``.
 
-    A reader finds the earlier weights, these, or none: all files are written as drafts. Before shards are moved into
-    place, an earlier index or single file is deleted; the new index is last.
+    A reader finds the earlier weights, these, or none: all files are written as drafts. Before they are moved into
+    place, an earlier index is deleted and, if shards follow, an earlier single file; the new index is last. Then the
+    rest of the earlier weights is deleted, last what is in the other format.
 
     Sharded tensors are gathered one at a time, for safetensors: all processes must call it, and those that do not
     write (``writes``) take part in gathering even if the writer fails. Raises `ArgumentError` for values that
@@ -145,9 +146,8 @@ def _write_parts(
     pattern = SAFE_WEIGHTS_PATTERN_NAME if safe else WEIGHTS_PATTERN_NAME
     index_name = SAFE_WEIGHTS_INDEX_NAME if safe else WEIGHTS_INDEX_NAME
     names = [shard_name(pattern, number, len(parts)) for number in range(1, len(parts) + 1)]
-    files = r"(-\d{5}-of-\d{5})?".join(map(re.escape, pattern.split("{suffix}"))) + r"(\.index\.json)?"
     folder.mkdir(parents=True, exist_ok=True)
-    _delete(folder, rf"\.{files}\.draft")  # a killed writer's
+    _delete(folder, rf"\.{_files(pattern)}\.draft")  # a killed writer's
     with ExitStack() as moves:  # the last entered is moved into place first
         if len(parts) > 1:
             values = [value for part in parts for value in part.values() if isinstance(value, torch.Tensor)]
@@ -159,16 +159,23 @@ def _write_parts(
             moves.callback(fsync, folder)
         for name, part in zip(names, parts, strict=True):
             write(moves.enter_context(replacing(folder / name)), part)
-        if len(parts) > 1:
-            for name in (index_name, pattern.format(suffix="")):
-                (folder / name).unlink(missing_ok=True)
-            fsync(folder)
-    _delete(folder, files, keep={*names, *([index_name] if len(parts) > 1 else [])})
+        for name in (index_name, *([pattern.format(suffix="")] if len(parts) > 1 else [])):
+            (folder / name).unlink(missing_ok=True)
+        fsync(folder)
+    _delete(folder, _files(pattern), keep={*names, *([index_name] if len(parts) > 1 else [])})
+    fsync(folder)
+    _delete(folder, _files(WEIGHTS_PATTERN_NAME if safe else SAFE_WEIGHTS_PATTERN_NAME))
     fsync(folder)
 
 
+def _files(pattern: str) -> str:
+    """Return a regular expression for the names of weights, in one file or in shards, and of their index."""
+    return r"(-\d{5}-of-\d{5})?".join(map(re.escape, pattern.split("{suffix}"))) + r"(\.index\.json)?"
+
+
 def _delete(folder: Path, pattern: str, keep: Collection[str] = ()) -> None:
-    for entry in folder.iterdir():
+    """Delete the files whose names match ``pattern``: an index before the shards that it names."""
+    for entry in sorted(folder.iterdir(), key=lambda entry: entry.suffix != ".json"):
         if re.fullmatch(pattern, entry.name) and entry.name not in keep:
             entry.unlink()
 
@@ -177,7 +184,7 @@ def read_weights(folder: Path, index: int = 0, files: Collection[str] | None = N
     """Return the state dict of model ``index`` in ``folder``, with stored tensors.
 
     ``files``: the names of the files that may be opened, by default all in ``folder``. Prefers safetensors to pickles,
-    in one file or in shards. Raises `CheckpointError` if there are none.
+    in one file or in shards. Raises `CheckpointError` if there are none, and for an index that names other files.
     """
     names = {entry.name for entry in folder.iterdir()} if files is None else files
     readers = (
@@ -188,8 +195,11 @@ def read_weights(folder: Path, index: int = 0, files: Collection[str] | None = N
         if numbered_name(name, index) in names:
             return read(folder / numbered_name(name, index))
         if index == 0 and index_name in names:
-            files_by_name = read_index(folder / index_name)
-            return {key: value for path in sorted(set(files_by_name.values())) for key, value in read(path).items()}
+            paths = sorted(set(read_index(folder / index_name).values()))
+            missing = next((path.name for path in paths if path.name not in names), None)
+            if missing is not None:
+                raise CheckpointError(f"{folder / index_name} names {missing}, which the checkpoint does not have")
+            return {key: value for path in paths for key, value in read(path).items()}
     raise CheckpointError(
         f"{folder} has no {numbered_name(SAFE_WEIGHTS_NAME, index)} and no {numbered_name(WEIGHTS_NAME, index)}: "
         "it was saved with fewer objects prepared, or by another program"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 
 from accel import ProjectConfiguration
+from accel.checkpoint.contents import Piece
+from accel.checkpoint.durable import Digest
 from accel.checkpoint.file_names import MANIFEST
 from accel.checkpoint.manifest import find_damage
 from accel.errors import CheckpointError
@@ -63,6 +66,45 @@ def test_what_fails_on_one_process_is_told_on_all(tmp_path: Path) -> None:
         assert message == f"saving {place}: process 1: the disk is full; the last complete checkpoint is {place}"
         assert value == 1.0
     assert [entry.name for entry in tmp_path.iterdir()] == ["here"]
+
+
+def _harmed(directory: str, harm: str) -> list[Any]:
+    """A file of the second process is cut or deleted when it was written, before the checkpoint is published."""
+    accelerator, model, _, _ = simple()
+    place = Path(directory) / "here"
+    fill(model, 1.0)
+    accelerator.save_state(place)
+    fill(model, 2.0)
+    if accelerator.process_index == 1:
+        write = Piece.write
+
+        def harmed(piece: Piece, folder: Path) -> Digest:
+            digest = write(piece, folder)
+            if harm == "missing":
+                (folder / piece.name).unlink()
+            else:
+                os.truncate(folder / piece.name, digest.length - 1)
+            return digest
+
+        Piece.write = harmed  # type: ignore[method-assign]
+    messages: list[Any] = []
+    for name in ("here", "new"):
+        try:
+            accelerator.save_state(place.with_name(name))
+        except CheckpointError as error:
+            messages.append(str(error))
+    accelerator.load_state(place)
+    return [*messages, value_of(model)]
+
+
+@pytest.mark.parametrize(("harm", "said"), [("missing", "is missing"), ("cut", r"has \d+ bytes, but \d+ were written")])
+def test_a_piece_that_is_not_as_it_was_written_is_not_published(tmp_path: Path, harm: str, said: str) -> None:
+    for *messages, value in run(_harmed, str(tmp_path), harm):
+        for name, message in zip(("here", "new"), messages, strict=True):
+            assert re.fullmatch(rf"saving {tmp_path / name}: process 0: \S+/random_states_1.pkl {said}", message)
+        assert value == 1.0
+    assert [entry.name for entry in tmp_path.iterdir()] == ["here"]
+    assert find_damage(tmp_path / "here") is None
 
 
 def _automatic(directory: str, times: int) -> list[str]:

@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 
 from accel import Accelerator, ProjectConfiguration
 from accel.checkpoint import clean_state_dict_for_safetensors, load, save
-from accel.checkpoint.weights import read_weights, shards, size_in_bytes
+from accel.checkpoint.weights import read_weights, save_weights, shards, size_in_bytes
 from accel.errors import ArgumentError, CheckpointError
 from tests.marks import long
 
@@ -223,6 +223,17 @@ def test_an_index_cannot_lead_out_of_its_folder(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../secret.safetensors"}}))
     with pytest.raises(CheckpointError, match="not in its folder"):
         read_weights(tmp_path)
+
+
+def test_an_index_opens_only_files_that_the_checkpoint_lists(tmp_path: Path) -> None:
+    save_weights({"a": torch.ones(2), "b": torch.ones(2)}, tmp_path, 8, True)
+    index, *shards = sorted(path.name for path in tmp_path.iterdir())[::-1]
+    assert sorted(read_weights(tmp_path, files=[index, *shards])) == ["a", "b"]
+    for missing in shards:
+        with pytest.raises(
+            CheckpointError, match=rf"^{tmp_path / index} names {missing}, which the checkpoint does not"
+        ):
+            read_weights(tmp_path, files={index, *shards} - {missing})
 
 
 @pytest.mark.parametrize(

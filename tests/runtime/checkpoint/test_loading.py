@@ -6,15 +6,19 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 from accel import Accelerator, ProjectConfiguration
 from accel.checkpoint.file_names import MANIFEST
+from accel.checkpoint.manifest import find_damage
+from accel.checkpoint.merge import merge_fsdp_weights
 from accel.errors import CheckpointError
+from accel.parallel.shares import share
 from accel.plugins.fsdp import FullyShardedDataParallelPlugin
 
-from ..small import Tally, fill, simple
+from ..small import Tally, fill, simple, value_of
 from ..worlds import run, run_one
 
 
@@ -52,6 +56,43 @@ def _recipe(directory: str) -> list[Any]:
 
 def test_no_checkpoint_is_no_error_where_it_may_be_missing_but_damage_is(tmp_path: Path) -> None:
     assert run(_recipe, str(tmp_path)) == [[False, False, False, "is not a directory", True, True, True]] * 2
+
+
+def _snapshot(folder: Path) -> dict[str, tuple[int, bytes]]:
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes()) for path in paths}
+
+
+def _numbered(directory: str, width: int, saves: int) -> list[Any]:
+    """The recipe: load the latest, or begin, and save; its errors, and True if the directory is as it was."""
+    config = ProjectConfiguration(project_dir=directory, automatic_checkpoint_naming=True, total_limit=2)
+    accelerator = Accelerator(project_config=config)
+    accelerator.prepare(nn.Linear(width, 1))
+    before = _snapshot(Path(directory))
+    errors = []
+    try:
+        accelerator.load_state("latest", missing_ok=True)
+    except CheckpointError as error:
+        errors.append(str(error))
+    for _ in range(saves):
+        try:
+            accelerator.save_state()
+        except CheckpointError as error:
+            errors.append(str(error))
+    return [errors, _snapshot(Path(directory)) == before]
+
+
+@pytest.mark.parametrize("saves", [1, 3])
+def test_after_a_load_that_does_not_fit_nothing_is_changed_or_deleted(tmp_path: Path, saves: int) -> None:
+    """Also where `total_limit` has deleted the number with which a new run begins."""
+    assert run(_numbered, str(tmp_path), 3, saves) == [[[], False]] * 2
+    newest = tmp_path / "checkpoints" / f"checkpoint_{saves - 1}"
+    for errors, unchanged in run(_numbered, str(tmp_path), 4, 1):
+        misfit, exists = errors
+        assert misfit.startswith(f"loading {newest}: process 0: ")
+        assert "weight has shape (1, 3), but (1, 4) in this run" in misfit
+        assert exists == f"{newest} exists: call load_state() first to resume from it, or set save_iteration"
+        assert unchanged
 
 
 class _Fails(Tally):
@@ -97,6 +138,43 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
         assert unchanged, reason
 
 
+def _misfit_on_one(directory: str, how: str, kind: str) -> list[Any]:
+    """What is wrong on the second process alone: the error, and True if nothing of this process has changed."""
+    plugin = FullyShardedDataParallelPlugin(state_dict_type="SHARDED_STATE_DICT") if how == "sharded" else None
+    for saves in (True, False):
+        accelerator = Accelerator(fsdp_plugin=plugin)
+        odd = accelerator.process_index == 1 and not saves
+        model: Any = nn.Linear(4, 4)
+        parameters = list(model.parameters())
+        groups: Any = [{"params": [p]} for p in parameters] if kind == "groups" and odd else parameters
+        optimizer: Any = torch.optim.Adam(groups, lr=0.1)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        accelerator.register_for_checkpointing(_Fails() if kind == "object" and odd else Tally())
+        if saves:
+            accelerator.backward(model(torch.ones(1, 4)).sum())
+            optimizer.step()
+            accelerator.save_state(directory)
+            accelerator.free_memory()
+    fill(model, 2.0)
+    generator = torch.get_rng_state()
+    error = _refused(accelerator, Path(directory))
+    weights = torch.cat([share(parameter).detach().flatten() for parameter in model.parameters()])
+    same = bool((weights == 2).all()) and not optimizer.state and torch.equal(generator, torch.get_rng_state())
+    return [error, same]
+
+
+@pytest.mark.parametrize("how", ["whole", "sharded"])
+@pytest.mark.parametrize(("kind", "said"), [("groups", "group"), ("object", "not this one")])
+def test_what_does_not_fit_on_one_process_changes_nothing_on_any(
+    tmp_path: Path, how: str, kind: str, said: str
+) -> None:
+    place = tmp_path / "here"
+    for error, unchanged in run(_misfit_on_one, str(place), how, kind):
+        assert error.startswith(f"loading {place}: process 1: ")
+        assert said in error
+        assert unchanged
+
+
 def _sharded(directory: str) -> None:
     plugin = FullyShardedDataParallelPlugin(state_dict_type="SHARDED_STATE_DICT")
     accelerator = Accelerator(fsdp_plugin=plugin)
@@ -132,6 +210,72 @@ def test_files_of_another_save_are_never_read(tmp_path: Path) -> None:
     for loaded, error in run(_beside, str(tmp_path / "here"), str(tmp_path / "first")):
         assert loaded == {2.0}
         assert f"has no {MANIFEST}, but chunks/node_0/rank_" in error
+
+
+def _over(directory: str) -> list[Any]:
+    """Save whole models over what is there, and load."""
+    accelerator = Accelerator()
+    model: Any = accelerator.prepare(nn.Linear(4, 4))
+    fill(model, 2.0)
+    accelerator.save_state(directory)
+    fill(model, 0.0)
+    accelerator.load_state(directory)
+    return [value_of(model)]
+
+
+def _load_sharded(directory: str) -> list[float]:
+    plugin = FullyShardedDataParallelPlugin(state_dict_type="SHARDED_STATE_DICT")
+    accelerator = Accelerator(fsdp_plugin=plugin)
+    model: Any = accelerator.prepare(nn.Linear(4, 4))
+    accelerator.load_state(directory)
+    weights = accelerator.get_state_dict(model).values()
+    return sorted({value for tensor in weights for value in tensor.flatten().tolist()})
+
+
+@pytest.mark.parametrize("harm", ["cut", "deleted"])
+def test_a_save_over_one_whose_manifest_is_damaged_is_what_is_loaded(tmp_path: Path, harm: str) -> None:
+    place = tmp_path / "here"
+    run(_sharded, str(place))
+    manifest = place / MANIFEST
+    if harm == "cut":
+        manifest.write_bytes(manifest.read_bytes()[:-9])
+    else:
+        manifest.unlink()
+    assert run(_over, str(place)) == [[2.0]] * 2
+    assert (place / "chunks").exists()  # nothing lists them any more
+    assert find_damage(place) is None
+    first, _ = run(_load_sharded, str(place))
+    assert first == [2.0]
+    with pytest.raises(CheckpointError, match="holds no weights in chunks"):
+        merge_fsdp_weights(place, tmp_path / "merged")
+
+
+def _windows(directory: str) -> list[Any]:
+    """Save in an open window, then in a closed one; copy the gradients of the first to the second, and load it."""
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model: Any = accelerator.prepare(nn.Linear(4, 4))
+    parameters = list(accelerator.unwrap_model(model).parameters())
+    opened, closed = Path(directory) / "open", Path(directory) / "closed"
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.ones(1, 4)).sum())
+    accelerator.save_state(opened)
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.ones(1, 4)).sum())
+    for parameter in parameters:
+        parameter.grad = None
+    accelerator.save_state(closed)
+    copied = opened / f"gradients_{accelerator.process_index}.bin"
+    shutil.copy(copied, closed)
+    accelerator.wait_for_everyone()
+    seen = []
+    for place in (opened, closed):
+        accelerator.load_state(place)
+        seen.append([parameter.grad is not None for parameter in parameters])
+    return seen
+
+
+def test_gradients_of_an_older_window_are_never_read(tmp_path: Path) -> None:
+    assert run(_windows, str(tmp_path)) == [[[True, True], [False, False]]] * 2
 
 
 def _taken_by_a_hook(directory: str) -> str:

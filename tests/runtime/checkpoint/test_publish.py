@@ -437,7 +437,7 @@ def test_everything_is_on_the_disk_before_what_names_it(tmp_path: Path) -> None:
 # `save_model`
 
 
-def _every_end_of_a_model(directory: str, before: str, after: str) -> list[str]:
+def _every_end_of_a_model(directory: str, before: str, after: str, safe_before: bool, safe: bool) -> list[str]:
     import torch
 
     sizes = {"one": 10**9, "two": 200, "three": 100}
@@ -450,10 +450,10 @@ def _every_end_of_a_model(directory: str, before: str, after: str) -> list[str]:
     while True:
         folder = Path(directory) / str(event)
         if before != "none":
-            save_weights(state(1), folder, sizes[before], True)
+            save_weights(state(1), folder, sizes[before], safe_before)
         (folder / "config.json").parent.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text("{}")
-        ended = _ends_at(event, lambda folder=folder: save_weights(state(2), folder, sizes[after], True))  # type: ignore[misc]
+        ended = _ends_at(event, lambda folder=folder: save_weights(state(2), folder, sizes[after], safe))  # type: ignore[misc]
         try:
             loaded = read_weights(folder)
             (value,) = {value for tensor in loaded.values() for value in tensor.tolist()}
@@ -461,7 +461,7 @@ def _every_end_of_a_model(directory: str, before: str, after: str) -> list[str]:
             found.append({1: "old", 2: "new"}[value])
         except CheckpointError:
             found.append("none")
-        save_weights(state(2), folder, sizes[after], True)
+        save_weights(state(2), folder, sizes[after], safe)
         count = {"one": 1, "two": 2, "three": 3}[after]
         assert len(list(folder.iterdir())) == 1 + count + (count > 1), list(folder.iterdir())
         assert (folder / "config.json").exists()
@@ -472,18 +472,28 @@ def _every_end_of_a_model(directory: str, before: str, after: str) -> list[str]:
 
 
 _SIZES = ("one", "two", "three")
-_CHANGES = [("none", "one"), ("one", "three"), ("three", "two")]
+_CHANGES = [
+    ("none", "one", True, True),
+    ("one", "three", True, True),
+    ("three", "two", True, True),
+    ("one", "three", False, False),
+    ("three", "two", True, False),
+]
+_OTHERS = [
+    change
+    for change in product(("none", *_SIZES), _SIZES, (True, False), (True, False))
+    if change not in _CHANGES and (change[0] != "none" or change[2] is change[3])
+]
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
-    [*_CHANGES, *long(*(pair for pair in product(("none", *_SIZES), _SIZES) if pair not in _CHANGES))],
+    ("before", "after", "safe_before", "safe"),
+    [*_CHANGES, *long(*_OTHERS)],
 )
-def test_a_model_loads_as_before_or_as_saved_or_not_at_all(tmp_path: Path, before: str, after: str) -> None:
-    found = run_one(_every_end_of_a_model, str(tmp_path), before, after)
+def test_a_model_loads_as_before_or_as_saved_or_not_at_all(
+    tmp_path: Path, before: str, after: str, safe_before: bool, safe: bool
+) -> None:
+    found = run_one(_every_end_of_a_model, str(tmp_path), before, after, safe_before, safe)
     kinds = [kind for number, kind in enumerate(found) if number == 0 or found[number - 1] != kind]
-    assert kinds == [
-        *(["old"] if before != "none" else []),
-        *(["none"] if after != "one" or before == "none" else []),
-        "new",
-    ]
+    replaced = before != "none" and (safe is not safe_before or before == after == "one")
+    assert kinds == [*(["old"] if before != "none" else []), *([] if replaced else ["none"]), "new"]
