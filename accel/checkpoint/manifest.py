@@ -16,6 +16,7 @@ from accel.checkpoint.file_names import (
     MANIFEST,
     OPTIMIZER,
     OUTLINE,
+    OWN_NAMES,
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
     WEIGHTS_INDEX_NAME,
@@ -102,10 +103,16 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 
 def unverified(folder: Path) -> Manifest:
-    """Describe a checkpoint by Accelerate, which has no manifest, by the names of its files; they have no checksums."""
+    """Describe a checkpoint by Accelerate, which has no manifest, by the names of its files; they have no checksums.
+
+    Raises `CheckpointError` if there are files that only accel writes: it is an incomplete one of these.
+    """
     engines = (*folder.glob(f"{engine_name(0)}/*"), *folder.glob(f"{engine_name(0)}_[0-9]*/*"))
     paths = (path for path in (*folder.iterdir(), *folder.glob("chunks/*/*"), *engines) if path.is_file())
     files = {str(path.relative_to(folder)): Digest(path.stat().st_size, "") for path in paths}
+    own_name = next(filter(OWN_NAMES.fullmatch, files), None)
+    if own_name is not None:
+        raise CheckpointError(f"{folder} has no {MANIFEST}, but {own_name}, which only accel writes: it is incomplete")
     ranks = 0
     while random_states_name(ranks) in files:
         ranks += 1

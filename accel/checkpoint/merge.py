@@ -11,9 +11,9 @@ import torch
 from accel.checkpoint.chunks import Chunks
 from accel.checkpoint.dcp import DcpFolder
 from accel.checkpoint.durable import reporting_full_disk
-from accel.checkpoint.file_names import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
+from accel.checkpoint.file_names import MANIFEST, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from accel.checkpoint.files import refuse_unsavable
-from accel.checkpoint.manifest import find_damage, read_manifest
+from accel.checkpoint.manifest import Manifest, find_damage, read_manifest
 from accel.checkpoint.weights import save_weights
 from accel.errors import CheckpointError
 
@@ -32,26 +32,28 @@ def merge_fsdp_weights(
     `CheckpointError`, with nothing written.
     """
     source, folder = Path(checkpoint_dir), Path(output_path)
-    by_accel = (source / "chunks").is_dir()
-    if remove_checkpoint_dir and by_accel:
+    manifest = read_manifest(source)
+    if manifest is None and (source / "chunks").is_dir():
+        raise CheckpointError(f"{source} has no {MANIFEST}")
+    if remove_checkpoint_dir and manifest is not None:
         raise CheckpointError(f"--remove_checkpoint_dir: {source} holds more than weights and is not removed")
     if remove_checkpoint_dir and folder.resolve().is_relative_to(source.resolve()):
         raise CheckpointError(f"--remove_checkpoint_dir would also remove {folder}: write outside {source}")
-    state = _read_chunks(source) if by_accel else _read_dcp(source)
+    state = _read_dcp(source) if manifest is None else _read_chunks(source, manifest)
     if safe_serialization:
         refuse_unsavable(state, str(source), ": use --unsafe_serialization")
     if folder.is_file():
         raise CheckpointError(f"{folder} is a file: pass a directory for the merged weights")
     with reporting_full_disk():
-        save_weights(state, folder, sys.maxsize, safe_serialization)
+        save_weights(state, folder, sys.maxsize, safe_serialization, keep_other_format=True)
     if remove_checkpoint_dir:
         shutil.rmtree(source)
     return folder / (SAFE_WEIGHTS_NAME if safe_serialization else WEIGHTS_NAME)
 
 
-def _read_chunks(folder: Path) -> dict[str, torch.Tensor]:
-    problem, manifest = find_damage(folder), read_manifest(folder)
-    if problem is not None or manifest is None:
+def _read_chunks(folder: Path, manifest: Manifest) -> dict[str, torch.Tensor]:
+    problem = find_damage(folder)
+    if problem is not None:
         raise CheckpointError(problem)
     state = Chunks.in_folder(folder, manifest.files).gathered("model.0.")
     if not state:

@@ -15,7 +15,7 @@ from accel.checkpoint.all_ranks import Result, call_roll, new_gloo_group, run_on
 from accel.checkpoint.background import Background, Staging
 from accel.checkpoint.contents import CheckpointContents, Piece
 from accel.checkpoint.durable import digest_of, fsync, reporting_full_disk
-from accel.checkpoint.file_names import CHECKPOINT_PREFIX, LOCK, MANIFEST, OWN_NAMES, random_states_name
+from accel.checkpoint.file_names import CHECKPOINT_PREFIX, LOCK, MANIFEST, random_states_name
 from accel.checkpoint.loading import Loading
 from accel.checkpoint.manifest import Manifest, find_changed_file, inspect, unverified, write_manifest
 from accel.checkpoint.weights import is_writer
@@ -100,10 +100,10 @@ def find_copy(path: Path, num_processes: int, *, by_accel: bool) -> Copy:
         return copy
     if directory.is_half_replaced(own):
         return replace(copy, problem=f"{problem}{hint}")
-    manifest = unverified(folder)
-    own_name = next(filter(OWN_NAMES.fullmatch, manifest.files), None)
-    if own_name is not None:
-        return replace(copy, problem=f"{problem}, but {own_name}, which only accel writes: it is incomplete")
+    try:
+        manifest = unverified(folder)
+    except CheckpointError as error:
+        return replace(copy, problem=str(error))
     if not (manifest.models or manifest.optimizers or manifest.num_processes):
         return replace(copy, problem=f"{folder} holds no checkpoint{hint}", missing=not unfinished)
     logger.warning(f"{problem}: it was not written by accel and cannot be verified")

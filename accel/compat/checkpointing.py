@@ -14,8 +14,10 @@ from typing import Any
 
 from accel.checkpoint import load, save
 from accel.checkpoint.contents import CheckpointContents, Piece
-from accel.checkpoint.file_names import SCALER_NAME, custom_name
+from accel.checkpoint.file_names import MANIFEST, SCALER_NAME, custom_name
+from accel.checkpoint.files import fits_safetensors
 from accel.checkpoint.loading import Loading
+from accel.checkpoint.manifest import find_damage
 from accel.errors import CheckpointError, one_of
 from accel.parallel import choose_strategy
 from accel.precision import Precision
@@ -37,10 +39,14 @@ def save_accelerator_state(
     """Write the files of a checkpoint into the existing folder ``output_dir`` and return it.
 
     The main process (with ``save_on_each_node`` that of every node) writes the common files; every process writes
-    its random number generators and ``step``.
+    its random number generators and ``step``. Weights that safetensors cannot hold make it write pickles. Raises
+    `CheckpointError` where `Accelerator.save_state` has saved: readers would follow the manifest there.
     """
     folder, state = Path(output_dir), PartialState()
-    contents = _contents((), optimizers, schedulers, dataloaders, process_index, safe=safe_serialization)
+    if (folder / MANIFEST).exists():
+        raise CheckpointError(f"save_accelerator_state: {folder} has a checkpoint of save_state: use another directory")
+    safe = safe_serialization and all(fits_safetensors(value) for weights in model_states for value in weights.values())
+    contents = _contents((), optimizers, schedulers, dataloaders, process_index, safe=safe)
     states = [contents.strategy.optimizer_state(optimizer) for optimizer in optimizers]
     if state.is_local_main_process if save_on_each_node else state.is_main_process:
         for piece in contents.shared(dict(enumerate(model_states)), dict(enumerate(states))):
@@ -66,6 +72,8 @@ def load_accelerator_state(
 ) -> dict[str, Any]:
     """Load a checkpoint of `save_accelerator_state` or Accelerate; return ``{"step": …}`` if it has one.
 
+    One of `Accelerator.save_state` is verified, and read as its manifest says.
+
     Every tensor is loaded onto the device of its object, whatever ``map_location`` (``"cpu"`` or ``"on_device"``)
     is. Raises `CheckpointError` naming the file that is missing, damaged or does not fit.
     """
@@ -73,6 +81,9 @@ def load_accelerator_state(
         one_of(map_location, ["cpu", "on_device"], source="load_accelerator_state(map_location=…)")
     folder = Path(input_dir)
     contents = _contents(models, optimizers, schedulers, dataloaders, process_index, options=load_kwargs)
+    problem = find_damage(folder) if (folder / MANIFEST).exists() else None
+    if problem is not None:
+        raise CheckpointError(problem)
     loading = Loading(contents, folder, **load_model_func_kwargs)
     loading.check()
     step = loading.load()

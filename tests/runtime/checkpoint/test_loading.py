@@ -248,6 +248,13 @@ def test_a_save_over_one_whose_manifest_is_damaged_is_what_is_loaded(tmp_path: P
     assert first == [2.0]
     with pytest.raises(CheckpointError, match="holds no weights in chunks"):
         merge_fsdp_weights(place, tmp_path / "merged")
+    shutil.rmtree(place / "chunks")  # the manifest decides, not what is there
+    with pytest.raises(CheckpointError, match="holds no weights in chunks"):
+        merge_fsdp_weights(place, tmp_path / "merged")
+    manifest.unlink()
+    (place / "chunks").mkdir()
+    with pytest.raises(CheckpointError, match=f"has no {MANIFEST}$"):
+        merge_fsdp_weights(place, tmp_path / "merged")
 
 
 def _windows(directory: str) -> list[Any]:
