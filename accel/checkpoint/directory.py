@@ -208,7 +208,12 @@ def numbered(parent: Path, prefix: str) -> list[tuple[int, Path]]:
     pattern = rf"{re.escape(prefix)}\d+"
     for name in {entry.name for entry in _entries(parent, rf"({pattern}|\.{pattern}\.draft-{_ID})")}:
         recover(parent / name.removeprefix(".").partition(".")[0])
-    folders = [entry for entry in _entries(parent, pattern) if entry.is_dir()]
+    return listed(parent, prefix)
+
+
+def listed(parent: Path, prefix: str) -> list[tuple[int, Path]]:
+    """Return the directories ``prefix<number>`` in ``parent``, sorted."""
+    folders = [entry for entry in _entries(parent, rf"{re.escape(prefix)}\d+") if entry.is_dir()]
     return sorted((int(folder.name.removeprefix(prefix)), folder) for folder in folders)
 
 

@@ -146,11 +146,18 @@ class Checkpoints:
         return is_writer(self.state, self.on_each_node)
 
     def next_path(self) -> Path:
-        """Return the path of the next automatically named checkpoint. Raises `CheckpointError` if it exists."""
-        path = self.config.checkpoints / f"{CHECKPOINT_PREFIX}{self.config.iteration}"
-        if environment.own_copy(path).exists() and path not in self._skipped:
-            raise CheckpointError(f"{path} exists: call load_state() first to resume from it, or set save_iteration")
-        return path
+        """Return the path of the next automatically named checkpoint.
+
+        Raises `CheckpointError` if it exists or a later one does, before which ``total_limit`` would delete it.
+        """
+        parent, iteration = self.config.checkpoints, self.config.iteration
+        for number, folder in directory.listed(environment.own_copy(parent), CHECKPOINT_PREFIX):
+            path = parent / folder.name
+            if number >= iteration and path not in self._skipped:
+                raise CheckpointError(
+                    f"{path} exists: call load_state() first to resume from it, or set save_iteration"
+                )
+        return parent / f"{CHECKPOINT_PREFIX}{iteration}"
 
     def wait(self) -> None:
         """Wait for the save in progress. Raises `CheckpointError`, on every process, if it failed."""
