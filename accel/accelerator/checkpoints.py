@@ -149,6 +149,7 @@ class CheckpointControl(Part):
         self._checkpoints.save(
             path,
             lambda folder: self._run_save_hooks(weights, folder),
+            lambda folder: self._save_engines(weights, folder),
             lambda: self._collect(weights, safe_serialization),
             background=async_save,
             prune=automatic,
@@ -156,8 +157,8 @@ class CheckpointControl(Part):
         self.project_configuration.iteration += automatic
         return str(path)
 
-    def _run_save_hooks(self, weights: dict[int, dict[str, Any]], folder: Path) -> Manifest:
-        """Fill ``weights`` with the state dicts of the models by number that no hook removes; return the manifest."""
+    def _run_save_hooks(self, weights: dict[int, dict[str, Any]], folder: Path) -> None:
+        """Fill ``weights`` with the state dicts of the models by number that no hook removes."""
         models, in_shards = self._run.models, self.strategy.keeps_shards
         states = {
             number: self.strategy.model_state(model, full=not in_shards)
@@ -167,12 +168,15 @@ class CheckpointControl(Part):
         remaining = list(states.values())
         for hook in self._save_model_state_pre_hook.values():
             hook(list(models), remaining, str(folder))
-        for number, model in enumerate(models):
-            if self.strategy.saves(model):
-                self.strategy.save_engine(folder, engine_name(number))
         numbers = {id(state): number for number, state in states.items()}
         weights.update({numbers.get(id(state), position): state for position, state in enumerate(remaining)})
-        return self._contents(models=models).manifest(weights)
+
+    def _save_engines(self, weights: dict[int, dict[str, Any]], folder: Path) -> Manifest:
+        """Save the engines into ``folder``; return the manifest of a checkpoint with ``weights``, without files."""
+        for number, model in enumerate(self._run.models):
+            if self.strategy.saves(model):
+                self.strategy.save_engine(folder, engine_name(number))
+        return self._contents(models=self._run.models).manifest(weights)
 
     def _collect(self, weights: dict[int, dict[str, Any]], safe: bool) -> list[Piece]:
         contents = self._contents(models=self._run.models, safe=safe)

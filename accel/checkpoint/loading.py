@@ -40,9 +40,9 @@ Load = Callable[[], None]
 class Loading:
     """A checkpoint that is about to be loaded into the objects of a run.
 
-    Call `check`, `check_weights` for what that leaves, and `load`, in this order. The first two raise `CheckpointError`
-    for what is missing or does not fit, and change nothing. Only files that the manifest lists are opened; without one,
-    all that are there.
+    Call `check`, `check_weights` for what that leaves, `load_objects`, `load_engines` and `load`, in this order; `load`
+    alone does all three. The first two raise `CheckpointError` for what is missing or does not fit, and change nothing.
+    Only files that the manifest lists are opened; without one, all that are there.
     """
 
     manifest: Manifest
@@ -52,6 +52,7 @@ class Loading:
         self._folder = folder
         self._kwargs = load_model_kwargs
         self._objects: list[Load] = []  # those that load by code of their own
+        self._engines: list[Load] = []
         self._tensors: list[Load] = []
         self._random_states: dict[str, Any] | None = None
 
@@ -94,7 +95,7 @@ class Loading:
                     f"{self._folder}: model {number} was not saved by DeepSpeed or megatron-core: load it without "
                     "deepspeed_plugin or megatron_lm_plugin"
                 )
-            self._tensors.append(partial(strategy.load_engine, self._folder, name, self.manifest.num_processes))
+            self._engines.append(partial(strategy.load_engine, self._folder, name, self.manifest.num_processes))
 
     @property
     def _engine(self) -> str:
@@ -106,16 +107,18 @@ class Loading:
         gathering = f", or gather the weights: python {folder / script} {folder} OUT" if has_script else ""
         return f"DeepSpeed: pass deepspeed_plugin{gathering}"
 
-    def load(self) -> int | None:
-        """Load what was checked; return the step of the accumulation window, ``None`` if this process saved none.
+    def load_objects(self) -> None:
+        """Load objects by code of their own. An error leaves weights, optimizers and generators as they are."""
+        _run_all(self._objects)
 
-        An error of an object that loads by code of its own leaves weights, optimizers and generators as they are.
-        """
-        loads = [*self._objects, *self._tensors]
-        self._objects.clear()  # they refer to this object: a cycle would keep the run's objects
-        self._tensors.clear()
-        for load in loads:
-            load()
+    def load_engines(self) -> None:
+        """Load the engines. Collective."""
+        _run_all(self._engines)
+
+    def load(self) -> int | None:
+        """Load what is left; return the step of the accumulation window, ``None`` if this process saved none."""
+        for loads in (self._objects, self._engines, self._tensors):
+            _run_all(loads)
         if self._random_states is None:
             return None
         states = self._random_states
@@ -225,6 +228,13 @@ class Loading:
         gradient = torch.empty_like(parameter.detach())
         chunks.fill(own if own in chunks else key, gradient)
         return gradient
+
+
+def _run_all(loads: list[Load]) -> None:
+    pending = list(loads)
+    loads.clear()  # they refer to the list's owner: a cycle would keep the run's objects
+    for load in pending:
+        load()
 
 
 @contextmanager

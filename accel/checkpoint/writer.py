@@ -151,12 +151,10 @@ class Checkpoints:
         Raises `CheckpointError` if it exists or a later one does, before which ``total_limit`` would delete it.
         """
         parent, iteration = self.config.checkpoints, self.config.iteration
-        for number, folder in directory.listed(environment.own_copy(parent), CHECKPOINT_PREFIX):
-            path = parent / folder.name
+        for number, existing in directory.listed(environment.own_copy(parent), CHECKPOINT_PREFIX):
+            path = parent / existing.name
             if number >= iteration and path not in self._skipped:
-                raise CheckpointError(
-                    f"{path} exists: call load_state() first to resume from it, or set save_iteration"
-                )
+                raise CheckpointError(f"{path} exists: call load_state() first to resume, or set save_iteration")
         return parent / f"{CHECKPOINT_PREFIX}{iteration}"
 
     def wait(self) -> None:
@@ -172,7 +170,8 @@ class Checkpoints:
     def save(
         self,
         final: Path,
-        run_hooks: Callable[[Path], Manifest],
+        run_hooks: Callable[[Path], None],
+        save_engines: Callable[[Path], Manifest],
         collect: Callable[[], Sequence[Piece]],
         *,
         background: bool = False,
@@ -180,7 +179,8 @@ class Checkpoints:
     ) -> None:
         """Write a checkpoint to ``final`` from the files that ``collect`` returns and those by hooks in the draft.
 
-        ``run_hooks``: runs the hooks with the draft, and returns the manifest without files.
+        ``run_hooks``: runs the hooks with the draft.
+        ``save_engines``: saves the engines, by collectives, into the draft; returns the manifest without files.
 
         When this returns or raises, ``final`` is complete: the new checkpoint or the old one. With ``background`` it
         returns once the state is copied and writes in the background; `wait` raises its error. ``prune`` then deletes
@@ -194,9 +194,11 @@ class Checkpoints:
         draft = Path(str(drafts_by_rank[peers[0]]))
         staged: list[Piece] = []
         with self._discarding(draft, final):
-            hooks = self._saving(final, lambda: _run_hooks(draft, run_hooks))
-            names = {name for rank in peers for name in hooks[rank][1]}
-            manifest = replace(hooks[peers[0]][0], save=str(drafts_by_rank[0])[-8:])
+            self._saving(final, lambda: _check_shared(draft))
+            self._saving(final, lambda: run_hooks(draft))
+            in_draft = self._saving(final, lambda: (save_engines(draft), _files(draft)))
+            names = {name for rank in peers for name in in_draft[rank][1]}
+            manifest = replace(in_draft[peers[0]][0], save=str(drafts_by_rank[0])[-8:])
             if background:
                 self._group = self._group or new_gloo_group()
                 self._staging = self._staging or Staging(self.state.device)
@@ -346,6 +348,8 @@ class Checkpoints:
         if run_hooks is not None:
             hooked = together(partial(run_hooks, folder))[self.state.process_index]
             together(lambda: loading.check_weights(hooked))
+        together(loading.load_objects)
+        together(loading.load_engines)  # by collectives: what fails on one process must not come before them
         steps = together(loading.load)
         self._last = folder
         if saved != self.state.num_processes:
@@ -356,13 +360,13 @@ class Checkpoints:
         return steps[self.state.process_index] or steps[0] or 0
 
 
-def _run_hooks(draft: Path, run_hooks: Callable[[Path], Manifest]) -> tuple[Manifest, list[str]]:
-    """Return the result of ``run_hooks`` and the names of the files that the hooks left in the draft."""
+def _check_shared(draft: Path) -> None:
     if not draft.is_dir():
         raise CheckpointError(
             f"{draft.parent} is not shared with process 0's node: use a shared file system, or "
             "ProjectConfiguration(save_on_each_node=True) for a copy on each node"
         )
-    manifest = run_hooks(draft)
-    paths = (path for path in draft.rglob("*") if path.is_file() and path != draft / LOCK)
-    return manifest, [str(path.relative_to(draft)) for path in paths]
+
+
+def _files(draft: Path) -> list[str]:
+    return [str(path.relative_to(draft)) for path in draft.rglob("*") if path.is_file() and path != draft / LOCK]

@@ -92,7 +92,7 @@ def test_after_a_load_that_does_not_fit_nothing_is_changed_or_deleted(tmp_path: 
         assert misfit.startswith(f"loading {newest}: process 0: ")
         assert "weight has shape (1, 3), but (1, 4) in this run" in misfit
         first = newest.with_name(f"checkpoint_{max(0, saves - 2)}")  # of the two that are kept
-        assert exists == f"{first} exists: call load_state() first to resume from it, or set save_iteration"
+        assert exists == f"{first} exists: call load_state() first to resume, or set save_iteration"
         assert unchanged
 
 

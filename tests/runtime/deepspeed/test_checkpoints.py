@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from accel import Accelerator, ProjectConfiguration
+from accel import Accelerator, PartialState, ProjectConfiguration
 from accel.tensor_files import SafetensorsFile, read_all
 from tests import needs
 from tests.runtime.sharding.training import decoder, loss_of
-from tests.runtime.small import renew_manifest
+from tests.runtime.small import Tally, renew_manifest
 from tests.runtime.worlds import outcomes, run, run_one
 
 from .training import accelerator_of, epoch, loader, message_of, optimizer_of, plugin, quiet
@@ -212,6 +212,43 @@ def test_a_checkpoint_that_does_not_fit_is_one_line(saved: Saved) -> None:
     subprocess.run([sys.executable, script, folder / "2", out], check=True)
     gathered = torch.load(out / "pytorch_model.bin", weights_only=True)
     assert {name: value.tolist() for name, value in gathered.items()} == saved[1][0][2]["weights"]
+
+
+class _FailsOnOne(Tally):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if PartialState().process_index == 1:
+            raise ValueError("not this one")
+
+
+def _failing(folder: Path) -> list[Any]:
+    """The second process alone fails, in a hook when it saves, and in an object of the script's when it loads."""
+    quiet()
+    accelerator = accelerator_of(2, deepspeed_plugin=plugin(2))
+    loader(accelerator)
+    model, _ = _prepared(accelerator)
+    accelerator.register_for_checkpointing(_FailsOnOne())
+    accelerator.save_state(folder / "good")
+
+    def hook(*_: Any) -> None:
+        if accelerator.process_index == 1:
+            raise ValueError("not this hook")
+
+    handle = accelerator.register_save_state_pre_hook(hook)
+    messages: list[Any] = [message_of(lambda: accelerator.save_state(folder / "bad"))]
+    handle.remove()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(3.0)
+    messages.append(message_of(lambda: accelerator.load_state(folder / "good")))
+    return [*messages, all(bool((parameter == 3.0).all()) for parameter in model.parameters())]
+
+
+def test_what_fails_on_one_process_leaves_no_other_waiting_for_the_engine(tmp_path: Path) -> None:
+    for saving, loading, unchanged in run(_failing, tmp_path):
+        assert saving == f"saving {tmp_path / 'bad'}: process 1: ValueError: not this hook"
+        assert loading.startswith(f"loading {tmp_path / 'good'}: process 1: custom_checkpoint_0.pkl does not fit")
+        assert unchanged
+    assert [path.name for path in tmp_path.iterdir()] == ["good"]
 
 
 def _ungathered() -> list[str]:
