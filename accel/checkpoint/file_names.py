@@ -11,6 +11,7 @@ SCHEDULER_NAME = "scheduler"
 SAMPLER_NAME = "sampler"
 SCALER_NAME = "scaler.pt"
 RNG_STATE_NAME = "random_states"
+CUSTOM_NAME = "custom_checkpoint"
 
 WEIGHTS_NAME = "pytorch_model.bin"
 WEIGHTS_PATTERN_NAME = "pytorch_model{suffix}.bin"
@@ -31,6 +32,8 @@ CHECKPOINT_PREFIX = "checkpoint_"
 OWN_NAMES = re.compile(
     r"chunks/.*|optimizer_outline(_\d+)?\.bin|model_extra(_\d+)?\.bin|gradients_\d+\.(bin|safetensors)"
 )
+# Of registered objects, schedulers and loaders; in the order of the names, the registered ones come first.
+OBJECT_NAMES = re.compile(rf"{CUSTOM_NAME}_\d+\.pkl|({SCHEDULER_NAME}|{SAMPLER_NAME})(_\d+)?\.bin")
 _CHUNKS = re.compile(r"chunks/node_\d+/rank_(\d+)\.safetensors")
 
 
@@ -49,7 +52,7 @@ def engine_name(index: int) -> str:
 
 def custom_name(index: int) -> str:
     """Return the file name of the ``index``-th object of ``register_for_checkpointing``."""
-    return f"custom_checkpoint_{index}.pkl"
+    return f"{CUSTOM_NAME}_{index}.pkl"
 
 
 def gradients_name(process_index: int, suffix: str = "bin") -> str:

@@ -14,7 +14,9 @@ from torch import nn
 from accel.checkpoint.chunks import Chunks, own_name, plan_full_optimizer, plan_module, plan_optimizer
 from accel.checkpoint.contents import DEVICE_STATES, CheckpointContents
 from accel.checkpoint.file_names import (
+    CUSTOM_NAME,
     EXTRA,
+    OBJECT_NAMES,
     OPTIMIZER,
     OUTLINE,
     engine_name,
@@ -81,6 +83,21 @@ class Loading:
         if name in self.manifest.files:
             self._random_states = _read_random_states(self._folder / name)
         return self._random_states is not None
+
+    def check_numbers(self) -> None:
+        """Raise `CheckpointError` if the run has fewer registered objects than were saved, as Accelerate does.
+
+        Fewer schedulers and loaders are only a warning.
+        """
+        names = {name for name, _ in (*self._contents.stateful, *self._contents.samplers)}
+        unread = sorted(name for name in self.manifest.files if OBJECT_NAMES.fullmatch(name) and name not in names)
+        if unread and unread[0].startswith(CUSTOM_NAME):
+            raise CheckpointError(
+                f"{self._folder}: {unread[0]} is of no object of this run: register as many as were saved "
+                "(register_for_checkpointing)"
+            )
+        if unread:
+            logger.warning(f"{self._folder}: {', '.join(unread)} not loaded: fewer schedulers or loaders are prepared")
 
     def check_weights(self, hooked: Collection[int] = ()) -> None:
         """Check the weights. ``hooked``: the numbers of the models that a hook of the script has loaded."""

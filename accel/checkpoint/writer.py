@@ -342,7 +342,13 @@ class Checkpoints:
         """
         together = partial(run_on_all_ranks, f"loading {folder}")
         loading = Loading(contents, folder, **load_model_kwargs)
-        has_states, saved = together(lambda: loading.check(run_hooks is None)), loading.manifest.num_processes
+
+        def check() -> bool:
+            has_state = loading.check(run_hooks is None)
+            loading.check_numbers()
+            return has_state
+
+        has_states, saved = together(check), loading.manifest.num_processes
         if not has_states[0] or (not all(has_states) and saved == self.state.num_processes):
             raise CheckpointError(f"{folder} has no {random_states_name(has_states.index(False))}")
         if run_hooks is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,34 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     for (error, unchanged), reason in zip(seen, reasons, strict=True):
         assert reason in error
         assert unchanged, reason
+
+
+def _numbers(directory: str) -> list[Any]:
+    """Load with fewer registered objects than were saved, with as many but without the schedule, and with more."""
+    logged: list[Any] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("accel").addHandler(handler)
+    accelerator, _, optimizer, _ = simple()
+    accelerator.prepare(torch.optim.lr_scheduler.ConstantLR(optimizer.optimizer))
+    accelerator.register_for_checkpointing(Tally())
+    accelerator.save_state(directory)
+    seen = []
+    for more in range(3):
+        accelerator, _, _, _ = simple()
+        accelerator.register_for_checkpointing(*(Tally() for _ in range(more)))
+        seen.append(_refused(accelerator, Path(directory)))
+    return [*seen, logged]
+
+
+def test_other_numbers_of_objects_than_were_saved(tmp_path: Path) -> None:
+    """As in Accelerate: registered objects must be as many, schedules and loaders may be fewer."""
+    place = tmp_path / "here"
+    fewer, loaded, more, logged = run_one(_numbers, str(place))
+    assert fewer.startswith(f"loading {place}: {place}: custom_checkpoint_1.pkl is of no object of this run: register")
+    assert loaded == "loaded"
+    assert f"{place} has no custom_checkpoint_2.pkl: it was saved with fewer objects prepared" in more
+    assert logged == [f"{place}: scheduler.bin not loaded: fewer schedulers or loaders are prepared"]
 
 
 def _misfit_on_one(directory: str, how: str, kind: str) -> list[Any]:
