@@ -93,7 +93,7 @@ class Loading:
         unread = sorted(name for name in self.manifest.files if OBJECT_NAMES.fullmatch(name) and name not in names)
         if unread and unread[0].startswith(CUSTOM_NAME):
             raise CheckpointError(
-                f"{self._folder}: {unread[0]} is of no object of this run: register as many as were saved "
+                f"{self._folder} has {unread[0]}, but this run has no object for it: register as many as were saved "
                 "(register_for_checkpointing)"
             )
         if unread:

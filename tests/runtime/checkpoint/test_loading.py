@@ -162,7 +162,7 @@ def test_other_numbers_of_objects_than_were_saved(tmp_path: Path) -> None:
     """As in Accelerate: registered objects must be as many, schedules and loaders may be fewer."""
     place = tmp_path / "here"
     fewer, loaded, more, logged = run_one(_numbers, str(place))
-    assert fewer.startswith(f"loading {place}: {place}: custom_checkpoint_1.pkl is of no object of this run: register")
+    assert fewer.startswith(f"loading {place}: {place} has custom_checkpoint_1.pkl, but this run has no object for it")
     assert loaded == "loaded"
     assert f"{place} has no custom_checkpoint_2.pkl: it was saved with fewer objects prepared" in more
     assert logged == [f"{place}: scheduler.bin not loaded: fewer schedulers or loaders are prepared"]
