@@ -14,7 +14,7 @@ import pickle
 import struct
 import threading
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from accel.errors import CheckpointError
+from accel.host_memory import HostMemory
 from accel.pytree import map_nested
 
 # safetensors' name of a type → torch's. Older versions of torch lack some.
@@ -53,13 +54,44 @@ MAX_HEADER = 100_000_000  # the limit of safetensors' own reader
 _ALIAS = "accel_alias:"
 
 _MAX_READ = 1 << 30  # the system reads at most 2 GB a call
-_scratch_lock = threading.Lock()
+_SCRATCH = 16 << 20
+
+
+class Scratch:
+    """Host memory for what cannot be read directly into its destination on ``device``, in pieces of ``size`` bytes.
+
+    The pieces are used in turn: with two of them, pinned for a CUDA device, the copy of one overlaps the next read.
+    """
+
+    def __init__(self, device: torch.device, pieces: int, size: int) -> None:
+        self.size = size
+        self._pieces = [HostMemory(size, device) for _ in range(pieces)]
+        self._copied: list[Any] = [None] * pieces  # an event after the last copy of each
+        self._next = 0
+        self._lock = threading.Lock()
+
+    def copy(self, target: torch.Tensor, view: torch.Tensor, length: int, read: Callable[[torch.Tensor], None]) -> None:
+        """Copy to ``target`` the ``length`` bytes that ``read`` fills in, in the type and layout of ``view``."""
+        with self._lock:
+            number, self._next = self._next, (self._next + 1) % len(self._pieces)
+            if self._copied[number] is not None:
+                self._copied[number].synchronize()
+            piece = self._pieces[number].bytes[:length]
+            read(piece)
+            source = piece.view(view.dtype).as_strided(view.shape, view.stride())
+            target.copy_(source, non_blocking=target.is_cuda)
+            self._copied[number] = _event_on(target.device)
+
+
+def _event_on(device: torch.device) -> Any:
+    """Return an event that follows what was started on a CUDA ``device``; None for other devices, which wait."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
 @functools.cache
-def _scratch() -> torch.Tensor:
-    """Return the buffer for what cannot be read directly into its destination."""
-    return torch.empty(16 << 20, dtype=torch.uint8, device="cpu")
+def _scratch(device: torch.device) -> Scratch:
+    pieces = 2 if device.type == "cuda" else 1
+    return Scratch(device, pieces, _SCRATCH // pieces)
 
 
 @dataclass(frozen=True)
@@ -173,15 +205,12 @@ class StoredTensor(torch.Tensor):
         length = size * (1 + sum((count - 1) * stride for count, stride in zip(view.shape, view.stride(), strict=True)))
         if _is_memory(target, view.dtype) and view.is_contiguous():
             self._read(file, target.reshape(-1).view(torch.uint8), start)
-        elif length <= (limit := _scratch().numel()):
-            with _scratch_lock:
-                piece = _scratch()[:length]
-                self._read(file, piece, start)
-                target.copy_(piece.view(view.dtype).as_strided(view.shape, view.stride()))
+        elif length <= (scratch := _scratch(target.device)).size:
+            scratch.copy(target, view, length, lambda piece: self._read(file, piece, start))
         else:
             stride, dim = max((stride, dim) for dim, stride in enumerate(view.stride()) if view.shape[dim] > 1)
             row = length - size * (view.shape[dim] - 1) * stride
-            rows = max(1, (limit - row) // (size * stride) + 1)
+            rows = max(1, (scratch.size - row) // (size * stride) + 1)
             for first in range(0, view.shape[dim], rows):
                 count = min(rows, view.shape[dim] - first)
                 self._fill(file, target.narrow(dim, first, count), view.narrow(dim, first, count))

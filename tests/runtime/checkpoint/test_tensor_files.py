@@ -23,7 +23,7 @@ from accel.checkpoint.files import write_object, write_tensors
 from accel.checkpoint.merge import merge_fsdp_weights
 from accel.errors import CheckpointError
 from accel.plugins.fsdp import FullyShardedDataParallelPlugin
-from accel.tensor_files import SafetensorsFile, StoredTensor, cut, read_object
+from accel.tensor_files import SafetensorsFile, Scratch, StoredTensor, cut, read_object
 
 from ..small import renew_manifest
 from ..worlds import run, run_one
@@ -72,14 +72,49 @@ def _read(writer: str, path: Path) -> dict[str, torch.Tensor]:
     return dict(SafetensorsFile(path).tensors) if pickled is None else pickled
 
 
+def _with_scratch(monkeypatch: pytest.MonkeyPatch, pieces: int, size: int) -> None:
+    scratch = Scratch(torch.device("cpu"), pieces, size)
+    monkeypatch.setattr(tensor_files, "_scratch", lambda device: scratch)
+
+
+def test_pieces_are_read_in_turn_and_each_waits_for_its_last_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for a GPU, whose copies go on while the next piece is read."""
+    _with_scratch(monkeypatch, pieces=2, size=64)
+    events: list[str] = []
+    pieces: list[int] = []
+    read = tensor_files.StoredTensor._read
+
+    class Event:
+        def __init__(self, piece: int) -> None:
+            self.piece = piece
+
+        def synchronize(self) -> None:
+            events.append(f"wait {self.piece}")
+
+    def noted(stored: StoredTensor, file: int, target: torch.Tensor, start: int) -> None:
+        if target.data_ptr() not in pieces:
+            pieces.append(target.data_ptr())
+        events.append(f"read {pieces.index(target.data_ptr())}")
+        read(stored, file, target, start)
+
+    monkeypatch.setattr(tensor_files.StoredTensor, "_read", noted)
+    monkeypatch.setattr(tensor_files, "_event_on", lambda device: Event(int(events[-1][-1])))
+    tensor = torch.rand(80)
+    save_file({"a": tensor}, tmp_path / "file")
+    copied = torch.empty(80, dtype=torch.float64).copy_(SafetensorsFile(tmp_path / "file").tensors["a"])
+    assert torch.equal(copied, tensor.double())
+    assert events == ["read 0", "read 1", "wait 0", "read 0", "wait 1", "read 1", "wait 0", "read 0"]
+
+
 @pytest.mark.parametrize("scratch", [64, 16 << 20])
 @pytest.mark.parametrize("writer", WRITERS)
 def test_tensors_of_any_writer_fill_any_destination(
     tmp_path: Path, writer: str, scratch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the file's type and layout, of others, as a slice of a larger tensor, and by parts."""
-    buffer = torch.empty(scratch, dtype=torch.uint8)
-    monkeypatch.setattr(tensor_files, "_scratch", lambda: buffer)
+    _with_scratch(monkeypatch, pieces=1, size=scratch)
     for tensors in MIXED.values():
         (tmp_path / "file").unlink(missing_ok=True)
         tensors = {**tensors, "c": torch.arange(210.0).reshape(2, 15, 7)}
@@ -122,8 +157,7 @@ def test_short_reads_and_reads_of_several_calls_arrive_to_the_bit(
 
 
 def test_strides_ties_and_parts_of_one_memory_in_a_pickle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    buffer = torch.empty(200, dtype=torch.uint8)
-    monkeypatch.setattr(tensor_files, "_scratch", lambda: buffer)
+    _with_scratch(monkeypatch, pieces=1, size=200)
     memory = torch.rand(4, 30, 5)
     state = {"turned": memory.permute(2, 0, 1), "part": memory[1:3, ::7], "all": memory, "same": memory}
     state |= {"wide": torch.ones(1).expand(300, 40), "none": torch.empty(0, 3), "one": torch.tensor(3.5)}
