@@ -54,7 +54,6 @@ MAX_HEADER = 100_000_000  # the limit of safetensors' own reader
 _ALIAS = "accel_alias:"
 
 _MAX_READ = 1 << 30  # the system reads at most 2 GB a call
-_SCRATCH = 16 << 20
 
 
 class Scratch:
@@ -91,7 +90,7 @@ def _event_on(device: torch.device) -> Any:
 @functools.cache
 def _scratch(device: torch.device) -> Scratch:
     pieces = 2 if device.type == "cuda" else 1
-    return Scratch(device, pieces, _SCRATCH // pieces)
+    return Scratch(device, pieces, (16 << 20) // pieces)
 
 
 @dataclass(frozen=True)

@@ -42,9 +42,9 @@ Load = Callable[[], None]
 class Loading:
     """A checkpoint that is about to be loaded into the objects of a run.
 
-    Call `check`, `check_weights` for what that leaves, `load_objects`, `load_engines` and `load`, in this order; `load`
-    alone does all three. The first two raise `CheckpointError` for what is missing or does not fit, and change nothing.
-    Only files that the manifest lists are opened; without one, all that are there.
+    Call `check`, `check_weights` for what that leaves, `load` and `load_random_states`, in this order. The first two
+    raise `CheckpointError` for what is missing or does not fit, and change nothing. Only files that the manifest lists
+    are opened; without one, all that are there.
     """
 
     manifest: Manifest
@@ -124,18 +124,16 @@ class Loading:
         gathering = f", or gather the weights: python {folder / script} {folder} OUT" if has_script else ""
         return f"DeepSpeed: pass deepspeed_plugin{gathering}"
 
-    def load_objects(self) -> None:
-        """Load objects by code of their own. An error leaves weights, optimizers and generators as they are."""
-        _run_all(self._objects)
+    def load(self, together: Callable[[Load], object]) -> None:
+        """Load objects by code of their own, then engines, by collectives, then all else, each by ``together``.
 
-    def load_engines(self) -> None:
-        """Load the engines. Collective."""
-        _run_all(self._engines)
-
-    def load(self) -> int | None:
-        """Load what is left; return the step of the accumulation window, ``None`` if this process saved none."""
+        If that raises on all processes what one raises, an error of an object leaves all else on all as it was.
+        """
         for loads in (self._objects, self._engines, self._tensors):
-            _run_all(loads)
+            together(partial(_run_all, loads))
+
+    def load_random_states(self) -> int | None:
+        """Load them; return the step of the accumulation window, ``None`` if this process saved none."""
         if self._random_states is None:
             return None
         states = self._random_states

@@ -45,7 +45,7 @@ def merge_fsdp_weights(
     if folder.is_file():
         raise CheckpointError(f"{folder} is a file: pass a directory for the merged weights")
     with reporting_full_disk():
-        save_weights(state, folder, sys.maxsize, safe_serialization, keep_other_format=True)
+        save_weights(state, folder, sys.maxsize, safe_serialization, both=True)
     if remove_checkpoint_dir:
         shutil.rmtree(source)
     return folder / (SAFE_WEIGHTS_NAME if safe_serialization else WEIGHTS_NAME)

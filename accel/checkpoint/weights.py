@@ -103,25 +103,19 @@ def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, An
 
 
 def save_weights(
-    state: Mapping[str, Any],
-    folder: Path,
-    max_shard_size: int | str,
-    safe: bool,
-    writes: bool = True,
-    *,
-    keep_other_format: bool = False,
+    state: Mapping[str, Any], folder: Path, max_size: int | str, safe: bool, writes: bool = True, both: bool = False
 ) -> None:
-    """Write ``state`` into ``folder``, in files of at most ``max_shard_size``.
+    """Write ``state`` into ``folder``, in files of at most ``max_size``.
 
     A reader finds the earlier weights, these, or none: all files are written as drafts. Before they are moved into
     place, an earlier index is deleted and, if shards follow, an earlier single file; the new index is last. Then the
-    rest of the earlier weights is deleted, last those in the other format (unless ``keep_other_format``).
+    rest of the earlier weights is deleted, last those in the other format (unless ``both`` are to be there).
 
     Sharded tensors are gathered one at a time, for safetensors: all processes must call it, and those that do not
     write (``writes``) take part in gathering even if the writer fails. Raises `ArgumentError` for values that
     safetensors cannot hold, and for a ``folder`` that is a file.
     """
-    max_bytes = size_in_bytes(max_shard_size)
+    max_bytes = size_in_bytes(max_size)
     aliases: dict[str, str] = {}
     if safe:
         refuse_unsavable(state, "save_model", ": use safe_serialization=False", ArgumentError)
@@ -141,7 +135,7 @@ def save_weights(
             raise ArgumentError(f"save_model: {folder} must be a directory, but is a file")
         if writes:
             _write_parts(parts, folder, safe, write)
-            if not keep_other_format:
+            if not both:
                 _delete(folder, _files(WEIGHTS_PATTERN_NAME if safe else SAFE_WEIGHTS_PATTERN_NAME))
                 fsync(folder)
     finally:

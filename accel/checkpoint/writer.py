@@ -342,21 +342,15 @@ class Checkpoints:
         """
         together = partial(run_on_all_ranks, f"loading {folder}")
         loading = Loading(contents, folder, **load_model_kwargs)
-
-        def check() -> bool:
-            has_state = loading.check(run_hooks is None)
-            loading.check_numbers()
-            return has_state
-
-        has_states, saved = together(check), loading.manifest.num_processes
+        has_states, saved = together(lambda: loading.check(run_hooks is None)), loading.manifest.num_processes
+        together(loading.check_numbers)
         if not has_states[0] or (not all(has_states) and saved == self.state.num_processes):
             raise CheckpointError(f"{folder} has no {random_states_name(has_states.index(False))}")
         if run_hooks is not None:
             hooked = together(partial(run_hooks, folder))[self.state.process_index]
             together(lambda: loading.check_weights(hooked))
-        together(loading.load_objects)
-        together(loading.load_engines)  # by collectives: what fails on one process must not come before them
-        steps = together(loading.load)
+        loading.load(together)
+        steps = together(loading.load_random_states)
         self._last = folder
         if saved != self.state.num_processes:
             logger.warning(

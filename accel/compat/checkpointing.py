@@ -86,7 +86,8 @@ def load_accelerator_state(
         raise CheckpointError(problem)
     loading = Loading(contents, folder, **load_model_func_kwargs)
     loading.check()
-    step = loading.load()
+    loading.load(lambda load: load())
+    step = loading.load_random_states()
     if scaler is not None:
         scaler.load_state_dict(load(folder / SCALER_NAME))
     return {} if step is None else {"step": step}

@@ -86,7 +86,7 @@ def _harmed(directory: str, harm: str) -> list[Any]:
                 os.truncate(folder / piece.name, digest.length - 1)
             return digest
 
-        Piece.write = harmed  # type: ignore[method-assign]
+        Piece.write = harmed  # type: ignore[method-assign, assignment]
     messages: list[Any] = []
     for name in ("here", "new"):
         try:

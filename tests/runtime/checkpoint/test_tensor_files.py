@@ -146,7 +146,7 @@ def test_short_reads_and_reads_of_several_calls_arrive_to_the_bit(
 
     tensors = {"a": torch.rand(1), "b": torch.arange(50), "c": torch.rand(11, 5).bfloat16(), "d": torch.rand(9) > 0.5}
     WRITERS[writer](tensors, tmp_path / "file")
-    stored = _read(writer, tmp_path / "file")
+    stored: dict[str, Any] = _read(writer, tmp_path / "file")
     monkeypatch.setattr(tensor_files, "_MAX_READ", 7)
     monkeypatch.setattr(os, "preadv", short)
     for name, tensor in tensors.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -214,8 +215,7 @@ class _Mixed(torch.nn.Module):
 
 def _mixed_saved(folder: str) -> list[list[str]]:
     """The types and shapes that this process gathers, in turn, for one file and for several."""
-    from accel.checkpoint import weights
-
+    weights: Any = importlib.import_module("accel.checkpoint.weights")
     accelerator = _accelerator("sharded")
     model = accelerator.prepare(_Mixed())
     gathered: list[str] = []
