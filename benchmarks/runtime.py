@@ -39,7 +39,7 @@ def _inside(script: str, rounds: int, processes: int = 1, **env: str) -> dict[st
 
 
 def steps(rounds: int) -> bool:
-    """What a training step costs over the loop written by hand: at most a quarter of what it costs with Accelerate.
+    """The cost of a training step over the loop written by hand: at most a quarter of that with Accelerate.
 
     A step of a GPT, of about 12 ms, beside the same by hand.
     """

@@ -250,8 +250,9 @@ class CheckpointControl(Part):
 
         ``unwrap=False``: under the names that a model which is not sharded has now, such as DDP's.
         """
-        whole = unwrap or self.strategy.shards(model)
-        return self.strategy.model_state(model) if whole else dict(model.state_dict())
+        if unwrap or self.strategy.shards(model):
+            return self.strategy.model_state(model)
+        return dict(model.state_dict())
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """Write ``obj`` to the file ``f`` on the main process, or on one per node (``save_on_each_node``), atomically.

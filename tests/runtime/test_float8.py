@@ -276,18 +276,18 @@ def test_without_torchao_it_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None
 
 def _warned() -> list[str]:
     """The warnings about speed: on a CPU, and on a GPU where nothing compiles the model."""
-    said: list[str] = []
+    messages: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("accel.precision.float8").addHandler(handler)
     AcceleratorState(cpu=True)
     precision, model = Float8(torch.device("cpu"), AORecipeKwargs()), Model()
     precision.convert(model)
     precision.device = torch.device("cuda")
     precision.convert(model, compiled=True)
-    said.append("compiled")
+    messages.append("compiled")
     precision.convert(model)
-    return [words[:60] for words in said]
+    return [words[:60] for words in messages]
 
 
 def test_what_makes_it_slow_is_a_warning() -> None:

@@ -230,8 +230,8 @@ def test_an_index_opens_only_files_that_the_checkpoint_lists(tmp_path: Path) -> 
     index, *names = sorted((path.name for path in tmp_path.iterdir()), reverse=True)
     assert sorted(read_weights(tmp_path, files=[index, *names])) == ["a", "b"]
     for missing in names:
-        said = f"{tmp_path / index} names {missing}, which the checkpoint does not have"
-        with pytest.raises(CheckpointError, match=f"^{re.escape(said)}$"):
+        message = f"{tmp_path / index} names {missing}, which the checkpoint does not have"
+        with pytest.raises(CheckpointError, match=f"^{re.escape(message)}$"):
             read_weights(tmp_path, files={index, *names} - {missing})
 
 

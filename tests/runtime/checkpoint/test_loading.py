@@ -169,7 +169,7 @@ def test_other_numbers_of_objects_than_were_saved(tmp_path: Path) -> None:
 
 
 def _misfit_on_one(directory: str, how: str, kind: str) -> list[Any]:
-    """What is wrong on the second process alone: the error, and True if nothing of this process has changed."""
+    """Load what does not fit on the second process alone: the error, and True if nothing here has changed."""
     plugin = FullyShardedDataParallelPlugin(state_dict_type="SHARDED_STATE_DICT") if how == "sharded" else None
     for saves in (True, False):
         accelerator = Accelerator(fsdp_plugin=plugin)

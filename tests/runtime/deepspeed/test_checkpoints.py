@@ -106,9 +106,9 @@ def test_whole_weights_are_gathered_at_every_stage(saved: Saved) -> None:
 def _alone(folder: Path) -> tuple[list[str], dict[int, Any]]:
     """Load the checkpoints of two processes in one, and train on."""
     quiet()
-    said: list[str] = []
+    warnings: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("accel.parallel.deepspeed").addHandler(handler)
     accelerator_of(deepspeed_plugins=_plugins())
     runs = {}
@@ -120,14 +120,14 @@ def _alone(folder: Path) -> tuple[list[str], dict[int, Any]]:
         accelerator.load_state(folder / str(stage))
         runs[stage] = epoch(accelerator, model, optimizer, batches)
         accelerator.free_memory()
-    return said, runs
+    return warnings, runs
 
 
 def test_a_run_resumes_in_another_number_of_processes(saved: Saved) -> None:
     folder, (first, _) = saved
-    said, runs = run_one(_alone, folder)
+    warnings, runs = run_one(_alone, folder)
     converting = "was saved by 2 process(es): converting it to DeepSpeed's universal format"
-    assert [words.partition(" ")[2] for words in said] == [converting] * 3  # not stage 0, of which each has all
+    assert [words.partition(" ")[2] for words in warnings] == [converting] * 3  # not stage 0, of which each has all
     for stage, (losses, norms) in runs.items():
         assert losses == pytest.approx(first[stage]["after"][0], abs=1e-5), stage
         assert norms == pytest.approx(first[stage]["after"][1], abs=1e-6), stage
@@ -135,7 +135,7 @@ def test_a_run_resumes_in_another_number_of_processes(saved: Saved) -> None:
 
 
 def _kept(folder: Path) -> dict[str, Any]:
-    """Save under numbers, of which the latest is kept, and load it."""
+    """Save two numbered checkpoints, keep one, and load it."""
     quiet()
     project = ProjectConfiguration(project_dir=str(folder), automatic_checkpoint_naming=True, total_limit=1)
     accelerator = accelerator_of(deepspeed_plugin=plugin(2), project_config=project)

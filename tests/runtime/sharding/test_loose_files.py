@@ -40,7 +40,7 @@ def test_they_hold_whole_weights_and_go_on_to_the_bit(tmp_path: Path) -> None:
 
 
 def _beside_a_manifest(directory: str) -> list[Any]:
-    """What they do where `save_state` has saved: with its manifest, with a file of another save, and without it."""
+    """Save and load where `save_state` has saved: with its manifest, with a file of another save, and without it."""
     from accel.compat.checkpointing import load_accelerator_state, save_accelerator_state
 
     accelerator, model, optimizer, _ = simple()
