@@ -17,6 +17,14 @@ class SpecError(SchedulerError):
     """An invalid job: a wrong value, or something that the target does not support."""
 
 
+class OptionError(SpecError):
+    """A wrong value of one option, raised by the schema. The message of `make_options` then has the option's line."""
+
+    def __init__(self, option: str, message: str) -> None:
+        super().__init__(message)
+        self.option = option
+
+
 class ConfigError(SchedulerError):
     """A configuration file is wrong; the message begins with `file:line`."""
 

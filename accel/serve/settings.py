@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+from pydantic import ByteSize
+
 from schedulers.config.schema import as_written, make_options
 from schedulers.config.yaml_file import YamlFile
-from schedulers.errors import ConfigError, SpecError
+from schedulers.errors import ConfigError, OptionError
 from schedulers.store import paths
 
 FILE = "serve.yaml"
@@ -71,17 +73,20 @@ class Settings:
             object.__setattr__(self, name, os.path.abspath(os.path.expanduser(value)) if value else value)
         if not self.home:
             object.__setattr__(self, "home", os.path.join(paths.data_home(), "service"))
+        if os.path.realpath(self.home) == os.path.realpath(paths.data_home()):
+            raise OptionError("home", f"home {self.home} is $ACCEL_HOME, which has your own jobs: give another one")
         for name in ("max_body", "max_code", "max_log"):
             object.__setattr__(self, name, _bytes_of(name, getattr(self, name)))
         for name in ("poll_s", "streams", "max_files"):
             if not 0 < getattr(self, name) < float("inf"):
-                raise SpecError(f"{name} must be more than 0, not {getattr(self, name)}")
+                raise OptionError(name, f"{name} must be more than 0, not {getattr(self, name)}")
         if self.keep is not None and not 0 <= self.keep < float("inf"):
-            raise SpecError(f"keep must be 0 days or more, not {self.keep}")
+            raise OptionError("keep", f"keep must be 0 days or more, not {self.keep}")
         if not 0 <= self.port <= 65535:
-            raise SpecError(f"port must be from 0 to 65535, not {self.port}")
+            raise OptionError("port", f"port must be from 0 to 65535, not {self.port}")
         if self.database != "sqlite" and not self.database.startswith(("env:", "file:")):
-            raise SpecError(f"database must be sqlite, env:NAME or file:PATH, not {self.database!r}")
+            problem = f"database must be sqlite, env:NAME or file:PATH, not {self.database!r}"
+            raise OptionError("database", problem)
         object.__setattr__(self, "url", self.url.rstrip("/"))
         self._check_addresses()
 
@@ -101,22 +106,20 @@ class Settings:
             try:
                 ipaddress.ip_network(network)
             except ValueError as error:
-                raise SpecError(f"behind_proxy: {error}") from None
+                raise OptionError("behind_proxy", f"behind_proxy: {error}") from None
         if bool(self.tls_cert) != bool(self.tls_key):
             one, missing = ("tls_cert", "tls_key") if self.tls_cert else ("tls_key", "tls_cert")
-            raise SpecError(f"{one} without {missing}: give both, or none")
+            raise OptionError(one, f"{one} without {missing}: give both, or none")
         url = urlsplit(self.url)
         if self.url and (url.scheme not in ("http", "https") or not url.hostname or url.path or url.query):
-            raise SpecError(f"url must be https://HOST, perhaps with a port, not {self.url!r}")
+            raise OptionError("url", f"url must be https://HOST, perhaps with a port, not {self.url!r}")
         if is_loopback(self.host):
             return
         if not self.url or not (self.tls_cert or self.behind_proxy):
-            raise SpecError(
-                f"--host {self.host}: others could reach it: give --url and --tls-cert with --tls-key, "
-                "or --behind-proxy"
-            )
+            remedy = "give --url and --tls-cert with --tls-key, or --behind-proxy"
+            raise OptionError("host", f"--host {self.host}: others could reach it: {remedy}")
         if url.scheme != "https":
-            raise SpecError(f"url must begin with https:// where others reach the server, not {self.url!r}")
+            raise OptionError("url", f"url must begin with https:// where others reach the server, not {self.url!r}")
 
 
 def is_loopback(host: str) -> bool:
@@ -149,9 +152,14 @@ def read_settings(path: str | None, flags: Mapping[str, Any]) -> Settings:
     return settings
 
 
+def size_text(size: int) -> str:
+    """Return a number of bytes for people, such as 2.0 GiB."""
+    return ByteSize(size).human_readable(separator=" ")
+
+
 def _bytes_of(name: str, value: int | str) -> int:
     match = _SIZE.match(str(value).strip())
     unit = None if match is None else _UNITS.get(match["unit"].lower())
     if match is None or unit is None or not float(match["number"]):
-        raise SpecError(f"{name} must be a size such as 2 GiB or 500 MB, not {value!r}")
+        raise OptionError(name, f"{name} must be a size such as 2 GiB or 500 MB, not {value!r}")
     return int(float(match["number"]) * unit)

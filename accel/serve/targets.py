@@ -9,6 +9,7 @@ from typing import Any
 
 from schedulers.config.named_targets import ResolvedTarget, described_targets, resolve_target
 from schedulers.errors import ConfigError, UnknownTarget, nearest
+from schedulers.store import paths
 from schedulers.target import BUILT_IN, kinds
 
 from .settings import Settings, TargetRules
@@ -26,22 +27,22 @@ class Offer:
     is_shared: bool
 
     def resolve(self, settings: Settings, options: Mapping[str, Any]) -> ResolvedTarget:
-        """Return the target with `options` over those in the server's `accel.yaml`. Raises ConfigError."""
-        return resolve_target(self.name, Path(settings.home) / "jobs", start=settings.home, overrides=options)
+        """Return the target with `options` over those in the user's `accel.yaml`. Raises ConfigError."""
+        return resolve_target(self.name, Path(settings.home) / "jobs", start=paths.config_home(), overrides=options)
 
 
 def offered_targets(settings: Settings) -> dict[str, Offer]:
-    """Return the targets that `serve.yaml` names, else those that `accel.yaml` names, and `local`.
+    """Return the targets that `serve.yaml` names, else those of the user's `accel.yaml`, and `local`.
 
-    Raises ConfigError for a target that does not exist.
+    Never reads a project's `accel.yaml`. Raises ConfigError for a target that does not exist.
     """
-    described = described_targets(settings.home)
+    described = described_targets(paths.config_home())
     names = list(settings.targets) or [*sorted(described), *({_LOCAL} - set(described))]
     offers = {}
     for name in names:
         if name not in described and name not in BUILT_IN and name not in kinds():  # asks all installed packages
             hint = nearest(name, [*described, *kinds()])
-            raise UnknownTarget(f"{_where(settings)}targets: no target {name!r}{hint}")
+            raise UnknownTarget(f"serve.yaml: targets: no target {name!r}{hint}")
         target = described.get(name)
         kind, options = (name, {}) if target is None else (target.kind, target.options)
         is_here = kind == _LOCAL or (kind == "slurm" and not options.get("login"))
@@ -63,7 +64,3 @@ def check_sharing(settings: Settings) -> None:
                 f"jobs of all users would run as one on target {offer.name}: if that is meant, set `run_as: service` "
                 f"for it under `targets` in serve.yaml"
             )
-
-
-def _where(settings: Settings) -> str:
-    return "serve.yaml: " if settings.targets else ""

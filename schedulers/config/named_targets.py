@@ -46,9 +46,12 @@ def find_project_file(start: str) -> tuple[str | None, list[str]]:
     The search ends at the root of the project: the git work tree or the home directory, whichever is nearer, or else
     the last directory on the file system of `start`. A file counts when it, the link that leads to it and its
     directory belong to this user or to root, or when `ACCEL_CONFIG_TRUST` names it or a directory above it.
+
+    The user's configuration directory is in no project: from there, a server finds the user's own file alone.
     """
     warnings: list[str] = []
-    for directory in _upward(os.path.realpath(start)):
+    start = os.path.realpath(start)
+    for directory in _upward(start) if start != os.path.realpath(paths.config_home()) else ():
         path = os.path.join(directory, FILE)
         if not os.path.isfile(path):
             continue

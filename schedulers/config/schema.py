@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..convert import convert
-from ..errors import ConfigError, SchedulerError
+from ..errors import ConfigError, OptionError, SchedulerError
 from ..hints import hint
 
 Path = tuple[str | int, ...]
@@ -174,7 +174,9 @@ def _build(schema: type, values: Mapping[str, Any], overrides: Mapping[str, Any]
         except msgspec.ValidationError as error:
             problem = str(error)
     except SchedulerError as error:
-        raise ConfigError(f"{locate((), True)}: {error}") from None
+        option = error.option if isinstance(error, OptionError) else ""
+        path: Path = (option,) if option in values and option not in overrides else ()
+        raise ConfigError(f"{locate(path, not path)}: {error}") from None
     raise _validation_error(schema, problem, values, overrides, locate)
 
 

@@ -69,6 +69,16 @@ def test_the_search_ends_at_the_projects_root(tree: Path, paths: list[str], star
     assert found(tree, start) == expected
 
 
+def test_the_users_configuration_directory_is_in_no_project(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lay(tree, "a/.git/", "a/accel.yaml", "a/config/accel.yaml", "a/config/b/")
+    assert found(tree, "a/config/b") == ["a/config/accel.yaml"]
+    monkeypatch.setenv("ACCEL_CONFIG_HOME", str(tree / "a/config"))
+    assert found(tree, "a/config") == ["a/config/accel.yaml"]
+    (tree / "a/config/accel.yaml").unlink()
+    assert found(tree, "a/config") == []
+    assert found(tree, "a") == ["a/accel.yaml"]
+
+
 def test_without_a_root_the_search_stays_on_one_file_system(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lay(tree, "accel.yaml", "disk/a/")
     assert found(tree, "disk/a") == ["accel.yaml"]
