@@ -84,13 +84,16 @@ def _serve(settings: Settings) -> int:
         return code
     from accel.serve import people, server
     from accel.serve.targets import offered_targets
+    from schedulers.config.named_targets import config_files
+    from schedulers.store.paths import config_home
 
     _log_to_stderr()
     with server.open_context(settings) as context, server.bind(settings) as listener:
         owner = people.start(context)
         if not settings.port:
             settings = dataclasses.replace(settings, port=listener.getsockname()[1])
-        print(f"accel serve: {settings.address}, as {owner}; targets: {', '.join(offered_targets(settings))}")
+        targets = ", ".join(offered_targets(settings)) + "".join(f" ({path})" for path in config_files(config_home()))
+        print(f"accel serve: {settings.address}, as {owner}; targets: {targets}")
         token_file = os.path.join(settings.home, people.TOKEN_FILE)
         print(f"accel serve: from another shell: accel login {settings.address} --token-file {shlex.quote(token_file)}")
         sys.stdout.flush()

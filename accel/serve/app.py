@@ -12,6 +12,7 @@ import accel
 
 from . import problems
 from .api import code, info, jobs, logs, people, targets
+from .auth import record_refusal
 from .context import ServeContext
 from .limits import Limits
 from .problems import Ascii, add_handlers
@@ -36,7 +37,7 @@ def create_app(context: ServeContext) -> FastAPI:
     app.include_router(info.router, prefix=PREFIX, responses=problems.RESPONSES)
     for part in (people, targets, code, jobs, logs):
         app.include_router(part.router, prefix=PREFIX, responses=problems.RESPONSES)
-    add_handlers(app)
+    add_handlers(app, record_refusal)
     hosts = [*_LOOPBACK, context.settings.host, (urlsplit(context.settings.address).hostname or "").lower()]
     app.add_middleware(Limits, hosts=hosts, max_body=context.settings.body_limit, requests=context.metrics.requests)
     app.openapi = lambda: _describe(app)  # type: ignore[method-assign]

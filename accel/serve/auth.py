@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 
 from fastapi import Depends, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
-from sqlalchemy import Connection, delete, insert, select, update
+from sqlalchemy import Connection, RowMapping, delete, insert, select, update
 
 from .context import ServeContext, context_of
 from .problems import Problem
@@ -52,6 +52,9 @@ class Caller:
         return ROLES.index(self.role) >= ROLES.index(role)
 
 
+SERVER = Caller(name="accel serve", role="owner", token_id="", address="", request_id="")  # no user can have this name
+
+
 def caller_of(
     request: Request,
     context: Annotated[ServeContext, Depends(context_of)],
@@ -66,25 +69,22 @@ def caller_of(
     if credentials is None:
         raise Problem(401, "no token: send one in the header Authorization: Bearer TOKEN", headers=_CHALLENGE)
     try:
-        return _authenticate(context, credentials.credentials, address, request_id)
+        caller = request.state.caller = _authenticate(context, credentials.credentials, address, request_id)
     except Problem as problem:
         context.failures.add(address)
         nobody = Caller(name="", role="viewer", token_id="", address=address, request_id=request_id)
         with context.database.write() as connection:
             record(connection, nobody, "log in", request.url.path, problem.detail)
         raise
+    return caller
 
 
 def require(role: Role) -> Callable[..., Caller]:
     """Return a dependency: the caller, who must have at least this role."""
 
-    def check(
-        request: Request,
-        context: Annotated[ServeContext, Depends(context_of)],
-        caller: Annotated[Caller, Depends(caller_of)],
-    ) -> Caller:
+    def check(caller: Annotated[Caller, Depends(caller_of)]) -> Caller:
         if not caller.may(role):
-            raise forbidden(context, caller, f"{request.method} {request.url.path}", f"it needs the role {role}")
+            raise forbidden(caller, f"it needs the role {role}")
         return caller
 
     return check
@@ -95,11 +95,15 @@ Submitter = Annotated[Caller, Depends(require("submitter"))]
 Owner = Annotated[Caller, Depends(require("owner"))]
 
 
-def forbidden(context: ServeContext, caller: Caller, action: str, reason: str) -> Problem:
-    """Record that the caller was refused, and return the error."""
-    with context.database.write() as connection:
-        record(connection, caller, action, "", f"refused: {reason}")
-    return Problem(403, f"{caller.name} ({caller.role}) may not do that: {reason}")
+def forbidden(caller: Caller, reason: str) -> Problem:
+    """Return the error for what the caller's role does not allow."""
+    return Problem(403, f"{caller.name} ({caller.role}) may not do that: {reason}", audited=True)
+
+
+def record_refusal(request: Request, detail: str) -> None:
+    """Add a row to the audit log for a request that was refused."""
+    with context_of(request).database.write() as connection:
+        record(connection, request.state.caller, request.method, request.url.path, f"refused: {detail}")
 
 
 def record(connection: Connection, caller: Caller, action: str, subject: str, outcome: str = "done") -> None:
@@ -128,16 +132,10 @@ def create_token(connection: Connection, name: str, days: float = DEFAULT_DAYS) 
 
 def is_valid(connection: Connection, secret: str, margin_s: float = 0.0) -> bool:
     """Return True for a token that can be used now, and for `margin_s` more seconds."""
-    match = _TOKEN.match(secret)
-    if match is None:
+    try:
+        return bool(_row_of(connection, secret)["expires_at"] > time.time() + margin_s)
+    except Problem:
         return False
-    row = connection.execute(select(token).where(token.c.id == match["id"])).mappings().one_or_none()
-    return (
-        row is not None
-        and hmac.compare_digest(row["hash"], _hash(secret))
-        and row["revoked_at"] is None
-        and row["expires_at"] > time.time() + margin_s
-    )
 
 
 def is_active(connection: Connection, token_id: str) -> bool:
@@ -149,24 +147,30 @@ def is_active(connection: Connection, token_id: str) -> bool:
 
 
 def _authenticate(context: ServeContext, secret: str, address: str, request_id: str) -> Caller:
-    match = _TOKEN.match(secret)
-    if match is None or _checksum(secret[:-6]) != match["sum"]:
-        raise Problem(401, "that is not a token of accel: is it complete?", headers=_CHALLENGE)
-    query = select(token, user.c.role).join(user).where(token.c.id == match["id"])
-    with context.database.read() as connection:
-        row = connection.execute(query).mappings().one_or_none()
-    if row is None or not hmac.compare_digest(row["hash"], _hash(secret)):
-        raise Problem(401, "the token is not known", headers=_CHALLENGE)
-    if row["revoked_at"] is not None:
-        raise Problem(401, "the token was revoked", headers=_CHALLENGE)
     now = time.time()
-    if row["expires_at"] <= now:
-        day = time.strftime("%Y-%m-%d", time.gmtime(row["expires_at"]))
-        raise Problem(401, f"the token expired on {day}", headers=_CHALLENGE)
+    with context.database.read() as connection:
+        row = _row_of(connection, secret)
     if now - (row["used_at"] or 0.0) > _HOUR_S:
         with context.database.write() as connection:
             connection.execute(update(token).where(token.c.id == row["id"]).values(used_at=now // _HOUR_S * _HOUR_S))
     return Caller(name=row["user"], role=row["role"], token_id=row["id"], address=address, request_id=request_id)
+
+
+def _row_of(connection: Connection, secret: str) -> RowMapping:
+    """Return the row of a valid token, with its user's role. Raises Problem with status 401."""
+    match = _TOKEN.match(secret)
+    if match is None or _checksum(secret[:-6]) != match["sum"]:
+        raise Problem(401, "that is not a token of accel: is it complete?", headers=_CHALLENGE)
+    query = select(token, user.c.role).join(user).where(token.c.id == match["id"])
+    row = connection.execute(query).mappings().one_or_none()
+    if row is None or not hmac.compare_digest(row["hash"], _hash(secret)):
+        raise Problem(401, "the token is not known", headers=_CHALLENGE)
+    if row["revoked_at"] is not None:
+        raise Problem(401, "the token was revoked", headers=_CHALLENGE)
+    if row["expires_at"] <= time.time():
+        day = time.strftime("%Y-%m-%d", time.gmtime(row["expires_at"]))
+        raise Problem(401, f"the token expired on {day}", headers=_CHALLENGE)
+    return row
 
 
 def _random(length: int) -> str:

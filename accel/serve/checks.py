@@ -9,7 +9,8 @@ from collections.abc import Callable
 from schedulers.errors import ConfigError, SchedulerError
 from schedulers.target import Checks
 
-from .database import connect, revisions
+from . import people
+from .database import connect, needs_migration
 from .server import bind, create_home
 from .settings import Settings
 from .targets import offered_targets
@@ -24,6 +25,8 @@ def check(settings: Settings) -> list[Row]:
         _run("database", lambda: _check_database(settings)),
         _run(f"address {settings.address}", lambda: _check_address(settings)),
     ]
+    if rows[1][1]:
+        rows.append(_run("users", lambda: _check_users(settings)))
     if settings.tls_cert:
         rows.append(_run("TLS", lambda: _check_tls(settings)))
     try:
@@ -52,10 +55,21 @@ def _check_home(settings: Settings) -> str:
 def _check_database(settings: Settings) -> str:
     engine = connect(settings)
     try:
-        current, newest = revisions(engine)
+        return f"a start creates or migrates its tables ({engine.dialect.name})" if needs_migration(engine) else ""
     finally:
         engine.dispose()
-    return "" if current == newest else f"its tables are created at the start ({engine.dialect.name})"
+
+
+def _check_users(settings: Settings) -> str:
+    engine = connect(settings)
+    try:
+        if needs_migration(engine):
+            return "there are none yet"
+        with engine.connect() as connection:
+            people.check_users(connection, settings)
+    finally:
+        engine.dispose()
+    return ""
 
 
 def _check_address(settings: Settings) -> str:

@@ -14,6 +14,7 @@ from schedulers.store.snapshot import prune_snapshots, unpack
 
 from .context import ServeContext
 from .problems import Problem
+from .settings import size_text
 from .tables import code, job
 
 _ABANDONED_S = 86_400.0  # after which an upload that was not continued is deleted
@@ -41,8 +42,8 @@ def add_piece(context: ServeContext, digest: str, owner: str, offset: int, size:
     """
     if is_complete(context, digest, owner):
         return True
-    if size > int(context.settings.max_code):
-        raise Problem(413, f"the code has {size:,} bytes, at most {int(context.settings.max_code):,} are allowed")
+    if size > (limit := int(context.settings.max_code)):
+        raise Problem(413, f"the code has {size_text(size)}, at most {size_text(limit)} are allowed")
     path = _upload(context, digest, owner)
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -63,8 +64,7 @@ def add_piece(context: ServeContext, digest: str, owner: str, offset: int, size:
 def delete_abandoned(context: ServeContext) -> None:
     """Delete uploads that nobody has continued for a day."""
     for path in (context.home / "uploads").glob("*/*"):
-        if path.stat().st_mtime < time.time() - _ABANDONED_S:
-            atomic_files.remove_tree(str(path)) if path.is_dir() else path.unlink(missing_ok=True)
+        _delete_old(path)
 
 
 def delete_unused(context: ServeContext) -> None:
@@ -75,10 +75,14 @@ def delete_unused(context: ServeContext) -> None:
         connection.execute(old)
         known = set(connection.execute(select(code.c.digest)).scalars())
         for path in (context.home / "code").iterdir():
-            digest = path.name.removeprefix(".").removesuffix(".snapshot")
-            if digest not in known and path.stat().st_mtime < time.time() - _ABANDONED_S:
-                atomic_files.remove_tree(str(path)) if path.is_dir() else path.unlink(missing_ok=True)
+            if path.name.removeprefix(".").removesuffix(".snapshot") not in known:
+                _delete_old(path)
     prune_snapshots(context.home, context.store.records())
+
+
+def _delete_old(path: Path) -> None:
+    if path.stat().st_mtime < time.time() - _ABANDONED_S:
+        atomic_files.remove_tree(str(path)) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def _accept(context: ServeContext, digest: str, owner: str, upload: Path) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import Connection, Engine, create_engine, event, text
+from sqlalchemy import Connection, Engine, RowMapping, Select, create_engine, event, text
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError
 
@@ -41,11 +41,14 @@ class Database:
         """Return a connection for queries, a context manager. Each query sees the newest data."""
         return self._reader.connect()
 
-    @contextlib.contextmanager
-    def write(self) -> Iterator[Connection]:
-        """Run the block in a transaction, which is committed at its end, or rolled back if it raises."""
-        with self.engine.begin() as connection:
-            yield connection
+    def rows(self, query: Select[Any]) -> Sequence[RowMapping]:
+        """Return the rows of a query."""
+        with self.read() as connection:
+            return connection.execute(query).mappings().all()
+
+    def write(self) -> contextlib.AbstractContextManager[Connection]:
+        """Return a transaction, which is committed at the block's end, or rolled back if it raises."""
+        return self.engine.begin()
 
     def close(self) -> None:
         """Close all connections."""
@@ -53,17 +56,11 @@ class Database:
 
 
 def open_database(settings: Settings) -> Database:
-    """Connect to the database and bring its tables up to date. Raises ConfigError, StoreError.
-
-    PostgreSQL is migrated by `accel serve migrate` alone: its administrator decides when.
-    """
+    """Connect to the database and bring its tables up to date. Raises ConfigError, StoreError."""
     engine = connect(settings)
     try:
-        current, newest = revisions(engine)
-        if current != newest and engine.dialect.name == "sqlite":
+        if needs_migration(engine):
             migrate(engine)
-        elif current != newest:
-            raise ConfigError("the database's tables are not those of this version: run accel serve migrate")
     except BaseException:
         engine.dispose()
         raise
@@ -88,6 +85,17 @@ def connect(settings: Settings) -> Engine:
     except DBAPIError as error:
         raise StoreError(f"the database does not answer: {_one_line(error)}") from None
     return engine
+
+
+def needs_migration(engine: Engine) -> bool:
+    """Return True if a start must migrate the tables before. Raises ConfigError, StoreError.
+
+    PostgreSQL is migrated by `accel serve migrate` alone: its administrator decides when.
+    """
+    current, newest = revisions(engine)
+    if current != newest and engine.dialect.name != "sqlite":
+        raise ConfigError("the database's tables are not those of this version: run accel serve migrate")
+    return current != newest
 
 
 def revisions(engine: Engine) -> tuple[str | None, str | None]:

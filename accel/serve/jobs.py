@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, RowMapping, Select, delete, select, update
+from pydantic import BaseModel
+from sqlalchemy import RowMapping, delete, select, update
 
 from schedulers.convert import parse_json
 from schedulers.errors import StoreError, StoreNotWritable
@@ -29,43 +31,61 @@ FINAL = tuple(state.value for state in State if state.final)
 
 _ORPHANED_S = 600.0  # of secrets without a job: a request may just be checked
 
-_STATUS = ("state", "reason", "exit_code", "attempt", "message", "native_state", "observed_at")
-_SHOWN = (
-    "id", "name", "owner", "project", "target", "kind", "nodes", "gpus", "created_at", "started_at", "ended_at",
-    "native_id", "warning",
-)  # fmt: skip
+
+class JobStatus(BaseModel):
+    """The status when the job's target last answered."""
+
+    state: str
+    reason: str
+    exit_code: int | None
+    attempt: int
+    message: str
+    native_state: str
+    observed_at: float
 
 
-def to_json(row: Row) -> dict[str, Any]:
+class JobView(BaseModel):
+    """A job. Times are seconds since the epoch. `warning`: why the status may be old."""
+
+    id: str
+    name: str
+    owner: str
+    project: str
+    target: str
+    kind: str
+    nodes: int
+    gpus: int
+    created_at: float
+    started_at: float | None
+    ended_at: float | None
+    native_id: str | None
+    warning: str
+    cancel_asked: bool
+    status: JobStatus
+
+
+def view(row: Row) -> JobView:
     """Return what the API shows of a job; `status` is in the form of `Status.to_json`."""
-    shown = {name: row[name] for name in _SHOWN}
-    return {**shown, "cancel_asked": row["cancel_asked"] is not None, "status": {name: row[name] for name in _STATUS}}
+    return JobView(**{**row, "cancel_asked": row["cancel_asked"] is not None, "status": JobStatus(**row)})
 
 
 def get(context: ServeContext, job_id: str) -> Row:
     """Return the job's row. Raises Problem with status 404."""
-    with context.database.read() as connection:
-        row = find(connection, job_id)
+    row = find(context, job_id)
     if row is None:
         raise Problem(404, f"no job {one_line(job_id)!r}")
     return row
 
 
-def find(connection: Connection, job_id: str) -> Row | None:
+def find(context: ServeContext, job_id: str) -> Row | None:
     """Return the job's row, or None."""
-    return connection.execute(select(job).where(job.c.id == job_id)).mappings().one_or_none()
+    return next(iter(context.database.rows(select(job).where(job.c.id == job_id))), None)
 
 
-def rows_of(context: ServeContext, query: Select[Any]) -> Sequence[Row]:
-    """Return the rows of a query."""
-    with context.database.read() as connection:
-        return connection.execute(query).mappings().all()
-
-
-def require_own(context: ServeContext, caller: Caller, row: Row, action: str) -> None:
+def require_own(caller: Caller, row: Row) -> None:
     """Raise Problem with status 403 unless the caller has submitted the job, or is an owner of the server."""
     if not (caller.may("owner") or (caller.may("submitter") and row["owner"] == caller.name)):
-        raise auth.forbidden(context, caller, f"{action} job {row['id']}", f"it is a job of {row['owner']}")
+        raise auth.forbidden(caller, f"it is a job of {row['owner']}")
 
 
 def record_of(context: ServeContext, job_id: str) -> Record | None:
@@ -110,7 +130,7 @@ def warn(context: ServeContext, row: Row, message: str) -> None:
 def cancel(context: ServeContext, caller: Caller, job_id: str) -> Row:
     """Request the end of a job; return its row. Nothing happens to a job that is over. Raises Problem, Unreachable."""
     row = get(context, job_id)
-    require_own(context, caller, row, "cancel")
+    require_own(caller, row)
     if row["state"] in FINAL:
         return row
     with context.database.write() as connection:
@@ -136,15 +156,13 @@ def cancel_record(context: ServeContext, row: Row, record: Record) -> None:
 def delete_job(context: ServeContext, caller: Caller, job_id: str) -> None:
     """Delete a job that is over, with its logs and what its target stores of it. Raises Problem, StoreError."""
     row = get(context, job_id)
-    require_own(context, caller, row, "delete")
+    require_own(caller, row)
     if row["state"] not in FINAL:
         raise Problem(409, f"job {job_id} is {row['state']}, not over: cancel it first")
-    remove(context, job_id)
-    with context.database.write() as connection:
-        auth.record(connection, caller, "delete", f"job {job_id}")
+    remove(context, caller, job_id)
 
 
-def remove(context: ServeContext, job_id: str) -> None:
+def remove(context: ServeContext, caller: Caller, job_id: str) -> None:
     """Delete all of a job that is over. Raises Problem with status 409 if some of it runs, or a job waits for it."""
     if record_of(context, job_id) is not None:
         try:
@@ -158,17 +176,23 @@ def remove(context: ServeContext, job_id: str) -> None:
     delete_secrets(context, job_id)
     with context.database.write() as connection:
         connection.execute(delete(job).where(job.c.id == job_id))
+        auth.record(connection, caller, "delete", f"job {job_id}")
     context.spools.remove(job_id)
+
+
+def secrets_of(context: ServeContext, job_id: str) -> Path:
+    """Return the directory with the values of the job's secrets, if it has any."""
+    return context.home / "secrets" / job_id
 
 
 def delete_secrets(context: ServeContext, job_id: str) -> None:
     """Delete the values of the job's secrets."""
-    atomic_files.remove_tree(str(context.home / "secrets" / job_id))
+    atomic_files.remove_tree(str(secrets_of(context, job_id)))
 
 
 def delete_orphaned_secrets(context: ServeContext) -> None:
     """Delete values that a killed server has left, of jobs that are over or were never accepted."""
-    live = {row["id"] for row in rows_of(context, select(job.c.id).where(job.c.state.not_in(FINAL)))}
+    live = {row["id"] for row in context.database.rows(select(job.c.id).where(job.c.state.not_in(FINAL)))}
     for path in (context.home / "secrets").iterdir():
         if path.name not in live and path.stat().st_mtime < time.time() - _ORPHANED_S:
             delete_secrets(context, path.name)
@@ -178,7 +202,7 @@ def describe(context: ServeContext, caller: Caller, job_id: str) -> dict[str, An
     """Return everything known about a job; of the target's options and the directory only to owners."""
     row = get(context, job_id)
     spec, _ = request_of(row)
-    document: dict[str, Any] = {"job": to_json(row), "spec": spec.to_json() | {"code": ""}}
+    document: dict[str, Any] = {"job": view(row).model_dump(), "spec": spec.to_json() | {"code": ""}}
     record = record_of(context, job_id)
     if record is None:
         return document | {"plan": None, "events": [], "exit": None}
@@ -190,11 +214,8 @@ def describe(context: ServeContext, caller: Caller, job_id: str) -> dict[str, An
 
 
 def _change(context: ServeContext, row: Row, status: Status, values: Mapping[str, Any]) -> bool:
-    shown = {
-        "state": status.state.value, "reason": status.reason.value, "exit_code": status.exit_code,
-        "attempt": status.attempt, "message": _text(status.message),
-        "native_state": _text(status.native_state), "observed_at": status.observed_at,
-    }  # fmt: skip
+    texts = {"message": _text(status.message), "native_state": _text(status.native_state)}
+    shown = {name: value for name, value in (status.to_json() | texts).items() if name in row}
     changed = _write(context, row, {**values, **shown})
     if status.state.final:
         delete_secrets(context, row["id"])

@@ -13,6 +13,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .problems import Problem, problem_response
+from .settings import size_text
 
 _MAX_FAILURES, _WINDOW_S, _MAX_ADDRESSES = 10, 60.0, 10_000
 
@@ -61,7 +62,7 @@ class Limits:
 
 def too_large(max_body: int) -> str:
     """Return the message for a body that is too large."""
-    return f"the body has more than {max_body:,} bytes"
+    return f"the body has more than {size_text(max_body)}"
 
 
 def _counted(receive: Receive, max_body: int) -> Receive:

@@ -6,16 +6,16 @@ import getpass
 import os
 import re
 import time
-from typing import Any
 
 from sqlalchemy import Connection, delete, func, insert, select, update
 
 from schedulers.errors import ConfigError
 from schedulers.store import atomic_files
 
-from .auth import USER_NAME, Role, create_token, is_valid
+from .auth import SERVER, USER_NAME, Role, create_token, is_valid, record
 from .context import ServeContext
 from .problems import Problem
+from .settings import Settings
 from .tables import token, user
 from .targets import check_sharing
 
@@ -28,19 +28,30 @@ def start(context: ServeContext) -> str:
 
     Raises ConfigError if the targets may not be shared by the users that there are.
     """
-    name = re.sub(r"[^A-Za-z0-9._@-]", "_", getpass.getuser())
+    name = _own_name()
     path = os.path.join(context.settings.home, TOKEN_FILE)
     current = (atomic_files.read_bytes(path) or b"").decode(errors="replace").strip()
     with context.database.write() as connection:
         if not role_of(connection, name):
             connection.execute(insert(user).values(name=name, role="owner", created_at=time.time()))
+            record(connection, SERVER, "set role", f"user {name}", "owner")
         if not is_valid(connection, current, _RENEW_S):
-            _, current = create_token(connection, name)
+            token_id, current = create_token(connection, name)
+            record(connection, SERVER, "create", f"token {token_id} of {name}")
             atomic_files.replace_file(path, current.encode() + b"\n", durably=True)
-        count = connection.execute(select(func.count()).select_from(user)).scalar_one()
-    if count > 1:
-        check_sharing(context.settings)
+    with context.database.read() as connection:
+        check_users(connection, context.settings)
     return name
+
+
+def check_users(connection: Connection, settings: Settings) -> None:
+    """Raise ConfigError if the targets may not be shared by the users that there are, and this process's user."""
+    if set(connection.execute(select(user.c.name)).scalars()) - {_own_name()}:
+        check_sharing(settings)
+
+
+def _own_name() -> str:
+    return re.sub(r"[^A-Za-z0-9._@-]", "_", getpass.getuser())
 
 
 def role_of(connection: Connection, name: str) -> str:
@@ -57,7 +68,7 @@ def put_user(context: ServeContext, connection: Connection, name: str, role: Rol
         try:
             check_sharing(context.settings)
         except ConfigError as error:
-            raise Problem(409, str(error)) from None
+            raise Problem(409, str(error), audited=True) from None
         connection.execute(insert(user).values(name=name, role=role, created_at=time.time()))
         return
     if role != "owner":
@@ -83,16 +94,7 @@ def revoke(connection: Connection, token_id: str, owner: str | None) -> None:
         raise Problem(404, f"no valid token {token_id!r}")
 
 
-def list_tokens(connection: Connection, owner: str | None) -> list[dict[str, Any]]:
-    """Return the tokens that are not revoked, of one user or of all, the newest first."""
-    columns = [column for column in token.c if column.name not in ("hash", "revoked_at")]
-    query = select(*columns).where(token.c.revoked_at.is_(None)).order_by(token.c.created_at.desc())
-    if owner is not None:
-        query = query.where(token.c.user == owner)
-    return [dict(row) for row in connection.execute(query).mappings()]
-
-
 def _keep_an_owner(connection: Connection, name: str) -> None:
     others = select(func.count()).select_from(user).where(user.c.role == "owner", user.c.name != name)
     if not connection.execute(others).scalar_one():
-        raise Problem(409, f"{name} is the only owner: make another user an owner before")
+        raise Problem(409, f"{name} is the only owner: make another user an owner before", audited=True)

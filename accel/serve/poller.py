@@ -14,8 +14,9 @@ from schedulers.jobs.poll import poll_all
 from schedulers.store.record import Record
 
 from . import code, jobs
+from .auth import SERVER
 from .context import ServeContext
-from .jobs import FINAL, Row
+from .jobs import FINAL
 from .problems import Problem
 from .tables import job
 
@@ -58,7 +59,7 @@ class Poller(threading.Thread):
 
 def poll(context: ServeContext) -> None:
     """Poll each target once for all its live jobs; copy what has changed to their rows."""
-    rows = {row["id"]: row for row in jobs.rows_of(context, select(job).where(job.c.state.not_in(FINAL)))}
+    rows = {row["id"]: row for row in context.database.rows(select(job).where(job.c.state.not_in(FINAL)))}
     records = {record.id: record for record in context.store.records(rows)}
     live = [r for r in records.values() if isinstance(r, Record) and not r.status.state.final]
     poll_all(live)
@@ -75,7 +76,7 @@ def poll(context: ServeContext) -> None:
 
 def complete_logs(context: ServeContext) -> None:
     """Read the logs of jobs that ended within the last day to their ends, which a server may not have done."""
-    for row in jobs.rows_of(context, select(job.c.id).where(job.c.ended_at > time.time() - _DAY_S)):
+    for row in context.database.rows(select(job.c.id).where(job.c.ended_at > time.time() - _DAY_S)):
         context.spools.complete(row["id"])
 
 
@@ -85,13 +86,9 @@ def clean(context: ServeContext) -> None:
     jobs.delete_orphaned_secrets(context)
     keep = context.settings.keep
     if keep is not None:
-        for row in jobs.rows_of(context, select(job).where(job.c.ended_at < time.time() - keep * _DAY_S)):
-            _remove(context, row)
+        for row in context.database.rows(select(job).where(job.c.ended_at < time.time() - keep * _DAY_S)):
+            try:
+                jobs.remove(context, SERVER, row["id"])
+            except (Problem, SchedulerError) as error:
+                _log.warning("job %s is kept: %s", row["id"], error)
     code.delete_unused(context)
-
-
-def _remove(context: ServeContext, row: Row) -> None:
-    try:
-        jobs.remove(context, row["id"])
-    except (Problem, SchedulerError) as error:
-        _log.warning("job %s is kept: %s", row["id"], error)

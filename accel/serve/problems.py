@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from sqlalchemy.exc import DataError, DBAPIError
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.routing import Match
 
 from schedulers.errors import ConfigError, SchedulerError, SpecError, UnknownJob, UnknownTarget, Unreachable, nearest
+from schedulers.job import JobSpec, Resources, Retry
 from schedulers.printable import one_line
 
 # Of each endpoint, for the API's description.
@@ -52,11 +55,23 @@ class Ascii(JSONResponse):
 
 
 class Problem(HTTPException):
-    """An error of a request, with its HTTP status and one line for the user. `where`: the part that was wrong."""
+    """An error of a request, with its HTTP status and one line for the user.
 
-    def __init__(self, status: int, detail: str, where: str = "", headers: Mapping[str, str] | None = None) -> None:
+    where:   the part that was wrong.
+    audited: the caller was not allowed to do that: the audit log gets a row.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        detail: str,
+        where: str = "",
+        headers: Mapping[str, str] | None = None,
+        *,
+        audited: bool = False,
+    ) -> None:
         super().__init__(status, one_line(detail), dict(headers) if headers else None)
-        self.where = where
+        self.where, self.audited = where, audited
 
 
 def problem_response(
@@ -76,11 +91,16 @@ def status_of(error: SchedulerError) -> int:
     return next((status for kind, status in kinds.items() if isinstance(error, kind)), 503)
 
 
-def add_handlers(app: FastAPI) -> None:
-    """Make the application answer every error with a problem document."""
+def add_handlers(app: FastAPI, record_refusal: Callable[[Request, str], None]) -> None:
+    """Make the application answer every error with a problem document. `record_refusal`: for those to be audited."""
 
     @app.exception_handler(HTTPException)
     async def of_http(request: Request, error: HTTPException) -> JSONResponse:
+        if isinstance(error, Problem) and error.audited:
+            try:
+                await run_in_threadpool(record_refusal, request, error.detail)
+            except DBAPIError as failure:
+                return await of_database(request, failure)
         headers = {"Allow": _allowed(request)} if error.status_code == 405 else error.headers
         return problem_response(error.status_code, str(error.detail), getattr(error, "where", ""), headers)
 
@@ -119,9 +139,5 @@ def _detail(error: Mapping[str, Any], where: str) -> str:
 
 
 def _known_keys(place: str) -> list[str]:
-    import dataclasses
-
-    from schedulers.job import JobSpec, Resources, Retry
-
     kinds = {"body.spec": JobSpec, "body.spec.resources": Resources, "body.spec.retry": Retry}
     return [field.name for field in dataclasses.fields(kinds[place])] if place in kinds else []

@@ -24,7 +24,7 @@ from .settings import Settings
 from .submitter import Submitter
 
 _JOIN_S = 0.5
-_GRACEFUL_S = 4  # for requests that still run at SIGTERM
+_GRACEFUL_S = 3  # for requests that still run at SIGTERM; with the threads and the database, all ends within 5 s
 
 
 @contextlib.contextmanager

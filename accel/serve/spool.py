@@ -21,6 +21,7 @@ from schedulers.store.store import Store
 
 from . import spool_file
 from .changes import Changes
+from .settings import size_text
 from .spool_file import Mark
 
 _BATCH_BYTES = 1 << 20
@@ -226,5 +227,5 @@ class Spools:
 
 
 def _cut_line(max_bytes: int) -> bytes:
-    text = f"accel serve: the log is cut here, at {max_bytes:,} bytes: raise max_log in serve.yaml for later jobs\n"
+    text = f"accel serve: the log is cut here, at {size_text(max_bytes)}: raise max_log in serve.yaml for later jobs\n"
     return spool_file.encode(LogLine(rank=None, stream="missing", text=text, source="", position=""))

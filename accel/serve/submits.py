@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -74,20 +75,20 @@ def submit(
     """
     text = _text(request)
     sha256 = hashlib.sha256(text.encode()).hexdigest()
-    with context.database.read() as connection:
-        before = jobs.find(connection, job_id)
+    before = jobs.find(context, job_id)
     if before is not None:
         return _same(before, caller, sha256), (), False
     checked = check(context, caller, job_id, request)
-    _write_secrets(context, job_id, request)
+    # Under a name of this request's own: another one with the same id may be just as far.
+    secrets = jobs.secrets_of(context, f"{job_id}.{os.urandom(8).hex()}")
     try:
-        admit(checked.resolved.target, [with_secret_files(context, job_id, checked.spec)])
-        row = _insert(context, caller, job_id, request, checked, {"request": text, "sha256": sha256})
-    except BaseException:
-        jobs.delete_secrets(context, job_id)
-        raise
+        _write_secrets(secrets, request)
+        admit(checked.resolved.target, [with_secret_files(checked.spec, secrets)])
+        is_new = _insert(context, caller, job_id, request, checked, {"request": text, "sha256": sha256}, secrets)
+    finally:
+        atomic_files.remove_tree(str(secrets))
     context.submits.set()
-    return _same(row, caller, sha256), checked.plan.warnings, True
+    return _same(jobs.get(context, job_id), caller, sha256), checked.plan.warnings, is_new
 
 
 def check(context: ServeContext, caller: Caller, job_id: str, request: JobRequest) -> Checked:
@@ -136,9 +137,8 @@ def dry_run(context: ServeContext, caller: Caller, job_id: str, request: JobRequ
     return {"plan": str(checked.plan), "warnings": list(checked.plan.warnings), "refusals": refusals}
 
 
-def with_secret_files(context: ServeContext, job_id: str, spec: JobSpec) -> JobSpec:
+def with_secret_files(spec: JobSpec, directory: Path) -> JobSpec:
     """Return the job with references to the server's files in place of those to the client's computer."""
-    directory = context.home / "secrets" / job_id
     references = {
         name: f"file:{directory / name}" if reference.startswith(_RESOLVED_HERE) else reference
         for name, reference in spec.secrets.items()
@@ -172,23 +172,22 @@ def _offer(context: ServeContext, caller: Caller, request: JobRequest) -> Offer:
     refused = sorted(set(request.spec.options) - set(allowed))
     if refused and not caller.may("owner"):
         lets = f"lets you set {', '.join(allowed)}" if allowed else "lets you set no options"
-        raise Problem(422, f"--option {refused[0]}: target {request.target} {lets}", "body.spec.options")
+        raise Problem(422, f"--option {refused[0]}: target {request.target} {lets}", "body.spec.options", audited=True)
     return offer
 
 
 def _check_after(context: ServeContext, spec: JobSpec) -> None:
-    known = {row["id"] for row in jobs.rows_of(context, select(job.c.id).where(job.c.id.in_(spec.after)))}
+    known = {row["id"] for row in context.database.rows(select(job.c.id).where(job.c.id.in_(spec.after)))}
     for job_id in spec.after:
         if job_id not in known:
             raise Problem(422, f"after: the server has no job {job_id!r}", "body.spec.after")
 
 
-def _write_secrets(context: ServeContext, job_id: str, request: JobRequest) -> None:
+def _write_secrets(directory: Path, request: JobRequest) -> None:
     needed = {name for name, reference in request.spec.secrets.items() if reference.startswith(_RESOLVED_HERE)}
     for name in sorted(needed ^ set(request.secrets)):
         reason = "its value must be sent beside the request" if name in needed else "no secret of the job needs a value"
         raise Problem(422, f"secret {name}: {reason}", "body.secrets")
-    directory = context.home / "secrets" / job_id
     try:
         for name in needed:
             directory.mkdir(mode=0o700, exist_ok=True)
@@ -198,9 +197,15 @@ def _write_secrets(context: ServeContext, job_id: str, request: JobRequest) -> N
 
 
 def _insert(
-    context: ServeContext, caller: Caller, job_id: str, request: JobRequest, checked: Checked, texts: Mapping[str, Any]
-) -> Row:
-    """Insert the row, unless another request has taken the id meanwhile; return the row that is there."""
+    context: ServeContext,
+    caller: Caller,
+    job_id: str,
+    request: JobRequest,
+    checked: Checked,
+    texts: Mapping[str, Any],
+    secrets: Path,
+) -> bool:
+    """Insert the row, and make `secrets` the job's directory. Return False if another request has taken the id."""
     now = time.time()
     values = {
         "id": job_id, "owner": caller.name, "project": request.project, "name": checked.spec.name,
@@ -213,6 +218,9 @@ def _insert(
         with context.database.write() as connection:
             connection.execute(insert(job).values(**values))
             auth.record(connection, caller, "submit", f"job {job_id} on {checked.offer.name}")
+            if secrets.exists():  # before the commit, after which the job may be submitted at any time
+                jobs.delete_secrets(context, job_id)  # of a server that was killed just here
+                secrets.rename(jobs.secrets_of(context, job_id))
     except IntegrityError:
-        pass
-    return jobs.get(context, job_id)
+        return False
+    return True

@@ -12,6 +12,7 @@ from sqlalchemy import select
 from schedulers.errors import SchedulerError, StoreError, UnknownTarget, Unreachable
 from schedulers.job import Reason
 from schedulers.jobs.handle import Job, submit_spec
+from schedulers.store.paths import config_home
 
 from . import jobs, submits
 from .context import ServeContext
@@ -51,7 +52,7 @@ class Submitter(threading.Thread):
 
     def _next(self) -> list[Row]:
         """Return the jobs to submit now, those first that were tried least recently."""
-        rows = jobs.rows_of(self._context, select(job).where(job.c.state == "submitting").order_by(job.c.id))
+        rows = self._context.database.rows(select(job).where(job.c.state == "submitting").order_by(job.c.id))
         chosen = []
         with self._lock:
             self._tried_at = {row["id"]: self._tried_at.get(row["id"], 0.0) for row in rows}
@@ -122,5 +123,6 @@ def _begin(context: ServeContext, row: Row) -> None:
     offer = offered_targets(context.settings).get(row["target"])
     if offer is None:
         raise UnknownTarget(f"the server no longer offers target {row['target']}")
-    spec = submits.with_secret_files(context, row["id"], submits.on_server(context, spec, request["digest"], offer))
-    submit_spec(spec, row["target"], context.store, start=context.settings.home, job_id=row["id"])
+    spec = submits.on_server(context, spec, request["digest"], offer)
+    spec = submits.with_secret_files(spec, jobs.secrets_of(context, row["id"]))
+    submit_spec(spec, row["target"], context.store, start=config_home(), job_id=row["id"])

@@ -2,88 +2,61 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from sqlalchemy import Column, Float, ForeignKey, Index, Integer, MetaData, Table, Text
+
+
+def key(name: str, kind: Any = Text) -> Column[Any]:
+    """Return a column of the primary key."""
+    return Column(name, kind, primary_key=True)
+
+
+def columns(names: str, kind: Any = Text, *, nullable: bool = False) -> list[Column[Any]]:
+    """Return a column for each of the names, which blanks separate."""
+    return [Column(name, kind, nullable=nullable) for name in names.split()]
+
 
 metadata = MetaData()
 
-user = Table(
-    "user",
-    metadata,
-    Column("name", Text, primary_key=True),
-    Column("role", Text, nullable=False),
-    Column("created_at", Float, nullable=False),
-)
+user = Table("user", metadata, key("name"), *columns("role"), *columns("created_at", Float))
 
 # `hash`: sha256 of the token. Times are seconds since the epoch; `used_at` is kept to the hour.
 token = Table(
     "token",
     metadata,
-    Column("id", Text, primary_key=True),
+    key("id"),
     Column("user", Text, ForeignKey("user.name", ondelete="CASCADE"), nullable=False),
-    Column("hash", Text, nullable=False),
-    Column("created_at", Float, nullable=False),
-    Column("expires_at", Float, nullable=False),
-    Column("revoked_at", Float),
-    Column("used_at", Float),
+    *columns("hash"),
+    *columns("created_at expires_at", Float),
+    *columns("revoked_at used_at", Float, nullable=True),
 )
 
 # `request`: the body of the PUT, as text: JSON columns refuse lone surrogates. `sha256`: its digest.
-# `digest`: of the code. `changed_at`: the number of the last change, by which waiting clients see news.
+# `digest`: of the code. `changed_at`: the time of the last change.
 job = Table(
     "job",
     metadata,
-    Column("id", Text, primary_key=True),
-    Column("owner", Text, nullable=False),
-    Column("project", Text, nullable=False),
-    Column("name", Text, nullable=False),
-    Column("target", Text, nullable=False),
-    Column("kind", Text, nullable=False),
-    Column("nodes", Integer, nullable=False),
-    Column("gpus", Integer, nullable=False),
-    Column("state", Text, nullable=False),
-    Column("reason", Text, nullable=False),
-    Column("exit_code", Integer),
-    Column("attempt", Integer, nullable=False),
-    Column("message", Text, nullable=False),
-    Column("native_state", Text, nullable=False),
-    Column("native_id", Text),
-    Column("warning", Text, nullable=False),
-    Column("created_at", Float, nullable=False),
-    Column("started_at", Float),
-    Column("ended_at", Float),
-    Column("observed_at", Float, nullable=False),
-    Column("cancel_asked", Float),
-    Column("request", Text, nullable=False),
-    Column("sha256", Text, nullable=False),
-    Column("digest", Text),
-    Column("changed_at", Float, nullable=False),
+    key("id"),
+    *columns("owner project name target kind state reason message native_state warning request sha256"),
+    *columns("nodes gpus attempt", Integer),
+    *columns("created_at observed_at changed_at", Float),
+    *columns("started_at ended_at cancel_asked", Float, nullable=True),
+    *columns("native_id digest", nullable=True),
+    *columns("exit_code", Integer, nullable=True),
 )
-Index("job_state", job.c.state, job.c.id.desc())
-Index("job_owner", job.c.owner, job.c.id.desc())
-Index("job_project", job.c.project, job.c.id.desc())
+for _name in ("state", "owner", "project"):
+    Index(f"job_{_name}", job.c[_name], job.c.id.desc())
 Index("job_changed_at", job.c.changed_at)
 
 # Who has sent which code: a digest alone gives nobody the code of others.
-code = Table(
-    "code",
-    metadata,
-    Column("digest", Text, primary_key=True),
-    Column("owner", Text, primary_key=True),
-    Column("size", Integer, nullable=False),
-    Column("sent_at", Float, nullable=False),
-)
+code = Table("code", metadata, key("digest"), key("owner"), *columns("size", Integer), *columns("sent_at", Float))
 
 audit = Table(
     "audit",
     metadata,
-    Column("id", Integer, primary_key=True),
-    Column("at", Float, nullable=False),
-    Column("user", Text, nullable=False),
-    Column("token", Text, nullable=False),
-    Column("address", Text, nullable=False),
-    Column("action", Text, nullable=False),
-    Column("object", Text, nullable=False),
-    Column("outcome", Text, nullable=False),
-    Column("request_id", Text, nullable=False),
+    key("id", Integer),
+    *columns("at", Float),
+    *columns("user token address action object outcome request_id"),
 )
 Index("audit_at", audit.c.at)

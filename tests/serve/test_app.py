@@ -22,6 +22,24 @@ def test_health_needs_no_token(api: Api, context: ServeContext) -> None:
     assert client.get("/readyz").json()["detail"] == "the server is shutting down"
 
 
+def test_it_is_not_ready_without_its_database(api: Api, context: ServeContext) -> None:
+    context.database.close()
+    for path in context.home.glob("service.db*"):
+        path.unlink()
+    (context.home / "service.db").mkdir()
+    answer = api("").get("/readyz")
+    assert (answer.status_code, api("").get("/healthz").status_code) == (503, 200)
+    assert answer.json()["detail"] == "the database does not answer: unable to open database file"
+
+
+def test_pages_of_other_origins_get_no_answers(owner: TestClient) -> None:
+    asked = {"Origin": "https://evil.example.org", "Access-Control-Request-Method": "GET"}
+    for method in ("GET", "OPTIONS"):
+        answer = owner.request(method, "/api/v1/me", headers=asked)
+        assert answer.status_code == (200 if method == "GET" else 405)
+        assert not [name for name in answer.headers if name.startswith("access-control-")]
+
+
 @pytest.mark.parametrize("host", ["evil.example.org", "", "127.0.0.1.evil.org:8765", "[::2]:8765"])
 def test_a_foreign_host_is_refused(api: Api, host: str) -> None:
     answer = api("").get("/healthz", headers={"Host": host})
@@ -39,7 +57,7 @@ def test_a_large_body_is_refused_with_and_without_its_length(owner: TestClient) 
     for content in (body, iter([body[:100], body[100:]])):
         answer = owner.post("/api/v1/tokens", content=content)
         assert answer.status_code == 413
-        assert answer.json()["detail"] == "the body has more than 1,048,576 bytes"
+        assert answer.json()["detail"] == "the body has more than 1.0 MiB"
         assert answer.headers["content-type"] == "application/problem+json"
 
 

@@ -81,7 +81,7 @@ def test_pieces_that_do_not_fit(owner: TestClient, snapshot: Snapshot, context: 
     assert owner.head(f"/api/v1/code/{snapshot.digest}").headers["accel-offset"] == "1000"
     assert _patch(owner, snapshot, 1000, data[1000:1100], size=1050)[0] == 409
     too_much = _patch(owner, snapshot, 1000, b"x", size=2**40)
-    assert too_much == (413, "the code has 1,099,511,627,776 bytes, at most 2,147,483,648 are allowed")
+    assert too_much == (413, "the code has 1.0 TiB, at most 2.0 GiB are allowed")
     assert owner.patch("/api/v1/code/abc", content=b"").status_code == 422
     old = time.time() - 2 * 86_400
     for path in (context.home / "uploads").glob("*/*"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,16 +14,19 @@ from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
-from sqlalchemy import insert
+from sqlalchemy import insert, select
 
-from accel.serve import jobs, poller
+from accel.serve import jobs, poller, submits
+from accel.serve.auth import Caller
 from accel.serve.context import ServeContext
+from accel.serve.problems import Problem
 from accel.serve.server import working
 from accel.serve.settings import Settings, TargetRules
 from accel.serve.spool_file import last_mark
-from accel.serve.submitter import submit_row
-from accel.serve.tables import job
+from accel.serve.submitter import Submitter, submit_row
+from accel.serve.tables import audit, code, job
 from schedulers.config.servers import Server
+from schedulers.jobs.submit import admit
 from schedulers.service.client import Client
 from schedulers.service.code import send_code
 from schedulers.store.snapshot import Snapshot, pack
@@ -69,6 +73,21 @@ def _command(script: str, digest: str | None, **spec: object) -> Body:
     return body if digest is None else body | {"digest": digest}
 
 
+def _add(context: ServeContext, count: int, **columns: object) -> list[str]:
+    """Add rows of jobs; return their ids."""
+    row: dict[str, object] = dict.fromkeys(("message", "native_state", "warning", "sha256"), "")
+    row |= {"owner": "ada", "project": "default", "target": "local", "kind": "local", "nodes": 1, "gpus": 0}
+    row |= {"reason": "none", "attempt": 0, "observed_at": 1.0, "request": "{}", "changed_at": 1.0, **columns}
+    ids = [_new_id() for _ in range(count)]
+    rows = [
+        {**row, "id": job_id, "name": f"run {number % 2}", "created_at": float(number)}
+        for number, job_id in enumerate(ids)
+    ]
+    with context.database.write() as connection:
+        connection.execute(insert(job), rows)
+    return ids
+
+
 def _new_id() -> str:
     return Store("/nowhere").new_id()
 
@@ -99,6 +118,8 @@ def test_a_job_runs_and_is_deleted(works: ServeContext, owner: TestClient, diges
     over = _over(owner, job_id)
     assert (over["status"]["state"], over["status"]["exit_code"], over["native_id"]) == ("succeeded", 0, job_id)
     assert over["started_at"] <= over["ended_at"]
+    (target,) = owner.get("/api/v1/targets").json()
+    assert target["answered_at"] == over["status"]["observed_at"]
 
     described = owner.get(f"/api/v1/jobs/{job_id}/describe").json()
     assert (described["spec"]["argv"], described["spec"]["code"]) == (["train.py"], "")
@@ -110,6 +131,9 @@ def test_a_job_runs_and_is_deleted(works: ServeContext, owner: TestClient, diges
     log = works.home / "logs" / f"{job_id}.ndjson"  # which nobody has asked for
     until(lambda: last_mark(str(log)).complete, "the log is complete")
     assert b'"text":"trained\\n"' in log.read_bytes()
+    works.spools.remove(job_id)
+    poller.complete_logs(works)  # as at a start of a server that was killed before it had read the log
+    until(lambda: last_mark(str(log)).complete, "the log is complete again")
     assert owner.delete(f"/api/v1/jobs/{job_id}").status_code == 204
     assert not log.exists()
     assert owner.get(f"/api/v1/jobs/{job_id}").json()["detail"] == f"no job '{job_id}'"
@@ -138,6 +162,85 @@ def test_values_of_secrets_are_in_no_record_and_gone_at_the_end(
     shutil.rmtree(log)  # the job has printed it
     files = [path for path in works.home.rglob("*") if path.is_file() and path.suffix != ".ndjson"]
     assert [path for path in files if b"hf_abc" in path.read_bytes()] == []
+
+
+def test_a_description_has_the_plan_once_the_job_is_submitted(
+    context: ServeContext, owner: TestClient, digest: str
+) -> None:
+    path = f"/api/v1/jobs/{_put(owner, _command('true', digest))['id']}/describe"
+    before = owner.get(path).json()
+    assert (before["plan"], before["events"], before["exit"]) == (None, [], None)
+    job_id = before["job"]["id"]
+    submit_row(context, jobs.get(context, job_id))
+    after = owner.get(path).json()
+    assert after.keys() - before.keys() == {"directory", "options"}
+    assert after["directory"] == str(context.home / "jobs" / job_id)
+    assert "true" in after["plan"]
+
+
+def test_a_wait_ends_when_the_job_changes(context: ServeContext, owner: TestClient, digest: str) -> None:
+    job_id = _put(owner, _command("true", digest))["id"]
+    answers: list[Body] = []
+
+    def wait() -> None:
+        answers.append(owner.get(f"/api/v1/jobs/{job_id}", params={"wait": "30"}).json())
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    until(lambda: context.changes.awaited, "the request waits")
+    assert answers == []
+    jobs.fail(context, jobs.get(context, job_id), "rejected")
+    thread.join(20)
+    assert [answer["status"]["message"] for answer in answers] == ["rejected"]
+    assert not context.changes.awaited
+
+
+@pytest.mark.parametrize("is_same", [True, False], ids=["same", "of another user"])
+def test_two_requests_for_one_job_at_once(
+    context: ServeContext, owner: TestClient, digest: str, monkeypatch: pytest.MonkeyPatch, is_same: bool
+) -> None:
+    """The second comes while the first one is checked. The values of secrets stay those of the one that is kept."""
+    body = _command("true", digest, secrets={"T": "env:T"}) | {"secrets": {"T": "the value"}}
+    job_id = _new_id()
+    with context.database.write() as connection:
+        connection.execute(insert(code).values(digest=digest, owner="eve", size=1, sent_at=time.time()))
+
+    def admit_late(*arguments: Any) -> None:
+        monkeypatch.setattr("accel.serve.submits.admit", admit)
+        admit(*arguments)
+        _put(owner, body, job_id)
+
+    monkeypatch.setattr("accel.serve.submits.admit", admit_late)
+    if is_same:
+        _put(owner, body, job_id, 200)
+    else:
+        eve = Caller(name="eve", role="owner", token_id="", address="", request_id="")
+        request = submits.JobRequest(**(body | {"secrets": {"T": "another value"}}))
+        with pytest.raises(Problem, match="there is another job with the id"):
+            submits.submit(context, eve, job_id, request)
+    assert [path.name for path in (context.home / "secrets").iterdir()] == [job_id]
+    assert (context.home / "secrets" / job_id / "T").read_text() == "the value"
+
+
+def test_values_that_a_killed_request_has_left_are_replaced(
+    context: ServeContext, owner: TestClient, digest: str
+) -> None:
+    job_id, body = _new_id(), _command("true", digest, secrets={"T": "env:T"}) | {"secrets": {"T": "new"}}
+    (context.home / "secrets" / job_id).mkdir()
+    (context.home / "secrets" / job_id / "OLD").write_text("old")
+    _put(owner, body, job_id)
+    assert {path.name: path.read_text() for path in (context.home / "secrets" / job_id).iterdir()} == {"T": "new"}
+
+
+def test_eight_jobs_are_submitted_at_a_time_and_four_on_a_target(context: ServeContext, owner: TestClient) -> None:
+    ids = {target: _add(context, 6, target=target, state="submitting") for target in ("a", "b", "c")}
+    submitter = Submitter(context)
+    assert [row["id"] for row in submitter._next()] == ids["a"][:4] + ids["b"][:4]
+    assert submitter._next() == []
+    del submitter._active[ids["a"][0]]  # it has ended; the others of its target have waited longer
+    assert [row["id"] for row in submitter._next()] == [ids["a"][4]]
+    del submitter._active[ids["b"][0]], submitter._active[ids["b"][1]]
+    assert [row["target"] for row in submitter._next()] == ["b", "b"]
 
 
 def _spec(**fields: object) -> Body:
@@ -251,18 +354,7 @@ def test_a_job_after_one_that_was_not_submitted(context: ServeContext, owner: Te
 
 
 def test_a_page_continues_where_the_last_one_ended(context: ServeContext, owner: TestClient) -> None:
-    common = {
-        "owner": "ada", "project": "default", "target": "local", "kind": "local", "nodes": 1, "gpus": 0,
-        "reason": "none", "attempt": 0, "message": "", "native_state": "", "warning": "", "observed_at": 1.0,
-        "request": "{}", "sha256": "", "changed_at": 1.0,
-    }  # fmt: skip
-    ids = [_new_id() for _ in range(25)]
-    rows = [
-        {**common, "id": job_id, "name": f"run {number % 2}", "state": "failed", "created_at": float(number)}
-        for number, job_id in enumerate(ids)
-    ]
-    with context.database.write() as connection:
-        connection.execute(insert(job), rows)
+    ids = _add(context, 25, state="failed") + _add(context, 7, state="queued", target="lab")
     seen: list[str] = []
     more = True
     while more:
@@ -270,9 +362,13 @@ def test_a_page_continues_where_the_last_one_ended(context: ServeContext, owner:
         page = owner.get("/api/v1/jobs", params=query).json()
         seen += [shown["id"] for shown in page["jobs"]]
         more = page["more"]
-    assert seen == ids[::-1]
-    for query, count in (({"name": "run 1"}, 12), ({"owner": "bob"}, 0), ({"since": "20"}, 5), ({"until": "3"}, 3)):
-        assert len(owner.get("/api/v1/jobs", params=query).json()["jobs"]) == count
+    assert seen == ids[24::-1]
+    queries = ({"name": "run 1"}, 15), ({"owner": "bob"}, 0), ({"since": "20"}, 5), ({"until": "3"}, 6)
+    for chosen, count in (*queries, ({"target": "lab"}, 7)):
+        assert len(owner.get("/api/v1/jobs", params=chosen).json()["jobs"]) == count
+    assert len(owner.get("/api/v1/jobs", params={"ids": ",".join(ids[:5] * 100)}).json()["jobs"]) == 5
+    refused = owner.get("/api/v1/jobs", params={"ids": ",".join(ids[:3] * 167)})
+    assert (refused.status_code, refused.json()["detail"]) == (422, "ids: 501 ids; at most 500 are allowed")
     refused = owner.get("/api/v1/jobs", params={"stat": "failed"})
     assert (refused.status_code, refused.json()["detail"]) == (422, "query: unknown key 'stat'")
 
@@ -291,14 +387,19 @@ def test_jobs_that_ended_long_ago_are_removed_with_their_code(
     poller.clean(context)
     assert list((context.home / "jobs").glob("[!.]*")) == list((context.home / "code").iterdir()) == []
     assert list((context.home / "snapshots").glob("*.tar")) == list((context.home / "secrets").iterdir()) == []
+    with context.database.read() as connection:
+        rows = connection.execute(select(audit.c.user, audit.c.action, audit.c.object).order_by(audit.c.id)).all()
+    assert rows[-1] == ("accel serve", "delete", f"job {job_id}")
 
 
 class TestSeveralUsers:
     @pytest.fixture
     def settings(self, homes: Path) -> Settings:
-        (homes / "config/accel.yaml").write_text("targets: {lab: {kind: kubernetes, image: train}}\n")
+        target = "{kind: kubernetes, image: train}"
+        (homes / "config/accel.yaml").write_text(f"targets: {{lab: {target}, bare: {target}}}\n")
         rules = TargetRules(run_as="service", allow_options=("queue",))
-        return Settings(home=str(homes / "home/service"), targets={"lab": rules})
+        targets = {"lab": rules, "bare": TargetRules(run_as="service")}
+        return Settings(home=str(homes / "home/service"), targets=targets)
 
     @pytest.fixture
     def user(self, api: Api, owner: TestClient) -> Callable[..., TestClient]:
@@ -320,6 +421,10 @@ class TestSeveralUsers:
         assert _put(vic, body, status=403)["detail"].endswith("it needs the role submitter")
         refused = _put(bob, body | {"spec": {"argv": ["train.py"], "options": {"pod_patch": {}}}}, status=422)
         assert refused["detail"] == "--option pod_patch: target lab lets you set queue"
+        row = owner.get("/api/v1/audit").json()[0]
+        assert (row["user"], row["action"], row["outcome"]) == ("bob", "PUT", f"refused: {refused['detail']}")
+        bare = {"spec": {"argv": ["train.py"], "options": {"queue": "a"}}, "target": "bare"}
+        assert _put(bob, body | bare, status=422)["detail"] == "--option queue: target bare lets you set no options"
         for client in (eve, vic):
             assert client.get(f"/api/v1/jobs/{job_id}").json()["owner"] == "bob"
             assert client.post(f"/api/v1/jobs/{job_id}/cancel").status_code == 403
@@ -333,7 +438,7 @@ class TestSeveralUsers:
 
 @pytest.mark.parametrize(
     ("count", "kills", "stalls"),
-    [(12, 3, 0), pytest.param(200, 50, 30, marks=[pytest.mark.long, pytest.mark.timeout(1200)])],
+    [(12, 3, 1), pytest.param(200, 50, 30, marks=[pytest.mark.long, pytest.mark.timeout(1200)])],
 )
 def test_a_killed_server_submits_each_job_once(
     serve: Start, homes: Path, snapshot: Snapshot, count: int, kills: int, stalls: int

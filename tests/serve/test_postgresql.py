@@ -19,6 +19,7 @@ from sqlalchemy import text
 
 from accel.cli import main
 from accel.serve import database
+from accel.serve.checks import check
 from accel.serve.settings import Settings, read_settings
 from accel.serve.tables import metadata
 from schedulers.errors import ConfigError, StoreError
@@ -121,6 +122,8 @@ def test_the_database(settings: Settings, capsys: pytest.CaptureFixture[str], mo
         connection.execute(text("CREATE SCHEMA public"))
     with pytest.raises(ConfigError, match="the database's tables are not those of this version: run accel serve mig"):
         database.open_database(settings)
+    (row,) = [row for row in check(settings) if row[0] == "database"]
+    assert row[1:] == (False, "the database's tables are not those of this version: run accel serve migrate")
     with opened.engine.connect() as connection:
         connection.exec_driver_sql(statements)
     with opened.read() as connection:

@@ -26,11 +26,11 @@ _CHANGES = {
         ('    QUEUED = "queued"\n', '    QUEUED = "queued"\n    ASLEEP = "asleep"\n'),
         ('    NONE = "none"\n', '    NONE = "none"\n    TIRED = "tired"\n'),
     ],
-    "accel/serve/api/jobs.py": [("    native_state: str\n", "    native_state: str\n    slept_s: float = 0.0\n")],
     # Jobs of tier 7 sleep, as far as the server tells its clients.
     "accel/serve/jobs.py": [
-        ("    return {**shown,", "    if '\"tier\": 7' in row['request']:\n"
-         "        row = {**row, 'state': 'asleep', 'reason': 'tired'}\n    return {**shown,")
+        ("    native_state: str\n", "    native_state: str\n    slept_s: float = 0.0\n"),
+        ("    return JobView(**{", "    if '\"tier\": 7' in row['request']:\n"
+         "        row = {**row, 'state': 'asleep', 'reason': 'tired'}\n    return JobView(**{"),
     ],
 }  # fmt: skip
 _SUBMIT = """

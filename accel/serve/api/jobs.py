@@ -12,7 +12,7 @@ from starlette.concurrency import run_in_threadpool
 
 from .. import jobs, submits
 from ..auth import Submitter, Viewer
-from ..jobs import FINAL, Row
+from ..jobs import FINAL, JobView
 from ..problems import Ascii, Problem
 from ..submits import JobRequest
 from ..tables import job
@@ -26,38 +26,6 @@ _MAX_IDS, _MAX_WAIT_S = 500, 30.0
 NewId = Annotated[str, Path(pattern="^[0-9a-hjkmnp-tv-z]{11}$", description="an id that the client has made")]
 JobId = Annotated[str, Path(max_length=64)]
 State = Literal["submitting", "queued", "running", "succeeded", "failed", "cancelled"]
-
-
-class JobStatus(BaseModel):
-    """The status when the job's target last answered."""
-
-    state: str
-    reason: str
-    exit_code: int | None
-    attempt: int
-    message: str
-    native_state: str
-    observed_at: float
-
-
-class JobView(BaseModel):
-    """A job. Times are seconds since the epoch. `warning`: why the status may be old."""
-
-    id: str
-    name: str
-    owner: str
-    project: str
-    target: str
-    kind: str
-    nodes: int
-    gpus: int
-    created_at: float
-    started_at: float | None
-    ended_at: float | None
-    native_id: str | None
-    warning: str
-    cancel_asked: bool
-    status: JobStatus
 
 
 class Submitted(JobView):
@@ -99,8 +67,8 @@ class JobQuery(Strict):
 def list_jobs(query: Annotated[JobQuery, Query()], caller: Viewer, context: Context) -> JobList:
     """Return jobs, the newest first."""
     limit = _MAX_IDS if query.ids is not None else query.limit
-    rows = jobs.rows_of(context, _chosen(query).order_by(job.c.id.desc()).limit(limit + 1))
-    return JobList(jobs=[_view(row) for row in rows[:limit]], more=len(rows) > limit)
+    rows = context.database.rows(_chosen(query).order_by(job.c.id.desc()).limit(limit + 1))
+    return JobList(jobs=[jobs.view(row) for row in rows[:limit]], more=len(rows) > limit)
 
 
 @router.get("/jobs/{job_id}")
@@ -114,12 +82,12 @@ async def show_job(
     with context.changes.waiting(job_id) as changed:
         row = await run_in_threadpool(jobs.get, context, job_id)
         if not wait or row["state"] in FINAL or context.ending.is_set():
-            return _view(row)
+            return jobs.view(row)
         try:
             await asyncio.wait_for(changed.wait(), wait)
         except (TimeoutError, asyncio.TimeoutError):
-            return _view(row)
-    return _view(await run_in_threadpool(jobs.get, context, job_id))
+            return jobs.view(row)
+    return jobs.view(await run_in_threadpool(jobs.get, context, job_id))
 
 
 @router.put(
@@ -137,7 +105,7 @@ def put_job(
         return DryRun(**submits.dry_run(context, caller, job_id, body))
     row, warnings, is_new = submits.submit(context, caller, job_id, body)
     response.status_code = 201 if is_new else 200
-    return Submitted(**jobs.to_json(row), warnings=list(warnings))
+    return Submitted(**jobs.view(row).model_dump(), warnings=list(warnings))
 
 
 @router.delete("/jobs/{job_id}", status_code=204)
@@ -149,17 +117,13 @@ def delete_job(job_id: JobId, caller: Submitter, context: Context) -> None:
 @router.post("/jobs/{job_id}/cancel", status_code=202)
 def cancel_job(job_id: JobId, caller: Submitter, context: Context) -> JobView:
     """Request the end of a job; of one that is over, nothing happens."""
-    return _view(jobs.cancel(context, caller, job_id))
+    return jobs.view(jobs.cancel(context, caller, job_id))
 
 
 @router.get("/jobs/{job_id}/describe", response_model=dict[str, Any])
 def describe_job(job_id: JobId, caller: Viewer, context: Context) -> Ascii:
     """Return everything known about a job: its request, plan and events."""
     return Ascii(jobs.describe(context, caller, job_id))
-
-
-def _view(row: Row) -> JobView:
-    return JobView(**jobs.to_json(row))
 
 
 def _chosen(query: JobQuery) -> Select[Any]:

@@ -95,8 +95,8 @@ async def read_log(job: Job, query: Annotated[LogQuery, Query()], context: Conte
     end = start + len(data)
     headers = {
         "Accel-Offset": str(end),
-        "Accel-More": _text(end < mark.end or not is_current),
-        "Accel-Complete": _text(mark.complete and end == mark.end),
+        "Accel-More": str(end < mark.end or not is_current).lower(),
+        "Accel-Complete": str(mark.complete and end == mark.end).lower(),
     }
     if starts is not None and not limit:  # as a header, that of many ranks would be too large for proxies
         data = json.dumps(starts).encode() + b"\n"
@@ -253,7 +253,3 @@ def _compressed(spool: Spool, end: int, prefix: bool | None) -> Iterator[bytes]:
         if piece := gzip.compress(data):
             yield piece
     yield gzip.compress(text.end()) + gzip.flush()
-
-
-def _text(value: bool) -> str:
-    return "true" if value else "false"

@@ -12,7 +12,7 @@ from .. import people
 from ..auth import DEFAULT_DAYS, MAX_DAYS, USER_NAME, Owner, Role, Viewer, create_token, forbidden, record
 from ..context import ServeContext, context_of
 from ..problems import Problem
-from ..tables import audit, user
+from ..tables import audit, token, user
 from ..targets import offered_targets
 
 router = APIRouter(tags=["people"])
@@ -108,18 +108,15 @@ def me(caller: Viewer, context: Context) -> Me:
 @router.get("/users")
 def list_users(caller: Owner, context: Context) -> list[User]:
     """Return all users."""
-    with context.database.read() as connection:
-        return [User(**row) for row in connection.execute(select(user).order_by(user.c.name)).mappings()]
+    return [User(**row) for row in context.database.rows(select(user).order_by(user.c.name))]
 
 
 @router.get("/users/{name}")
 def show_user(name: UserName, caller: Owner, context: Context) -> User:
     """Return one user."""
-    with context.database.read() as connection:
-        row = connection.execute(select(user).where(user.c.name == name)).mappings().one_or_none()
-    if row is None:
-        raise Problem(404, f"no user {name!r}")
-    return User(**row)
+    for row in context.database.rows(select(user).where(user.c.name == name)):
+        return User(**row)
+    raise Problem(404, f"no user {name!r}")
 
 
 @router.put("/users/{name}")
@@ -142,9 +139,10 @@ def delete_user(name: UserName, caller: Owner, context: Context) -> None:
 @router.get("/tokens")
 def list_tokens(caller: Viewer, context: Context) -> list[Token]:
     """Return the caller's tokens, or for an owner all tokens."""
-    with context.database.read() as connection:
-        rows = people.list_tokens(connection, None if caller.may("owner") else caller.name)
-    return [Token(**row) for row in rows]
+    query = select(token).where(token.c.revoked_at.is_(None)).order_by(token.c.created_at.desc())
+    if not caller.may("owner"):
+        query = query.where(token.c.user == caller.name)
+    return [Token(**row) for row in context.database.rows(query)]
 
 
 @router.post("/tokens", status_code=201)
@@ -152,7 +150,7 @@ def post_token(body: NewToken, caller: Viewer, context: Context) -> Created:
     """Create a token: for the caller, or by an owner for any user, who is created if need be."""
     name = body.user or caller.name
     if name != caller.name and not caller.may("owner"):
-        raise forbidden(context, caller, f"create token of {name}", "tokens of others need the role owner")
+        raise forbidden(caller, "tokens of others need the role owner")
     with context.database.write() as connection:
         role = people.role_of(connection, name)
         if not role:
@@ -178,5 +176,4 @@ def list_audit(query: Annotated[AuditQuery, Query()], caller: Owner, context: Co
     chosen: Any = select(audit).order_by(audit.c.id.desc()).limit(query.limit)
     if query.before is not None:
         chosen = chosen.where(audit.c.id < query.before)
-    with context.database.read() as connection:
-        return [AuditRow(**row) for row in connection.execute(chosen).mappings()]
+    return [AuditRow(**row) for row in context.database.rows(chosen)]
