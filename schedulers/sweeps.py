@@ -19,7 +19,7 @@ from .errors import SchedulerError, SpecError
 from .hints import check_program
 from .job import JobSpec
 from .jobs.handle import Job, submit_spec
-from .jobs.submit import admit, create_records, prepare, send
+from .jobs.submit import admit, create_records, prepare, send_new
 from .store.store import Store
 from .target import Plan, Sweeps
 
@@ -108,7 +108,7 @@ def submit_sweep(
 
     records = create_records(store, resolved, list(zip(ids, job_specs, plans, strict=True)))
     with records[0].submission():  # one lock for all: a thousand jobs would need a thousand open files
-        send(records, resolved.target, functools.partial(resolved.target.submit_many, plans))
+        send_new(store, records, resolved.target, functools.partial(resolved.target.submit_many, plans))
     return [Job(record, target=resolved.target) for record in records]
 
 

@@ -13,7 +13,7 @@ from ..store.store import CorruptRecord, Record, Store
 from . import poll as polls
 from .follow import Backoff, follow, read_once
 from .poll import is_abandoned, poll_all, recover, target_key
-from .submit import admit, create_records, default_name, places, prepare, send
+from .submit import admit, create_records, default_name, places, prepare, send, send_new
 
 if TYPE_CHECKING:
     import threading
@@ -124,7 +124,7 @@ def submit_spec(
     admit(resolved.target, [spec])
     (record,) = create_records(store, resolved, [(job_id, spec, plan)], files)
     with record.submission():
-        send([record], resolved.target, lambda: [resolved.target.submit(plan)])
+        send_new(store, [record], resolved.target, lambda: [resolved.target.submit(plan)])
     return Job(record, target=resolved.target)
 
 
@@ -408,7 +408,7 @@ class Job:
                     send([self.record], target, lambda: [target.submit(plan)])
             except Unreachable as error:
                 self.record.warning = str(error)
-            except SubmitError:
+            except (SubmitError, SpecError):
                 pass  # the status has the reason
             return self.record.status
 

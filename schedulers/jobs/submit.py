@@ -147,6 +147,17 @@ def send(records: Sequence[Record], target: Target, submit: Callable[[], Sequenc
         record.warning = record.warning if problem is None else str(problem)
 
 
+def send_new(
+    store: Store, records: Sequence[Record], target: Target, submit: Callable[[], Sequence[str | SchedulerError]]
+) -> None:
+    """Do what `send` does for jobs that were just recorded. A SpecError of all leaves no record, as one before does."""
+    try:
+        send(records, target, submit)
+    except SpecError:
+        store.delete(record.id for record in records)
+        raise
+
+
 def for_each(act: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
     """Call `act`, which writes a job's record, for each of `items` in several threads; return the results in order.
 

@@ -28,6 +28,7 @@ progress = logging.getLogger("schedulers.progress")
 KIND = "service"
 _REQUEST, _DIGEST = "service/request.json", "service/digest"
 _MAX_IDS, _PAGE = 500, 1000  # jobs in a request
+_MISTAKE = 422  # the status for a request that no server would take
 _MAX_WAIT_S, _ANSWER_S = 30.0, 30.0  # the longest wait for a job, and how long the answer may take after it
 _SOURCE, _RANK = "log", "rank-"  # in a cursor: the offset in the log, and where the first line of a rank begins
 _LINES = "application/x-ndjson"
@@ -134,7 +135,8 @@ class ServiceTarget:
             document = body | {"digest": digest, "secrets": _secret_values(body["spec"].get("secrets", {}))}
             answer = self._client.request("PUT", f"/jobs/{plan.job_id}", document=document).json()
         except (Refused, UnknownJob) as error:
-            raise SubmitError(self._explained(error)) from None
+            is_mistake = isinstance(error, Refused) and error.status == _MISTAKE
+            raise (SpecError if is_mistake else SubmitError)(self._explained(error)) from None
         self._log_warnings(answer)
         return plan.job_id
 

@@ -19,8 +19,10 @@ from schedulers.errors import ConfigError, SpecError, StoreError, SubmitError, U
 from schedulers.job import JobSpec, LogLine, Reason, State, Status
 from schedulers.jobs.handle import Job, dry_run, find, list_jobs, submit, submit_async, submit_spec
 from schedulers.jobs.poll import Answer, apply_poll
+from schedulers.local.target import LocalTarget
 from schedulers.store import atomic_files
 from schedulers.store.store import CorruptRecord, Record, Store
+from schedulers.target import Plan
 
 from .test_handle_target import install_shell
 
@@ -154,6 +156,17 @@ def test_a_refused_job_is_kept_as_failed(place: Place) -> None:
     for follow in (False, True):
         with pytest.raises(SubmitError, match=r"has no logs: failed before .* accepted it: the shell is closed today"):
             list(find("@last").logs(follow=follow))
+
+
+def test_a_mistake_that_only_the_submit_shows_leaves_no_record(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: LocalTarget, plan: Plan) -> str:
+        raise SpecError("no such queue")
+
+    monkeypatch.setattr(LocalTarget, "submit", refuse)
+    (place.here / "a.py").write_text("")
+    with pytest.raises(SpecError, match=r"^no such queue$"):
+        submit("a.py")
+    assert list_jobs() == []
 
 
 def test_a_target_that_cannot_be_asked_is_asked_again_later(place: Place) -> None:
