@@ -12,7 +12,7 @@ import statistics
 from .measure import RESULTS
 
 ROOT = RESULTS.parents[1]
-FILES = ("README.md", "docs/accelerator.md", "docs/engines.md", "docs/parallel.md", "docs/tested.md")
+FILES = ("README.md", "docs/accelerator.md", "docs/engines.md", "docs/parallel.md", "docs/serve.md", "docs/tested.md")
 _TABLE = re.compile(r"(<!-- benchmarks (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 # A cell `{result: figure}` is the median of that figure, `{result: figure / figure}` the ratio of two.
@@ -69,6 +69,24 @@ TABLES = {
 | {kubernetes_jobs: accel, PyTorchJob / accel, Job} |
 | `torchrun` in a PyTorchJob by hand, Master and Worker | {kubernetes_jobs: torchrun, PyTorchJob} \
 | {kubernetes_jobs: torchrun, PyTorchJob / accel, Job} |
+""",
+    "serve": """
+| | | against | ratio |
+| `accel submit` through the server; to the same target from here | {serve_submit: accel submit, through the server} \
+| {serve_submit: accel submit} | {serve_submit: accel submit, through the server / accel submit} |
+| `accel list` of 50 live jobs of the server; where it runs | {serve_list: accel list, 50 live jobs of the server} \
+| {serve_list: accel list, 50 live jobs} \
+| {serve_list: accel list, 50 live jobs of the server / accel list, 50 live jobs} |
+| a page of 100 jobs of 10,000; of 100 | {serve_pages: page of 10000 jobs} | {serve_pages: page of 100 jobs} \
+| {serve_pages: page of 10000 jobs / page of 100 jobs} |
+| the page after 9,000 jobs; the first one | {serve_pages: page of 10000 jobs, after 9,000} \
+| {serve_pages: page of 10000 jobs} | {serve_pages: page of 10000 jobs, after 9,000 / page of 10000 jobs} |
+| processor time in 10 s, 100 followers of a log of 640 lines a second; one \
+| {serve_followers: CPU with 100 followers} | {serve_followers: CPU with one follower} \
+| {serve_followers: CPU with 100 followers / CPU with one follower} |
+| memory that the 100 followers add | {serve_followers: memory that 100 followers add, kB} | | |
+| processor time in 1 s, no requests | {serve_idle: CPU of a second} | | |
+| memory, no requests | {serve_idle: memory, kB} | | |
 """,
     "runtime": """
 | | accel | Accelerate | ratio |
@@ -139,6 +157,8 @@ def _cell(result: str, figures: str) -> str:
 def _shown(figure: str, value: float) -> str:
     if "GB" in figure:
         return f"{value * 1e3:.0f} MB"
+    if figure.endswith(", kB"):
+        return f"{value / 1e3:.0f} MB"
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if value >= size:
             return f"{value / size:.3g} {unit}"

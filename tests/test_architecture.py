@@ -14,7 +14,9 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # Imported only where a connection is opened.
 LATE = {"schedulers.hosts.opening"}
-OPTIONAL = set("torch numpy safetensors submitit fabric paramiko kubernetes boto3 sagemaker deepspeed".split())
+OPTIONAL = set(
+    "torch numpy safetensors submitit fabric paramiko kubernetes boto3 sagemaker deepspeed fastapi sqlalchemy".split()
+)
 
 
 def modules(package: str) -> Iterator[tuple[str, Path]]:
@@ -67,6 +69,17 @@ def test_importing_loads_no_torch(package: str) -> None:
     code = f"import {package}, sys; print(*[m for m in {sorted(OPTIONAL)} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == ""
+
+
+def test_a_list_without_a_server_loads_no_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ACCEL_HOME", "ACCEL_CONFIG_HOME"):
+        monkeypatch.setenv(name, str(tmp_path))
+    code = (
+        "import sys; from accel.cli import main; main(['list']);"
+        "print({'urllib3', 'fastapi', 'sqlalchemy', 'schedulers.service.client'} & {*sys.modules})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[-1] == "set()"
 
 
 @pytest.mark.parametrize("package", ["accel", "schedulers"])

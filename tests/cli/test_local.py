@@ -261,7 +261,7 @@ def test_list_is_plain_in_a_pipe_and_a_table_on_a_terminal(accel: Accel) -> None
     accel("wait", *ids)
     rows = [line.split("\t") for line in accel("list").splitlines()]
     assert [row[0] for row in rows] == ids[::-1]
-    assert rows[0][1:5] == ["[red] 2", "succeeded", "local", "1"]
+    assert [*rows[0][1:3], rows[0][3].rpartition("/")[2], rows[0][4]] == ["[red] 2", "succeeded", "local", "1"]
     short = accel.finish("list", "--limit", "1")
     assert short.stdout.count(b"\n") == 1
     assert b"2 older jobs are not shown (--all)" in short.stderr

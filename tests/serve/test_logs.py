@@ -20,6 +20,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from fastapi import sse
 from fastapi.testclient import TestClient
 from sqlalchemy import insert
 
@@ -38,6 +39,7 @@ from schedulers.jobs.handle import Job, submit_spec
 from schedulers.local.target import LocalTarget
 from schedulers.store.store import Store
 from schedulers.target import Plan
+from tests.marks import long
 from tests.waiting import until
 
 from .conftest import BASE
@@ -52,11 +54,11 @@ for number in range(40):
 sys.stdout.buffer.write(b"\xff\xfe caf\xc3\xa9\n" + b"x" * 300 + b"\nlast of " + rank.encode())
 """
 
-# Prints 20,000 numbered lines, 4,000 for each file `go-N`, and then runs to be cancelled.
+# Prints 20,000 numbered lines, as many for each of PARTS files `go-N`, and then runs to be cancelled.
 NUMBERED = """
 import os, time
 for number in range(20_000):
-    while not os.path.exists(f"go-{number // 4000}"):
+    while not os.path.exists(f"go-{number * PARTS // 20_000}"):
         time.sleep(0.02)
     print(f"line {number} " + "y" * 40, flush=number % 50 == 49)
     if number % 50 == 49:
@@ -299,7 +301,7 @@ def test_a_log_is_cut_at_its_limit(world: World, tmp_path: Path, spools: Callabl
     lines = _lines(_completed(spools(2000), world, tmp_path))
     assert lines[-1].stream == "missing"
     assert lines[-1].text == (
-        "accel serve: the log is cut here, at 2,000 bytes: raise max_log in serve.yaml for later jobs\n"
+        "accel serve: the log is cut here, at 2.0 KiB: raise max_log in serve.yaml for later jobs\n"
     )
     expected = _plain(world.job.logs())
     assert 10 < len(lines) < len(expected)
@@ -369,6 +371,8 @@ def test_an_unreachable_target_is_503_with_the_reason(world: World, monkeypatch:
 
 def test_a_stream_ends_with_its_token(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("accel.serve.api.logs._CHECK_S", 0.1)
+    assert sse._PING_INTERVAL == 15
+    monkeypatch.setattr("fastapi.routing._PING_INTERVAL", 0.05)
     waiting = world.context.store.new_id()
     _add_row(world.context, waiting, "submitting")
     with world.context.database.write() as connection:
@@ -385,7 +389,7 @@ def test_a_stream_ends_with_its_token(world: World, monkeypatch: pytest.MonkeyPa
     with world.context.database.write() as connection:
         people.revoke(connection, token_id, None)
     thread.join(10)
-    assert [(answer.status_code, answer.text) for answer in answers] == [(200, "")]
+    assert [(answer.status_code, set(answer.text.split("\n\n"))) for answer in answers] == [(200, {": ping", ""})]
     assert (
         world.client.get(f"/api/v1/jobs/{waiting}/logs", headers={"Authorization": f"Bearer {secret}"}).status_code
         == 401
@@ -414,28 +418,29 @@ class _Follower:
 
 
 @pytest.fixture
-def numbered(homes: Path) -> Iterator[tuple[Job, str]]:
-    """A job that runs NUMBERED, with an owner's token."""
+def numbered(homes: Path, kills: int) -> Iterator[tuple[Job, str]]:
+    """A job that runs NUMBERED with a part for each kill, and an owner's token."""
     settings = read_settings(None, {})
     with open_context(settings) as context:
         people.start(context)
-        job = _submit(context.store, homes / "project", NUMBERED)
+        job = _submit(context.store, homes / "project", NUMBERED.replace("PARTS", str(kills)))
         _add_row(context, job.id)
     yield job, (Path(settings.home) / people.TOKEN_FILE).read_text().strip()
     job.cancel()
 
 
+@pytest.mark.parametrize("kills", [5, *long(20)])
 def test_kills_lose_no_line_and_streams_do_not_keep_a_server(
-    serve: Start, homes: Path, numbered: tuple[Job, str]
+    serve: Start, homes: Path, numbered: tuple[Job, str], kills: int
 ) -> None:
     (homes / "config/serve.yaml").write_text("streams: 30\n")
     job, token = numbered
     received = b""
-    for part in range(5):
+    for part in range(kills):
         server = serve()
         follower = _Follower(server.url, token, job.id)
         (homes / f"project/go-{part}").touch()
-        while f"line {part * 4000 + 200} ".encode() not in received:
+        while f"line {part * 20_000 // kills + 200} ".encode() not in received:
             received += follower.get(len(received))
         os.kill(server.process.pid, signal.SIGKILL)
         server.process.wait()
