@@ -39,7 +39,7 @@ def create_app(context: ServeContext) -> FastAPI:
         app.include_router(part.router, prefix=PREFIX, responses=problems.RESPONSES)
     add_handlers(app, record_refusal)
     hosts = [*_LOOPBACK, context.settings.host, (urlsplit(context.settings.address).hostname or "").lower()]
-    app.add_middleware(Limits, hosts=hosts, max_body=context.settings.body_limit, requests=context.metrics.requests)
+    app.add_middleware(Limits, hosts=hosts, max_body=int(context.settings.max_body), requests=context.metrics.requests)
     app.openapi = lambda: _describe(app)  # type: ignore[method-assign]
     return app
 

@@ -138,12 +138,12 @@ def is_valid(connection: Connection, secret: str, margin_s: float = 0.0) -> bool
         return False
 
 
-def is_active(connection: Connection, token_id: str) -> bool:
+def is_active(context: ServeContext, token_id: str) -> bool:
     """Return True for a token that is neither revoked nor expired."""
     query = select(token.c.id).where(
         token.c.id == token_id, token.c.revoked_at.is_(None), token.c.expires_at > time.time()
     )
-    return connection.execute(query).first() is not None
+    return bool(context.database.rows(query))
 
 
 def _authenticate(context: ServeContext, secret: str, address: str, request_id: str) -> Caller:

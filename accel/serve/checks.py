@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import ssl
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from schedulers.errors import ConfigError, SchedulerError
 from schedulers.target import Checks
 
 from . import people
-from .database import connect, needs_migration
+from .database import connect, needs_migration, open_database
 from .server import bind, create_home
 from .settings import Settings
 from .targets import offered_targets
@@ -25,7 +26,7 @@ def check(settings: Settings) -> list[Row]:
         _run("database", lambda: _check_database(settings)),
         _run(f"address {settings.address}", lambda: _check_address(settings)),
     ]
-    if rows[1][1]:
+    if rows[1][1:] == (True, ""):  # with tables that are up to date
         rows.append(_run("users", lambda: _check_users(settings)))
     if settings.tls_cert:
         rows.append(_run("TLS", lambda: _check_tls(settings)))
@@ -61,14 +62,8 @@ def _check_database(settings: Settings) -> str:
 
 
 def _check_users(settings: Settings) -> str:
-    engine = connect(settings)
-    try:
-        if needs_migration(engine):
-            return "there are none yet"
-        with engine.connect() as connection:
-            people.check_users(connection, settings)
-    finally:
-        engine.dispose()
+    with contextlib.closing(open_database(settings)) as database:
+        people.check_users(database, settings)
     return ""
 
 

@@ -23,9 +23,7 @@ _ABANDONED_S = 86_400.0  # after which an upload that was not continued is delet
 def is_complete(context: ServeContext, digest: str, owner: str) -> bool:
     """Return True if this user has sent the code, and the server still has it."""
     query = select(code.c.digest).where(code.c.digest == digest, code.c.owner == owner)
-    with context.database.read() as connection:
-        is_known = connection.execute(query).first() is not None
-    return is_known and _snapshot(context, digest).exists()
+    return bool(context.database.rows(query)) and _snapshot(context, digest).exists()
 
 
 def received(context: ServeContext, digest: str, owner: str) -> int:

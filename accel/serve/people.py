@@ -14,6 +14,7 @@ from schedulers.store import atomic_files
 
 from .auth import SERVER, USER_NAME, Role, create_token, is_valid, record
 from .context import ServeContext
+from .database import Database
 from .problems import Problem
 from .settings import Settings
 from .tables import token, user
@@ -39,14 +40,13 @@ def start(context: ServeContext) -> str:
             token_id, current = create_token(connection, name)
             record(connection, SERVER, "create", f"token {token_id} of {name}")
             atomic_files.replace_file(path, current.encode() + b"\n", durably=True)
-    with context.database.read() as connection:
-        check_users(connection, context.settings)
+    check_users(context.database, context.settings)
     return name
 
 
-def check_users(connection: Connection, settings: Settings) -> None:
+def check_users(database: Database, settings: Settings) -> None:
     """Raise ConfigError if the targets may not be shared by the users that there are, and this process's user."""
-    if set(connection.execute(select(user.c.name)).scalars()) - {_own_name()}:
+    if {row["name"] for row in database.rows(select(user.c.name))} - {_own_name()}:
         check_sharing(settings)
 
 

@@ -91,11 +91,6 @@ class Settings:
         self._check_addresses()
 
     @property
-    def body_limit(self) -> int:
-        """The largest body of a request, in bytes."""
-        return int(self.max_body)
-
-    @property
     def address(self) -> str:
         """The URL under which clients reach the server."""
         host = f"[{self.host}]" if ":" in self.host else self.host

@@ -8,7 +8,7 @@ from typing import Annotated
 from fastapi import APIRouter, Depends
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
-from sqlalchemy import text
+from sqlalchemy import select
 from starlette.responses import PlainTextResponse, Response
 
 import accel
@@ -47,8 +47,7 @@ def is_ready(context: Annotated[ServeContext, Depends(context_of)]) -> Response:
     """Answer if the database answers and the home can be written, else with status 503 and the reason."""
     if context.ending.is_set():
         return problem_response(503, "the server is shutting down")
-    with context.database.read() as connection:
-        connection.execute(text("SELECT 1"))
+    context.database.rows(select(1))
     if not os.access(context.settings.home, os.W_OK):
         return problem_response(503, f"{context.settings.home} cannot be written")
     return PlainTextResponse("ok\n")

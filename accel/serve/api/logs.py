@@ -196,9 +196,8 @@ def _behind(context: ServeContext, spool: Spool) -> Problem:
 
 def _still_open(context: ServeContext, stream: Stream) -> Spool | None:
     """Return the spool, which is read on; None if the caller's token has ended."""
-    with context.database.read() as connection:
-        if not is_active(connection, stream.caller.token_id):
-            return None
+    if not is_active(context, stream.caller.token_id):
+        return None
     return context.spools.ask(stream.job["id"], is_over=stream.job["state"] in FINAL, soon=False)[0]
 
 

@@ -31,9 +31,8 @@ class TargetInfo(BaseModel):
 @router.get("/targets")
 def list_targets(caller: Viewer, context: Context) -> list[TargetInfo]:
     """Return the targets of the server."""
-    answers = select(job.c.target, func.max(job.c.observed_at)).where(job.c.native_id.is_not(None))
-    with context.database.read() as connection:
-        answered_at = {row[0]: row[1] for row in connection.execute(answers.group_by(job.c.target))}
+    answers = select(job.c.target, func.max(job.c.observed_at).label("at")).where(job.c.native_id.is_not(None))
+    answered_at = {row["target"]: row["at"] for row in context.database.rows(answers.group_by(job.c.target))}
     return [
         TargetInfo(
             name=offer.name,
