@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from ...errors import SpecError
+from ...node import archive
 from ..options import KubernetesOptions
 
 Object = dict[str, Any]
@@ -27,8 +29,9 @@ _UNKNOWN = "{sha256 of the packed code}"
 
 # Runs in the job's image with any Python from 3.8 on, and does not use accel, which the image may lack. A pod whose
 # sandbox is recreated runs it again and finds the code in place.
-UNPACK = """\
-import hashlib, os, shutil, sys, tarfile
+_UNPACK = """
+
+import hashlib, shutil, sys
 digest, target, *parts = sys.argv[1:]
 if os.path.isdir(target):
     sys.exit(0)
@@ -45,13 +48,11 @@ with open(packed, "wb") as out:
 if whole.hexdigest() != digest:
     sys.exit("accel: the code is not what was submitted: its sha256 is %s, not %s" % (whole.hexdigest(), digest))
 with tarfile.open(packed, "r:gz", encoding="utf-8", errors="surrogateescape") as tar:
-    if hasattr(tarfile, "data_filter"):
-        tar.extractall(making, filter="data")
-    else:
-        tar.extractall(making)
+    extract(tar, making)
 os.unlink(packed)
 os.rename(making, target)
 """
+UNPACK = inspect.getsource(archive) + _UNPACK
 
 
 @dataclass(frozen=True, kw_only=True)

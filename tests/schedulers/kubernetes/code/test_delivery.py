@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
+import io
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from schedulers import SpecError
 from schedulers.kubernetes.manifests import code_delivery as delivery
 from schedulers.store.snapshot import compress, pack
 from tests.schedulers.kubernetes.support import least, options
+from tests.schedulers.store.test_snapshot_unpack import HOSTILE_MEMBERS
 
 _STORE = {"url": "s3://bucket/code", "image": "aws"}
 
@@ -28,12 +31,21 @@ def tree(tmp_path: Path) -> Path:
     return top
 
 
-def unpack(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-I", "-c", delivery.UNPACK, *words]
+_WITHOUT_A_FILTER = "import sys, tarfile; del tarfile.data_filter; exec(sys.argv.pop(1))"
+
+
+def unpack(*words: str, program: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-I", "-c", *program, delivery.UNPACK, *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_a_snapshot_arrives_whole(tmp_path: Path) -> None:
+@pytest.fixture(params=[(), (_WITHOUT_A_FILTER,)], ids=["by Python's filter", "without a filter"])
+def program(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    """A Python with filters for archives, and one from before them."""
+    return tuple(request.param)
+
+
+def test_a_snapshot_arrives_whole(tmp_path: Path, program: tuple[str, ...]) -> None:
     data = compress(pack(tree(tmp_path), tmp_path / "home").path).read_bytes()
     made = delivery.config_maps("run", {"a": "b"}, None, data + bytes(1 << 20))
     assert [each["metadata"]["name"] for each in made] == ["run-code-0", "run-code-1"]
@@ -44,7 +56,7 @@ def test_a_snapshot_arrives_whole(tmp_path: Path) -> None:
         parts.append(str(part))
     target = tmp_path / "pod" / "code"
     target.parent.mkdir()
-    done = unpack(delivery.digest_of(data), str(target), *parts)
+    done = unpack(delivery.digest_of(data), str(target), *parts, program=program)
     assert (done.returncode, done.stderr) == (0, "")
     assert (target / "train.py").read_text() == "print('a')\n"
     assert (target / "deep/er/run.sh").stat().st_mode & 0o111
@@ -54,6 +66,22 @@ def test_a_snapshot_arrives_whole(tmp_path: Path) -> None:
     (target / "train.py").write_text("changed")
     assert unpack(delivery.digest_of(data), str(target), "/nowhere").returncode == 0
     assert (target / "train.py").read_text() == "changed", "a pod that is made anew finds what was there"
+
+
+@pytest.mark.parametrize("hostile", HOSTILE_MEMBERS)
+def test_hostile_code_writes_nothing_outside(tmp_path: Path, program: tuple[str, ...], hostile: str) -> None:
+    part, target = tmp_path / "code-0", tmp_path / "below/pod/code"
+    target.parent.mkdir(parents=True)
+    with tarfile.open(part, "w:gz") as tar:
+        for member in HOSTILE_MEMBERS[hostile]:
+            tar.addfile(member, io.BytesIO())
+    done = unpack(delivery.digest_of(part.read_bytes()), str(target), str(part), program=program)
+    harmless = hostile in ("dot", "empty part", "the same file twice") or (hostile == "absolute" and not program)
+    assert (done.returncode == 0, target.exists()) == (harmless, harmless), done.stderr
+    assert harmless or "tarfile." in done.stderr.splitlines()[-1]
+    outside = {path.name for path in tmp_path.rglob("*") if not path.is_relative_to(target.parent)}
+    assert outside == {"below", "code-0"}
+    assert not Path("/tmp/pwned").exists()
 
 
 def test_code_that_is_not_what_was_submitted_is_refused(tmp_path: Path) -> None:
