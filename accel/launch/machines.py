@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from accel.world.environment import one_of_several
 from schedulers.errors import SpecError
 from schedulers.topology import Topology
 
@@ -44,7 +45,8 @@ def node_layout(options: Mapping[str, Any], env: Mapping[str, str]) -> NodeLayou
     return NodeLayout(nodes=low, max_nodes=high, rank=rank, address=address, topology=topology)
 
 
-# Options that torchrun also reads from variables (PET_MAX_RESTARTS and so on), except those that are read here too.
+# Options that torchrun also reads from variables (PET_MAX_RESTARTS and so on), except those that are read here too:
+# https://docs.pytorch.org/docs/stable/elastic/run.html and torch/distributed/{run,argparse_util}.py.
 _PET_REFUSED = """
 duplicate_stderr_filters duplicate_stdout_filters event_log_handler local_addr local_ranks_filter log_dir logs_specs
 max_restarts module monitor_interval no_python numa_binding rdzv_backend rdzv_conf rdzv_id redirects role run_path
@@ -55,18 +57,24 @@ shutdown_timeout signals_to_handle standalone start_method tee virtual_local_ran
 def operator_processes(options: Mapping[str, Any], env: Mapping[str, str], devices: Devices, nodes: int) -> int | None:
     """Return the number of processes per node in PET_NPROC_PER_NODE, as torchrun reads it; None for one per device.
 
-    Flags for the machines take precedence. Raises LaunchConfigError for an invalid number, one that
-    ``--num_processes`` contradicts, and for other variables of torchrun (``PET_…``) whose option is not given.
+    Flags for the machines take precedence over the operator's number of nodes, ranks and rendezvous. Raises
+    LaunchConfigError for an invalid number, one that ``--num_processes`` contradicts, and for other variables of
+    torchrun (``PET_…``) whose option is not given.
     """
     is_own_job = "ACCEL_JOB_ID" in env  # whose options say all
     has_machines, total = options["num_machines"] is not None, options["num_processes"]
-    if is_own_job or watchdog.LAUNCH_ID in env or (has_machines and total is not None):
+    if is_own_job or watchdog.LAUNCH_ID in env:
         return None
-    for option in () if has_machines else _PET_REFUSED:
+    for option in _PET_REFUSED:
         name, value = f"PET_{option.upper()}", env.get(f"PET_{option.upper()}")
-        if value and str(options.get(option)) != value:
+        # The training operator always sets the backend, with the address, in an elastic PyTorchJob:
+        # https://github.com/kubeflow/training-operator/blob/release-1.9/pkg/controller.v1/pytorch/elastic.go
+        is_replaced = has_machines and option == "rdzv_backend"
+        if value and not is_replaced and str(options.get(option)) != value:
             remedy = f"write --{option} {value}" if option in options else "unset it"
             raise LaunchConfigError(f"environment variable {name}={value} is torchrun's, and is not read: {remedy}")
+    if has_machines and total is not None:
+        return None
     machines = env.get("PET_NNODES") or "1"
     if machines != "1" and "PET_NODE_RANK" not in env and not has_machines:
         raise LaunchConfigError(
@@ -119,13 +127,20 @@ def _topology(env: Mapping[str, str], *, explicit: bool) -> Topology:
 
 
 def _refuse_ranks(env: Mapping[str, str]) -> None:
-    """Raise LaunchConfigError for the variables of one rank of several, which an operator sets in its pods."""
+    """Raise LaunchConfigError for the variables of one rank of several, which an operator sets, or of several tasks."""
     if env.get("WORLD_SIZE", "1") != "1" and {"RANK", "MASTER_ADDR"} <= env.keys() and "LOCAL_RANK" not in env:
         port = " --main_process_port $MASTER_PORT" if env.get("MASTER_PORT") else ""
         raise LaunchConfigError(
             f"RANK={env['RANK']} and WORLD_SIZE={env['WORLD_SIZE']} are set, as by an operator for one machine of "
             "several: write `accel launch --num_machines $WORLD_SIZE --machine_rank $RANK --main_process_ip "
             f"$MASTER_ADDR{port} …`, or unset them"
+        )
+    task = one_of_several(env)
+    if task is not None and not {"WORLD_SIZE", "RANK"} & env.keys():
+        raise LaunchConfigError(
+            f"{task}: this launcher is one of several tasks, each of which would be a world of its own: start one on "
+            "each node, with --num_machines, --machine_rank and --main_process_ip, or export WORLD_SIZE=1 for "
+            "separate worlds"
         )
 
 

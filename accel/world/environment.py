@@ -42,7 +42,9 @@ LAUNCHERS = {
 }
 # Variables of tasks that no launcher has given ranks, and their least value for one of several.
 # Slurm: https://slurm.schedmd.com/srun.html (SLURM_NTASKS is the job's in a batch step of one task); Flux:
-# flux-environment(7); PALS: HPE Cray, palsenvironment(7); jsrun: IBM Spectrum LSF; PMIx: OpenPMIx.
+# https://flux-framework.readthedocs.io/projects/flux-core/en/latest/man7/flux-environment.html; jsrun (JSM):
+# https://www.ibm.com/support/knowledgecenter/SSWRJV_10.1.0/jsm/jsm_kickoff.html; PMIx, and Open MPI's mpirun:
+# https://docs.openpmix.org; PALS: mpiexec(1) of HPE Cray.
 _TASKS = {
     "SLURM_STEP_NUM_TASKS": 2,
     "FLUX_JOB_SIZE": 2,
@@ -107,7 +109,13 @@ def read_world(env: Mapping[str, str], *, needs_master: bool = True) -> World:
         for launcher, names in LAUNCHERS.items():
             if launcher != "torchrun" and (env.get(names[0]) or env.get(names[1])):
                 return _read_mpi(env, launcher, names, needs_master)
-        _refuse_tasks(env)
+        task = one_of_several(env)
+        if task is not None:
+            raise WorldError(
+                f"{task}: this process is one of several tasks, and no launcher has given it a rank: start "
+                "`accel launch` once on each node (srun --ntasks-per-node=1 accel launch …), or export WORLD_SIZE=1 "
+                "for tasks that are meant to be alone"
+            )
     size = read_int(env, "WORLD_SIZE", minimum=1)
     rank = read_int(env, "RANK", minimum=0)
     if size is None and rank is not None and rank > 0:
@@ -122,15 +130,13 @@ def read_world(env: Mapping[str, str], *, needs_master: bool = True) -> World:
     return _launched_process(env, size, LAUNCHERS["torchrun"])
 
 
-def _refuse_tasks(env: Mapping[str, str]) -> None:
-    for name, several in _TASKS.items():
-        value = env.get(name, "")
-        if value.isdigit() and int(value) >= several:
-            raise WorldError(
-                f"{name}={value}: this process is one of several tasks, and no launcher has given it a rank: start "
-                "`accel launch` once on each node (srun --ntasks-per-node=1 accel launch …), or export WORLD_SIZE=1 "
-                "for tasks that are meant to be alone"
-            )
+def one_of_several(env: Mapping[str, str]) -> str | None:
+    """Return the variable, with its value, by which this process is one of several tasks; None if there is none."""
+    return next((f"{name}={env[name]}" for name, least in _TASKS.items() if _number(env.get(name)) >= least), None)
+
+
+def _number(text: str | None) -> int:
+    return int(text) if text is not None and text.isdigit() else 0
 
 
 def torchrun_variables(world: World) -> dict[str, str]:

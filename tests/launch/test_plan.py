@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import accel.launch.plan
+from accel.launch import machines
 from accel.launch.devices import Devices, only_cpu, visible
 from accel.launch.errors import LaunchConfigError, LaunchError
 from accel.launch.flags import add_arguments
@@ -258,14 +259,24 @@ def test_what_an_operator_sets_is_read_or_refused(flags: tuple[str, ...], env: d
     assert all(word in str(refused.value) for word in said), refused.value
 
 
+MACHINES = "--num_machines 2 --machine_rank 0 --main_process_ip h"
+# The variables of an elastic PyTorchJob without further settings.
+ELASTIC = {
+    "PET_NNODES": "2:8", "PET_NPROC_PER_NODE": "3",
+    "PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": "run-worker-0:29500",
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("flags", "env", "processes"),
     [
         ("", {"PET_NPROC_PER_NODE": "3"}, 3),
         ("", {"PET_NPROC_PER_NODE": "3", "PET_NNODES": "1", "PET_NAME": "Rex"}, 3),
-        ("--num_machines 2 --machine_rank 0 --main_process_ip h", {"PET_NPROC_PER_NODE": "3", "PET_NNODES": "4"}, 3),
-        ("--num_machines 2 --machine_rank 0 --main_process_ip h --num_processes 4", {"PET_NPROC_PER_NODE": "3"}, 2),
+        (MACHINES, {"PET_NPROC_PER_NODE": "3", "PET_NNODES": "4"}, 3),
+        (f"{MACHINES} --num_processes 4", {"PET_NPROC_PER_NODE": "3"}, 2),
         ("", {"PET_NPROC_PER_NODE": "3", "ACCEL_JOB_ID": "2mxaaaaaaaa"}, 1),
+        ("--num_machines 2:8 --rdzv_backend c10d --main_process_ip h", ELASTIC, 3),
+        (f"{MACHINES} --num_processes 4", ELASTIC, 2),
     ],
 )
 def test_variables_of_torchrun_without_an_operator(flags: str, env: dict[str, str], processes: int) -> None:
@@ -282,11 +293,23 @@ def test_variables_of_torchrun_without_an_operator(flags: str, env: dict[str, st
             "PET_NNODES=2, without PET_NODE_RANK: unset it, or write --num_machines 2 --machine_r",
         ),
         ("", {"PET_MAX_RESTARTS": "3"}, "PET_MAX_RESTARTS=3 is torchrun's, and is not read: write --max_restarts 3"),
+        (MACHINES, {"PET_MAX_RESTARTS": "3"}, "PET_MAX_RESTARTS=3 is torchrun's, and is not read: write --max_res"),
+        (f"{MACHINES} --num_processes 4", {**ELASTIC, "PET_RDZV_ID": "7"}, "PET_RDZV_ID=7 is torchrun's, and is not"),
     ],
 )
 def test_variables_of_torchrun_that_are_refused(flags: str, env: dict[str, str], said: str) -> None:
     with pytest.raises(LaunchConfigError, match=re.escape(said)):
         planned("--cpu", *flags.split(), **env)
+
+
+def test_every_variable_of_torchrun_is_read_or_refused() -> None:
+    from torch.distributed.argparse_util import check_env, env
+    from torch.distributed.run import get_args_parser
+
+    options = {action.dest for action in get_args_parser()._actions if isinstance(action, (env, check_env))}
+    read = {"nnodes", "nproc_per_node", "node_rank", "rdzv_endpoint", "master_addr", "master_port"}
+    assert options
+    assert options <= read | set(machines._PET_REFUSED)
 
 
 def test_an_option_that_the_operator_requests_too() -> None:
@@ -300,6 +323,18 @@ def test_ranks_of_an_operator_are_no_world_of_one() -> None:
     flags = ("--num_machines", "4", "--machine_rank", "1", "--main_process_ip", "job-0")
     assert planned(*flags, **env).node_rank == 1
     assert planned(**env, LOCAL_RANK="0").nodes == 1
+
+
+@pytest.mark.parametrize("variable", ["FLUX_JOB_SIZE=2", "JSM_NAMESPACE_SIZE=4", "PALS_LOCAL_SIZE=2", "PMIX_RANK=1"])
+def test_several_tasks_are_not_as_many_worlds(variable: str) -> None:
+    name, _, value = variable.partition("=")
+    env = {name: value}
+    with pytest.raises(LaunchConfigError, match=f"^{variable}: this launcher is one of several tasks.*WORLD_SIZE=1"):
+        planned("--cpu", **env)
+    assert planned("--cpu", WORLD_SIZE="1", **env).nodes == 1
+    assert planned("--cpu", **{name: str(int(value) - 1 if name == "PMIX_RANK" else 1)}).nodes == 1
+    assert planned("--cpu", *MACHINES.split(), **env).nodes == 2
+    assert planned("--cpu", **env, **OPERATOR).nodes == 2
 
 
 def test_rdzv_conf() -> None:

@@ -85,7 +85,9 @@ def test_half_an_mpi_world_is_refused(env: dict[str, str], said: str) -> None:
     ],
 )
 def test_tasks_without_a_launcher_are_not_worlds_of_one(env: dict[str, str]) -> None:
-    with pytest.raises(WorldError, match=r"^\w+=\d: this process is one of several tasks.*WORLD_SIZE=1"):
+    with pytest.raises(
+        WorldError, match=r"^\w+=\d: this process is one of several tasks.*`accel launch`.*WORLD_SIZE=1"
+    ):
         read_world(env)
     assert read_world({**env, "WORLD_SIZE": "1"}) == World()
 
