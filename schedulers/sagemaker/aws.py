@@ -15,8 +15,9 @@ from .request import resolved
 _INSTALL = "the package boto3 is not installed: pip install 'accel-launch[sagemaker]'"
 _INSTALL_SDK = "the package sagemaker 3 is not installed: pip install 'accel-launch[sagemaker-sdk]'"
 _LOGIN = "log in again (aws sso login, aws configure, or new values of AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY)"
-# A call without a response fails within a minute; transfers to S3 have longer.
+# A call without a response fails within a minute, by SageMaker's SDK too; transfers to S3 have longer.
 ATTEMPTS, CONNECT_S, REPLY_S = 3, 5.0, 14.0
+_RETRIES = {"mode": "adaptive", "total_max_attempts": ATTEMPTS}
 # Error codes of any operation, by their cause.
 _STALE = ("ExpiredToken", "ExpiredTokenException", "RequestExpired", "TokenRefreshRequired")
 _UNKNOWN = ("InvalidClientTokenId", "UnrecognizedClientException", "InvalidAccessKeyId", "SignatureDoesNotMatch")
@@ -42,10 +43,14 @@ class Aws:
     def _session(self) -> Any:
         try:
             import boto3
+            from botocore import config, session
         except ImportError:
             raise ConfigError(f"{self.label}: {_INSTALL}") from None
+        core, options = session.get_session(), self.options
+        limits = {"retries": _RETRIES, "connect_timeout": CONNECT_S, "read_timeout": REPLY_S}
+        core.set_default_client_config(config.Config(max_pool_connections=16, **limits))
         with self.translated_errors("use the profile"):
-            return boto3.Session(profile_name=self.options.profile, region_name=self.options.region)
+            return boto3.Session(botocore_session=core, profile_name=options.profile, region_name=options.region)
 
     @functools.cached_property
     def region(self) -> str:
@@ -55,15 +60,13 @@ class Aws:
         return str(region)
 
     @functools.cache  # noqa: B019 - lives as long as the target
-    def client(self, service: str) -> Any:
+    def client(self, service: str, *, transfers: bool = False) -> Any:
         session = self._session
         from botocore.config import Config
 
-        attempts, connect_s, reply_s = (6, 10, 60) if service == "s3" else (ATTEMPTS, CONNECT_S, REPLY_S)
-        retries = {"mode": "adaptive", "total_max_attempts": attempts}
-        config = Config(retries=retries, connect_timeout=connect_s, read_timeout=reply_s, max_pool_connections=16)
+        longer = Config(retries={**_RETRIES, "total_max_attempts": 6}, connect_timeout=10, read_timeout=60)
         with self.translated_errors(f"use {service}"):
-            return session.client(service, region_name=self.region, config=config)
+            return session.client(service, region_name=self.region, config=longer if transfers else None)
 
     def call(self, service: str, operation: str, **parameters: Any) -> dict[str, Any]:
         """Call an operation and return the response. Raises AwsError, Unreachable, ConfigError."""
@@ -98,8 +101,6 @@ class Aws:
             raise ConfigError(f"{self.label}: no AWS credentials: {one_line(str(error))}; {_LOGIN}") from None
         except (raised.SSOError, raised.UnauthorizedSSOTokenError, raised.TokenRetrievalError) as error:
             raise CredentialsExpired(f"{self.label}: the login has expired: {one_line(str(error))}; {_LOGIN}") from None
-        except (raised.ProfileNotFound, raised.NoRegionError, raised.ConfigParseError) as error:
-            raise ConfigError(f"{self.label}: {one_line(str(error))}") from None
         except raised.ClientError as error:
             raise self._error_of(error, f"{action.partition(':')[0]}:{error.operation_name}") from None
         except (raised.HTTPClientError, raised.ConnectionError, raised.ResponseStreamingError) as error:

@@ -109,7 +109,7 @@ def _problems(spec: JobSpec, options: SageMakerOptions) -> Iterator[str]:
     if type_gpus is None and not resources.gpus and spec.procs_per_node is None and not options.cpu:
         known = nearest(options.instance_type, (f"ml.{family}.{size}" for family in _GPUS for size in _GPUS[family]))
         yield f"unknown number of GPUs of {options.instance_type}{known}: set --gpus or --procs-per-node"
-    if options.enable_network_isolation:
+    if options.enable_network_isolation:  # with subnets too: API_CreateTrainingJob, EnableNetworkIsolation
         if options.requirements is not None:
             yield "requirements: pip has no network under enable_network_isolation; install them in the image"
         if spec.secrets:

@@ -5,6 +5,7 @@ https://docs.aws.amazon.com/sagemaker/latest/APIReference/API_CreateTrainingJob.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import itertools
@@ -200,28 +201,27 @@ _Path = tuple[str, ...]
 
 
 def _check_limits(request: Mapping[str, Any], target: str) -> None:
-    """Raise SpecError, naming the flag or option, for a value that the API rejects. Without botocore, do nothing."""
-    model = _model()
-    if model is None:
-        return
-    for path, problem in itertools.chain(_problems(model, request, ()), _textual_rules(request)):
+    """Raise SpecError, naming the flag or option, for a value that the API rejects. Botocore has the model."""
+    problems = () if _model() is None else _problems(_model(), request, ())
+    for path, problem in itertools.chain(problems, _textual_rules(request)):
         raise SpecError(f"target {target}: {_origin(path)}: {problem}")
 
 
 def _textual_rules(request: Mapping[str, Any]) -> Iterator[tuple[_Path, str]]:
     """Check what the API's pages state in their text only: API_StoppingCondition, API_Channel and API_Tag."""
-    limits = request.get("StoppingCondition", {})
-    run_s, wait_s = limits.get("MaxRuntimeInSeconds", _DAY_S), limits.get("MaxWaitTimeInSeconds")
-    if run_s > _MAX_DAYS * _DAY_S:
-        yield ("StoppingCondition", "MaxRuntimeInSeconds"), f"{run_s} s is above AWS's limit of {_MAX_DAYS} days"
-    if wait_s is not None and wait_s < run_s:
-        problem = f"{wait_s} is below the run time (--time-limit), {run_s} s, which it includes"
-        yield ("StoppingCondition", "MaxWaitTimeInSeconds"), problem
-    if [channel["ChannelName"] for channel in request.get("InputDataConfig", ())].count(CHANNEL) > 1:
-        yield ("InputDataConfig",), f"the channel {CHANNEL} is accel's own: choose another channel_name"
-    for tag in request.get("Tags", ()):
-        if tag["Key"].lower().startswith("aws:"):
-            yield ("Tags",), f"{tag['Key']}: AWS reserves names that begin with aws:"
+    with contextlib.suppress(AttributeError, KeyError, TypeError):  # of a malformed part, which the model names
+        limits = request.get("StoppingCondition", {})
+        run_s, wait_s = limits.get("MaxRuntimeInSeconds", _DAY_S), limits.get("MaxWaitTimeInSeconds")
+        if run_s > _MAX_DAYS * _DAY_S:
+            yield ("StoppingCondition", "MaxRuntimeInSeconds"), f"{run_s} s is above AWS's limit of {_MAX_DAYS} days"
+        if wait_s is not None and wait_s < run_s:
+            problem = f"{wait_s} is below the run time (--time-limit), {run_s} s, which it includes"
+            yield ("StoppingCondition", "MaxWaitTimeInSeconds"), problem
+        if [channel["ChannelName"] for channel in request.get("InputDataConfig", ())].count(CHANNEL) > 1:
+            yield ("InputDataConfig",), f"the channel {CHANNEL} is accel's own: choose another channel_name"
+        for tag in request.get("Tags", ()):
+            if tag["Key"].lower().startswith("aws:"):
+                yield ("Tags",), f"{tag['Key']}: AWS reserves names that begin with aws:"
 
 
 def unknown_type(instance_type: str) -> str | None:

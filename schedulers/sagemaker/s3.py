@@ -27,7 +27,7 @@ _ORPHAN_S = 7 * 86_400.0
 def upload(aws: Aws, root: str, path: Path, digest: str, destination: str) -> None:
     """Upload the file once for its content, and have S3 copy it to the URI `destination` in the same bucket."""
     bucket, key = split(f"{root}/{_CONTENT}/{digest}")
-    client = aws.client("s3")
+    client = aws.client("s3", transfers=True)
     with (
         aws.translated_errors("s3:PutObject"),
         open(path, "rb") as file,
@@ -110,7 +110,7 @@ def _download(aws: Aws, uri: str, directory: Path) -> None:
 
     boto3 verifies a file's checksum if S3 has one. Raises SchedulerError for a wrong length.
     """
-    client, (bucket, prefix) = aws.client("s3"), split(uri)
+    client, (bucket, prefix) = aws.client("s3", transfers=True), split(uri)
     for entry in aws.pages("s3", "list_objects_v2", "Contents", Bucket=bucket, Prefix=prefix):
         key = str(entry["Key"])
         path = os.path.normpath(key[len(prefix) :])

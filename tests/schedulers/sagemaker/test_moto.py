@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import sys
 import threading
+import types
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -133,10 +135,41 @@ def test_only_jobs_whose_names_end_in_an_id_are_operations_for_their_tags(
     assert operations.count("list_tags") == 1
 
 
-def test_an_endpoint_that_never_answers(silent: list[socket.socket], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda client: client.call("sts", "get_caller_identity"), "sts:GetCallerIdentity"),
+        (lambda client: client.call("s3", "head_bucket", Bucket="results"), "s3:HeadBucket"),
+        (lambda client: client.training_job("train"), "sagemaker:DescribeTrainingJob"),
+    ],
+    ids=["sts", "s3", "the SDK"],
+)
+def test_an_endpoint_that_never_answers(
+    silent: list[socket.socket], monkeypatch: pytest.MonkeyPatch, call: Callable[[aws.Aws], object], said: str
+) -> None:
     package("boto3")
     assert aws.ATTEMPTS * (aws.CONNECT_S + aws.REPLY_S) + 3.0 <= 60.0  # botocore's longest pauses between so many
     monkeypatch.setattr(aws, "REPLY_S", 0.1)
-    with pytest.raises(Unreachable, match="target aws: sts:GetCallerIdentity: Read timeout"):
-        aws.Aws(options(), "aws").call("sts", "get_caller_identity")
+    for name in ("sagemaker", "sagemaker.core", "sagemaker.core.resources"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setattr(sys.modules["sagemaker.core.resources"], "TrainingJob", _TrainingJob, raising=False)
+    with pytest.raises(Unreachable, match=f"target aws: {said}: Read timeout"):
+        call(aws.Aws(options(), "aws"))
     assert len(silent) == aws.ATTEMPTS
+
+
+class _TrainingJob:
+    """As the SDK's, whose client has a configuration of its own."""
+
+    @staticmethod
+    def get(training_job_name: str, session: Any, region: str) -> None:
+        config = package("botocore.config").Config(user_agent_extra="sdk")
+        client = session.client("sagemaker", region_name=region, config=config)
+        client.describe_training_job(TrainingJobName=training_job_name)
+
+
+def test_transfers_to_s3_have_longer(credentials: None) -> None:
+    package("boto3")
+    client = aws.Aws(options(), "aws").client
+    limits = [client("s3", transfers=transfers).meta.config.read_timeout for transfers in (False, True)]
+    assert limits == [aws.REPLY_S, 60]

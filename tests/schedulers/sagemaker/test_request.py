@@ -169,6 +169,7 @@ def test_the_limits_of_the_api_are_named_by_what_broke_them(given: dict[str, Any
     assert said in str(raised.value)
 
 
+@pytest.mark.parametrize("botocore", [True, False])
 @pytest.mark.parametrize(
     ("given", "wanted", "said"),
     [
@@ -182,12 +183,32 @@ def test_the_limits_of_the_api_are_named_by_what_broke_them(given: dict[str, Any
         ({"tags": {"AWS:team": "vision"}}, {}, "tags: AWS:team: AWS reserves"),
     ],
 )  # fmt: skip
-def test_rules_that_the_api_states_in_its_text_only(given: dict[str, Any], wanted: dict[str, Any], said: str) -> None:
-    package("botocore")
+def test_rules_that_the_api_states_in_its_text_only(
+    given: dict[str, Any], wanted: dict[str, Any], said: str, botocore: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if botocore:
+        package("botocore")
+    else:
+        monkeypatch.setattr(request, "_model", lambda: None)
     with pytest.raises(SpecError) as raised:
         build(options(**given), **wanted)
     assert f"target aws: {said}" in str(raised.value)
     build(options(), time_limit_s=28 * 86400.0)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"input_data_config": ({"chanel_name": "a"},)},
+        {"patch": {"StoppingCondition": "one day"}},
+        {"patch": {"Tags": 1}},
+    ],
+)
+def test_without_botocore_a_malformed_part_is_left_to_aws(
+    given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request, "_model", lambda: None)
+    build(options(**given))
 
 
 def test_an_instance_type_that_is_newer_than_botocore_is_a_warning() -> None:

@@ -355,8 +355,8 @@ def sent(**_):
     left[0] -= 1
     if not left[0]:
         os.kill(os.getpid(), signal.SIGKILL)
-def client(self, service):
-    made = real(self, service)
+def client(self, service, **options):
+    made = real(self, service, **options)
     made.meta.events.register("after-call.s3.UploadPart", sent, unique_id="sent")
     return made
 Aws.client = client
