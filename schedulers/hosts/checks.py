@@ -134,6 +134,14 @@ def gpus(hosts: FactsByHost, requirements: HostRequirements) -> Iterator[Finding
             yield Finding.warns(name, "gpus", problem, "set how many to use: --gpus")
 
 
+def devices(hosts: FactsByHost, requirements: HostRequirements) -> Iterator[Finding]:
+    for name, timed_facts in hosts.items():
+        problem = timed_facts.facts.devices.problem
+        if problem:
+            remedy = f"run there: {_command_path(timed_facts.facts)} -m accel.launch.devices"
+            yield Finding.warns(name, "devices", f"the probe for its devices {problem}", remedy)
+
+
 def limits(hosts: FactsByHost, requirements: HostRequirements) -> Iterator[Finding]:
     for name, timed_facts in hosts.items():
         facts = timed_facts.facts
@@ -144,7 +152,7 @@ def limits(hosts: FactsByHost, requirements: HostRequirements) -> Iterator[Findi
             yield Finding.warns(name, "limits", problem, _LIMITS.format("nproc"))
 
 
-CHECKS: tuple[Check, ...] = (same_machine, python, packages, disk, clock, gpus, limits)
+CHECKS: tuple[Check, ...] = (same_machine, python, packages, disk, clock, gpus, devices, limits)
 
 
 def _usual(values: Mapping[str, T]) -> T | None:

@@ -32,11 +32,12 @@ class Gpus:
 
 @dataclass(frozen=True, kw_only=True)
 class Devices:
-    """The devices that `accel launch` would use there: kind, ids, and the number of processors."""
+    """The devices that `accel launch` would use there: kind, ids, the number of processors, and its probe's problem."""
 
     kind: str = "cpu"
     ids: tuple[str, ...] = ()
     cpus: Annotated[int, msgspec.Meta(ge=1, le=65_536)] = 1
+    problem: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

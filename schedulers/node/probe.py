@@ -192,20 +192,41 @@ def amd_gpus() -> int | str:
 
 def devices(counted: dict[str, Any]) -> dict[str, Any]:
     """Return the devices that `accel launch` finds if accel is installed; GPUs unknown to it, by number."""
-    import subprocess
-
-    code = "import runpy,sys;sys.path[:]=[p for p in sys.path if p];runpy.run_module(sys.argv[1],None,'__main__')"
-    detected: dict[str, Any] | None = None
-    with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
-        argv, null = [sys.executable, "-c", code, "accel.launch.devices"], subprocess.DEVNULL
-        detected = json.loads(subprocess.run(argv, stdin=null, stdout=subprocess.PIPE, stderr=null, timeout=20).stdout)
+    detected, problem = launch_devices()
     known = detected is not None and (detected["kind"] != "cpu" or counted["how"] in ("", "nvml"))
     if detected is None:
         cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         detected = {"kind": "cpu", "ids": ["cpu"], "cpus": cpus}
     if counted["count"] and not known:
         detected = {**detected, "kind": "cuda", "ids": [str(number) for number in range(counted["count"])]}
-    return {name: detected[name] for name in ("kind", "ids", "cpus")}
+    return {**{name: detected[name] for name in ("kind", "ids", "cpus")}, "problem": problem}
+
+
+def launch_devices() -> tuple[dict[str, Any] | None, str]:
+    """Return the devices that `accel launch` finds, from a process of its own, and that process's problem.
+
+    A driver's library may end the process. Without accel there are no devices, and no problem.
+    """
+    import subprocess
+
+    code = (
+        "import runpy,sys;from importlib.util import find_spec;sys.path[:]=[p for p in sys.path if p];"
+        "find_spec('accel') and runpy.run_module(sys.argv[1],None,'__main__')"
+    )
+    argv = [sys.executable, "-c", code, "accel.launch.devices"]
+    try:
+        completed = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=20)
+    except subprocess.TimeoutExpired:
+        return None, "does not answer within 20 s"
+    except OSError as error:
+        return None, f"does not start: {error.strerror or error}"
+    with contextlib.suppress(ValueError):
+        return json.loads(completed.stdout), ""
+    if completed.returncode == 0:
+        return None, ""
+    lines = completed.stderr.decode(errors="replace").strip().splitlines() or ["it printed nothing"]
+    outcome = f"signal {-completed.returncode}" if completed.returncode < 0 else f"exit code {completed.returncode}"
+    return None, f"failed ({outcome}): {lines[-1][:200]}"
 
 
 def queue(root: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from schedulers.convert import convert
 from schedulers.hosts.addresses import candidates, choose
 from schedulers.hosts.checks import run_checks
-from schedulers.hosts.facts import GB, Address, Facts, Gpus, HostRequirements, TimedFacts
+from schedulers.hosts.facts import GB, Address, Devices, Facts, Gpus, HostRequirements, TimedFacts
 
 FACTS = Facts(
     name="gpu1",
@@ -105,6 +105,11 @@ def test_nothing_is_wrong_with_hosts_that_are_alike() -> None:
         (
             {"gpus": Gpus(count=8, how="driver", problem="NVML does not start (error 18)")},
             "fails c: its GPUs do not work: NVML does not start (error 18); run there: nvidia-smi",
+        ),
+        (
+            {"devices": Devices(problem="failed (signal 11): it printed nothing")},
+            "warns c: the probe for its devices failed (signal 11): it printed nothing; "
+            "run there: /usr/bin/python3 -m accel.launch.devices",
         ),
         ({"files": 1024}, "warns c: bob may open 1024 files; raise nofile there, in /etc/security/limits.conf"),
         ({"processes": 100}, "warns c: bob may have 100 processes; raise nproc there, in /etc/security/limits.conf"),

@@ -124,7 +124,25 @@ def test_gpus_without_a_name_are_numbered(
     assert (found["kind"], found["ids"]) == (kind, ids)
 
 
-def test_a_python_without_accel_has_its_gpus_numbered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", "/bin/false")
+def python_that_runs(tmp_path: Path, script: str) -> str:
+    program = tmp_path / "python"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    return str(program)
+
+
+@pytest.mark.parametrize(
+    ("script", "problem"),
+    [
+        (f'exec {sys.executable} -I -S "$@"', ""),  # accel is missing
+        ("echo a; echo trace >&2; echo 'libcuda: no' >&2; exit 3", "failed (exit code 3): libcuda: no"),
+        ("kill -SEGV $$", "failed (signal 11): it printed nothing"),
+    ],
+)
+def test_gpus_are_numbered_where_accel_finds_no_devices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, problem: str
+) -> None:
+    monkeypatch.setattr(sys, "executable", python_that_runs(tmp_path, script))
     found = probe.devices({"count": 2, "how": "nvml"})
-    assert found == {"kind": "cuda", "ids": ["0", "1"], "cpus": len(os.sched_getaffinity(0))}
+    cpus = len(os.sched_getaffinity(0))
+    assert found == {"kind": "cuda", "ids": ["0", "1"], "cpus": cpus, "problem": problem}
