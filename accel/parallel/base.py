@@ -131,7 +131,7 @@ class Strategy:
                     f"run does not use {item.engine}: pass {item.plugin}=…, or torch's own class"
                 )
         for model in models:
-            _copy_expanded_buffers(model)
+            _copy_overlapping_buffers(model)
         return Prepared([self.wrap(model) for model in models], list(optimizers), list(schedulers))
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
@@ -276,11 +276,24 @@ def average_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
         torch._foreach_copy_(gradients, collectives.reduce(gradients, "mean"))
 
 
-def _copy_expanded_buffers(model: torch.nn.Module) -> None:
+def _copy_overlapping_buffers(model: torch.nn.Module) -> None:
     """Copy buffers whose elements share memory, as the move to a GPU does: they could not be received."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is None or buffer.layout is not torch.strided:
                 continue
-            if any(size > 1 and not stride for size, stride in zip(buffer.shape, buffer.stride(), strict=True)):
+            if _may_overlap(buffer):
                 module._buffers[name] = buffer.contiguous()
+
+
+def _may_overlap(tensor: torch.Tensor) -> bool:
+    """Return True if elements may share memory, as `expand` and `unfold` make them; False for slices and transposes.
+
+    A dimension must step over all elements of the dimensions with smaller strides.
+    """
+    span = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride < span:
+            return True
+        span += (size - 1) * stride
+    return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -360,27 +361,45 @@ def test_a_quantised_model_on_another_device_is_refused(
         accelerator.prepare(model)
 
 
-class _WithExpandedBuffer(nn.Linear):
+class _WithBuffer(nn.Linear):
     shift: torch.Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, shift: torch.Tensor) -> None:
         super().__init__(2, 2)
-        self.register_buffer("shift", torch.zeros(1).expand(2))
+        self.register_buffer("shift", shift)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         return super().forward(rows) + self.shift
 
 
-def _expanded(sharded: bool) -> list[float]:
+_OVERLAPPING: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "expand": lambda base: base[0].expand(2),
+    "unfold": lambda base: base.unfold(0, 2, 1),
+    "as_strided": lambda base: base.as_strided((2, 2), (3, 3)),  # its span is larger than its number of elements
+}
+
+
+def _received(kind: str, sharded: bool) -> list[float]:
     accelerator = Accelerator(cpu=True, fsdp_plugin=Plugin() if sharded else None)
-    bare = _WithExpandedBuffer()
-    bare.shift = torch.full((1,), float(accelerator.process_index)).expand(2)
+    bare = _WithBuffer(_OVERLAPPING[kind](torch.full((8,), float(accelerator.process_index))))
     model: Any = accelerator.prepare(bare)
     accelerator.backward(model(torch.ones(1, 2)).sum())
     unwrapped: Any = accelerator.unwrap_model(model)
-    return list(unwrapped.shift.tolist())
+    return sorted(set(unwrapped.shift.flatten().tolist()))
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_buffers_whose_elements_share_memory_are_received(sharded: bool) -> None:
-    assert run(_expanded, sharded) == [[0.0, 0.0]] * 2
+@pytest.mark.parametrize("kind", _OVERLAPPING)
+def test_buffers_whose_elements_share_memory_are_received(kind: str, sharded: bool) -> None:
+    assert run(_received, kind, sharded) == [[0.0]] * 2
+
+
+def _kept_views() -> list[bool]:
+    base = torch.zeros(4, 4)
+    views = [base[1:, ::2], base.T, base[:, 1], base[0, 0], base[:0], base.expand(1, 4, 4)]
+    models: Any = Accelerator(cpu=True).prepare(*map(_WithBuffer, views))
+    return [model.shift is view for model, view in zip(models, views, strict=True)]
+
+
+def test_slices_of_a_buffer_stay_views() -> None:
+    assert run_one(_kept_views) == [True] * 6
