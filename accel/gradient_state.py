@@ -65,6 +65,10 @@ class GradientState:
             return {}
         return {"num_steps": self.plugin.num_steps, **self.plugin.to_kwargs()}
 
+    @plugin_kwargs.setter
+    def plugin_kwargs(self, settings: dict[str, Any]) -> None:
+        self.plugin, self._plugin_was_given = GradientAccumulationPlugin(**settings), bool(settings)
+
     @property
     def is_xla_gradients_synced(self) -> bool:
         """The script's claim that it has reduced gradients with torch_xla; `Accelerator.backward` reduces them too."""

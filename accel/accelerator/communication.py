@@ -201,6 +201,10 @@ class Dimensions(Part):
         engine: DeepSpeedEngineWrapper | None = self.strategy.engine
         return engine
 
+    @deepspeed_engine_wrapped.setter
+    def deepspeed_engine_wrapped(self, engine: DeepSpeedEngineWrapper | None) -> None:
+        self.strategy.engine = engine
+
     @property
     def deepspeed_config(self) -> dict[str, Any] | None:
         """The configuration of DeepSpeed's engine; None without one."""

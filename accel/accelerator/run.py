@@ -64,10 +64,18 @@ class Part:
         """The process's state."""
         return self._run.state
 
+    @state.setter
+    def state(self, state: AcceleratorState) -> None:
+        self._run.state = state
+
     @property
     def gradient_state(self) -> GradientState:
         """The process's position in its accumulation window and loaders."""
         return self._run.gradient_state
+
+    @gradient_state.setter
+    def gradient_state(self, gradient_state: GradientState) -> None:
+        self._run.gradient_state = gradient_state
 
     @property
     def strategy(self) -> Strategy:

@@ -33,6 +33,7 @@ class PreparedLoader(DataLoader[Any]):
     """
 
     end_of_dataloader: bool = False
+    _counts: tuple[int, ...] | None
 
     def __init__(
         self, dataset: Any, use_stateful_dataloader: bool = False, batch_sampler: Any = None, **kwargs: Any
@@ -166,6 +167,11 @@ class PreparedLoader(DataLoader[Any]):
         total = sum(self._counts)
         return 0 if total == self.total_batch_size else total
 
+    @remainder.setter
+    def remainder(self, rows: int) -> None:
+        share = Share(samples=rows, batch=self.nominal_rows, processes=self.processes)
+        self._counts = share.real_counts(0) if rows > 0 else None
+
     def real_counts(self) -> tuple[int, ...] | None:
         """Return the number of real (not repeated) samples in the current batch by process; ``None`` if all are."""
         return self._counts
@@ -254,7 +260,7 @@ class PreparedLoader(DataLoader[Any]):
         """Clear the end of the last epoch."""
         self.end_of_dataloader = False
         self._total: int | None = None
-        self._counts: tuple[int, ...] | None = None
+        self._counts = None
         self._rows: int | None = None
 
     def begin(self) -> None:

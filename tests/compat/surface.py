@@ -2,7 +2,8 @@
 
 Run as a program under `accel.compat` (a process of its own: another may hold Accelerate itself), it prints a JSON
 object from each difference to what it is. Differences are named as the rows of docs/migrating.md name them:
-``name``, ``Class.member``, ``name()`` for a signature, ``Enum.MEMBER``; with its module where names repeat.
+``name``, ``Class.member``, ``Class.member=`` if it cannot be set, ``name()`` for a signature, ``Enum.MEMBER``; with its
+module where names repeat.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import ast
 import inspect
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -22,6 +23,9 @@ SURFACE: dict[str, Any] = json.loads((HERE / "accelerate_surface.json").read_tex
 _NOT_ACCELERATES = {"TYPE_CHECKING"}
 _WHOLE = ("accelerate.commands", "accelerate.inference", "accelerate.utils.megatron_lm")  # labelled with their module
 _BY_PROTOCOL = {"__enter__", "__exit__", "__iter__", "__len__", "__getitem__"}
+_SETTABLE_OF_LOADERS = """
+device rng_types synchronized_generator skip_batches gradient_state iteration end_of_dataloader remainder
+""".split()
 _CALLED = {"__init__", "__call__", *_BY_PROTOCOL}
 
 
@@ -212,6 +216,7 @@ def _fields() -> Iterator[tuple[str, str]]:
 
 
 def _attributes() -> Iterator[tuple[str, str]]:
+    import torch
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
@@ -222,6 +227,20 @@ def _attributes() -> Iterator[tuple[str, str]]:
         for attribute in dict.fromkeys(members):
             if not attribute.startswith("_") and not hasattr(thing, attribute):
                 yield f"{name}.{attribute}", f"{name}() has no {attribute}"
+        with_setters = [member for member, kind in SURFACE[name].items() if kind == "property+setter"]
+        yield from _unsettable(name, thing, dict.fromkeys([*SURFACE[f"{name}_instance_attrs"], *with_setters]))
+    loader = made["Accelerator"].prepare(torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(2))))
+    yield from _unsettable("DataLoaderShard", loader, _SETTABLE_OF_LOADERS)
+
+
+def _unsettable(name: str, thing: Any, attributes: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Attributes that scripts can set on Accelerate's object and not on ``thing``."""
+    for attribute in attributes:
+        if not attribute.startswith("__") and hasattr(thing, attribute):
+            try:
+                setattr(thing, attribute, getattr(thing, attribute))
+            except AttributeError:
+                yield f"{name}.{attribute}=", "cannot be set"
 
 
 if __name__ == "__main__":

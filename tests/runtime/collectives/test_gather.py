@@ -54,6 +54,21 @@ def test_gather_for_metrics_drops_exactly_the_repetitions(kind: str) -> None:
             assert pairs == [[i, i + 1000] for i in range(size)]
 
 
+def _gathered_with(remainder: int) -> list[int]:
+    accelerator = Accelerator()
+    loader: Any = accelerator.prepare(DataLoader(Numbers(5), batch_size=2))
+    for batch in loader:
+        if loader.end_of_dataloader:
+            loader.remainder = remainder
+        last: list[int] = accelerator.gather_for_metrics(batch).tolist()
+    return last
+
+
+@pytest.mark.parametrize(("remainder", "last"), [(3, [4, 0, 1]), (-1, [4, 0, 1, 2])])
+def test_a_script_may_set_the_remainder(remainder: int, last: list[int]) -> None:
+    assert run(_gathered_with, remainder) == [last] * 2
+
+
 def _gathered_for(sizes: list[int], kind: str) -> list[Any]:
     return [_gathered(size, kind) for size in sizes]
 
