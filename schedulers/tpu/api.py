@@ -45,12 +45,8 @@ class TpuApiError(SubmitError):
         self.reason, self.code = reason, code
 
 
-class Retryable(SubmitError):
-    """A creation failed, and the same request may succeed later. `reason`: NO_CAPACITY for lack of capacity."""
-
-    def __init__(self, message: str, reason: Reason = Reason.NONE) -> None:
-        super().__init__(message)
-        self.reason = reason
+class Retryable(TpuApiError):
+    """A creation failed, and the same request may succeed later. `reason`: NO_CAPACITY, or NONE."""
 
 
 def endpoint() -> str:
@@ -74,38 +70,31 @@ def state_name(resource: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class CreatedSlice:
-    """A slice that accel created, from the API's lists. `node` or `queued`, its queued resource, may be None."""
+    """A slice that accel created, from the API's lists. `node` or `queued`, its queued resource, may be None.
+
+    job_id:    the job of its label; "" without one.
+    is_queued: a queued resource has the node, or will.
+    """
 
     name: str
     node: Any
     queued: Any
+    job_id: str
+    state: str
+    is_queued: bool
+    accelerator_type: str
+    created_at: float
 
-    @property
-    def _description(self) -> Any:
-        """The node, or the one that was requested: it has no type if it was requested by its topology."""
-        return self.queued.tpu.node_spec[0].node if self.node is None else self.node
-
-    @property
-    def job_id(self) -> str:
-        """The job of the slice's label; "" without one."""
-        return str(self._description.labels.get(JOB_LABEL, ""))
-
-    @property
-    def state(self) -> str:
-        return state_name(self.queued.state if self.node is None else self.node)
-
-    @property
-    def is_queued(self) -> bool:
-        """True if a queued resource has the node, or will."""
-        return self.queued is not None or bool(self.node.queued_resource)
-
-    @property
-    def accelerator_type(self) -> str:
-        return str(self._description.accelerator_type)
-
-    @property
-    def created_at(self) -> float:
-        return float((self.queued or self.node).create_time.timestamp())
+    @classmethod
+    def of(cls, name: str, node: Any, queued: Any) -> CreatedSlice:
+        requested = queued.tpu.node_spec[0].node if node is None else node  # has no type if it has a topology
+        return cls(
+            name=name, node=node, queued=queued, job_id=str(requested.labels.get(JOB_LABEL, "")),
+            state=state_name(queued.state if node is None else node),
+            is_queued=queued is not None or bool(node.queued_resource),
+            accelerator_type=str(requested.accelerator_type),
+            created_at=float((queued or node).create_time.timestamp()),
+        )  # fmt: skip
 
 
 class Api:
@@ -153,22 +142,22 @@ class Api:
 
         Where queued resources may not be listed and the target requests none, this returns the nodes only.
         """
-        with self._translated_errors("tpu.nodes.list"):
-            nodes = list(self._client.list_nodes(parent=self.parent, timeout=_REPLY_TIMEOUT_S))
+        nodes = self._list(queued=False)
+        queued: dict[str, Any] = {}
         try:
-            with self._translated_errors("tpu.queuedResources.list"):
-                queued = list(self._client.list_queued_resources(parent=self.parent, timeout=_REPLY_TIMEOUT_S))
+            queued = self._list(queued=True)
         except TpuApiError:
             if self._options.queued:
                 raise
-            queued = []
-        by_name = {node.name.rpartition("/")[2]: node for node in nodes}
-        queued_by_name = {resource.name.rpartition("/")[2]: resource for resource in queued if resource.tpu.node_spec}
-        slices = [
-            CreatedSlice(name=name, node=by_name.get(name), queued=queued_by_name.get(name))
-            for name in queued_by_name | by_name
-        ]
+        queued = {name: resource for name, resource in queued.items() if resource.tpu.node_spec}
+        slices = [CreatedSlice.of(name, nodes.get(name), queued.get(name)) for name in queued | nodes]
         return [created for created in slices if created.job_id]
+
+    def _list(self, *, queued: bool) -> dict[str, Any]:
+        with self._translated_errors(f"tpu.{_kind(queued)}.list"):
+            list_all = self._client.list_queued_resources if queued else self._client.list_nodes
+            resources = list_all(parent=self.parent, timeout=_REPLY_TIMEOUT_S)
+            return {resource.name.rpartition("/")[2]: resource for resource in resources}
 
     def read(self, url: str) -> bytes | None:
         """Return an object of a bucket, or None. Raises what `get` raises."""
@@ -204,8 +193,8 @@ class Api:
         if error.code == _EXHAUSTED:
             raise self._exhausted(error.message)
         if error.code:
-            kind = TpuApiError if error.code in _REFUSALS else Retryable
-            raise kind(f"{self.label}: {_message_of(error.message)}")
+            kind, reason = (TpuApiError, Reason.SETUP) if error.code in _REFUSALS else (Retryable, Reason.NONE)
+            raise kind(f"{self.label}: {_message_of(error.message)}", reason)
 
     def _exhausted(self, message: str) -> SubmitError:
         line = f"{self.label}: {_message_of(message)}"

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import os
 import time
@@ -20,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..errors import SchedulerError, SpecError, StoreError, SubmitError, UnknownJob, Unreachable
+from ..errors import SchedulerError, SpecError, StoreError, UnknownJob, Unreachable
 from ..hosts.remote_files import host_program
 from ..job import Cursor, JobSpec, LogLine, Reason, State, Status
 from ..store import atomic_files
@@ -139,8 +138,8 @@ class CreatedSlices(SliceTarget):
 
     def backends(self, jobs: Mapping[str, str | None]) -> Mapping[str, str]:
         """Return each slice's project and zone. Raises ConfigError, StoreError."""
-        apis = {job_id: self._api_of(self._read(job_id)) for job_id in jobs}
-        return {job_id: f"project={slice_api.project}/{self._options.zone}" for job_id, slice_api in apis.items()}
+        projects = {job_id: self._api_of(self._read(job_id)).project for job_id in jobs}
+        return {job_id: f"project={project}/{self._options.zone}" for job_id, project in projects.items()}
 
     def poll(self, native_ids: Sequence[str]) -> Mapping[str, Status]:
         """Perform each job's next step; return the statuses. Raises Unreachable, with the answers so far.
@@ -299,8 +298,8 @@ class CreatedSlices(SliceTarget):
             state.operation, state.again_at = "", now + pause
             self._write(state)
             return replace(_queued(state, str(failure)), reason=failure.reason)
-        except SubmitError as refusal:
-            return self._fail(state, getattr(refusal, "reason", Reason.SETUP), str(refusal))
+        except api.TpuApiError as refusal:
+            return self._fail(state, refusal.reason, str(refusal))
         reason = Reason.NO_CAPACITY if state.again_at else Reason.NONE
         return replace(_queued(state, f"{name} is requested"), reason=reason)
 
@@ -427,30 +426,26 @@ class CreatedSlices(SliceTarget):
     def running(self, jobs: Mapping[str, str | None]) -> Mapping[str, str | SchedulerError]:
         """Return the slices of those jobs whose end no client has seen. Lists the slices of each project once."""
         return {
-            job_id: f"it has slice {existing[-1][1].name}"
-            for job_id, existing in self._slices_of(jobs).items()
-            if (state := self._read(job_id)) is None or state.end is None
+            created.job_id: f"it has slice {created.name}"
+            for _, created in self._slices_of(jobs)
+            if (state := self._read(created.job_id)) is None or state.end is None
         }
 
     def clear(self, jobs: Mapping[str, str | None]) -> list[str]:
         """Delete the jobs' slices, also those with `keep`."""
         lines = []
-        for slice_api, created in itertools.chain.from_iterable(self._slices_of(jobs).values()):
+        for slice_api, created in self._slices_of(jobs):
             try:
                 slice_api.delete(created.name, queued=created.is_queued)
             except (api.TpuApiError, Unreachable) as error:
                 lines.append(f"slice {created.name} stays: {error}")
         return lines
 
-    def _slices_of(self, jobs: Mapping[str, str | None]) -> dict[str, list[tuple[api.Api, api.CreatedSlice]]]:
+    def _slices_of(self, jobs: Mapping[str, str | None]) -> list[tuple[api.Api, api.CreatedSlice]]:
         """Return the slices of these jobs, each with a client for its project."""
-        existing: dict[str, list[tuple[api.Api, api.CreatedSlice]]] = {}
         apis = {slice_api.parent: slice_api for slice_api in (self._api_of(self._read(job_id)) for job_id in jobs)}
-        for slice_api in apis.values():
-            for created in slice_api.created_slices():
-                if created.job_id in jobs:
-                    existing.setdefault(created.job_id, []).append((slice_api, created))
-        return existing
+        slices = [(slice_api, created) for slice_api in apis.values() for created in slice_api.created_slices()]
+        return [(slice_api, created) for slice_api, created in slices if created.job_id in jobs]
 
     def listed(self) -> list[JobSummary]:
         """List the jobs of the zone's slices that accel created, from any machine."""
@@ -492,8 +487,7 @@ class CreatedSlices(SliceTarget):
         return f"the hosts of the slice in {self._options.zone}"
 
     def _stage(self, state: _Slice) -> tuple[str, str]:
-        name = state.name
-        slice_api = self._api_of(state)
+        name, slice_api = state.name, self._api_of(state)
         queued = slice_api.get(name, queued=True) if self._options.queued else None
         return slices.stage(name, slice_api.get(name), queued)
 
