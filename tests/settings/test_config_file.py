@@ -301,6 +301,23 @@ def test_a_file_that_distributes_nothing_is_for_one_process(
         assert main(["config", "update", "--config_file", name]) == 0  # and it still says so
 
 
+def test_numbers_are_read_as_accelerate_reads_them(somewhere: Path) -> None:
+    """By YAML 1.1, in which 010 is octal; accel.yaml is YAML 1.2."""
+    name = written(somewhere, "use_cpu: true\nnum_processes: 010")
+    assert planned("--config_file", name).processes == 8
+
+
+def test_a_tpus_file_has_the_processes_of_a_host(somewhere: Path) -> None:
+    machines = "num_machines: 2\nmachine_rank: 1\nmain_process_ip: h\n"
+    name = written(somewhere, f"distributed_type: XLA\n{machines}num_processes: 4")
+    assert options("--config_file", name)["num_processes"] == 8
+    env = {"TORCH_TPU_DEVICES_PER_HOST": "4", "TPU_TOPOLOGY": "2x2x2"}
+    for hosts in ("t0,t1", "t0,t1,t2,t3"):
+        places = {"TPU_WORKER_HOSTNAMES": hosts, "TPU_WORKER_ID": "1"}
+        run = planned("--config_file", name, "--tpu_runtime", "torch_tpu", **env, **places)
+        assert (run.nodes, run.processes) == (hosts.count(",") + 1, 4)
+
+
 @pytest.mark.usefixtures("gpus")
 class TestWhoWins:
     """Flags, the environment, the scheduler, the file, the defaults."""

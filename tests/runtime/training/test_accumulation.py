@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import inspect
 import pickle
+import weakref
 from typing import Any
 
 import pytest
@@ -331,6 +333,28 @@ def test_free_memory_lets_go() -> None:
     assert run_one(_freed) == [None, None, [], []]
 
 
+def _kept_by_free_memory(sharded: bool) -> list[str]:
+    """The kinds of objects that live on after a step and `free_memory`."""
+    accelerator = Accelerator(fsdp_plugin=Plugin() if sharded else None)
+    model: Any = nn.Linear(1, 1)
+    given = (model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(ones(2), batch_size=1))
+    model, optimizer, loader = accelerator.prepare(*given)
+    references = [weakref.ref(item) for item in (*given, model, optimizer, loader)]
+    del given
+    for rows, _ in loader:
+        accelerator.backward(model(rows).sum())
+        optimizer.step()
+    model, optimizer, loader = accelerator.free_memory(model, optimizer, loader)
+    gc.collect()
+    return [type(item).__name__ for item in (reference() for reference in references) if item is not None]
+
+
+def test_free_memory_frees_what_was_prepared() -> None:
+    assert run_one(_kept_by_free_memory, False) == []
+    assert run(_kept_by_free_memory, False) == [[], []]
+    assert run(_kept_by_free_memory, True) == [[], []]
+
+
 def _refusals() -> list[str]:
     told = []
     attempts: list[dict[str, Any]] = [
@@ -377,3 +401,5 @@ def test_the_plugins_values_are_those_that_were_given() -> None:
     assert GradientState(GradientAccumulationPlugin(num_steps=1)).plugin_kwargs == {"num_steps": 1}
     plugin = GradientAccumulationPlugin(num_steps=2, sync_with_dataloader=False)
     assert GradientState(plugin).plugin_kwargs == state.plugin_kwargs == {"num_steps": 2, "sync_with_dataloader": False}
+    state.plugin_kwargs = {"num_steps": 4}
+    assert (GradientState().num_steps, state.plugin_kwargs) == (4, {"num_steps": 4})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import hashlib
 import json
@@ -107,6 +108,17 @@ def test_a_value_that_cannot_be_pickled_fails_the_job(submit: Submit) -> None:
     with pytest.raises(JobFailed, match="the value that lambda returned cannot be pickled: cannot pickle 'generator'"):
         job.result(120)
     assert list(job.record.directory.glob("result*")) == []
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_value_is_written_whole_or_not_at_all(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, call, fail)
+    with pytest.raises(OSError, match="No space left"):
+        run_function.write(str(tmp_path / "result.pkl"), b"value")
+    assert not (tmp_path / "result.pkl").exists()
 
 
 def test_a_function_that_ends_the_process_leaves_no_value(submit: Submit) -> None:

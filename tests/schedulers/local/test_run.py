@@ -13,6 +13,7 @@ import pytest
 import schedulers
 from schedulers import Reason, SpecError, State
 from schedulers.local.target import LocalOptions, LocalTarget
+from schedulers.errors import SnapshotError
 from schedulers.store.record import Record
 from schedulers.target import TargetContext
 from tests.waiting import until
@@ -38,6 +39,15 @@ def test_runs_where_it_was_submitted_with_its_own_environment(submit: Submit, pr
     )
     job.wait()
     assert json.loads(printed(job)) == [str(project), "a $b 'c'\n", job.id]
+
+
+def test_runs_in_the_home_directory(submit: Submit, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is too large for a snapshot."""
+    monkeypatch.setenv("HOME", str(project))
+    job = submit("import os; print(os.getcwd())")
+    assert (job.wait().state, printed(job)) == (State.SUCCEEDED, f"{project}\n")
+    with pytest.raises(SnapshotError, match="is your home directory"):
+        submit("", options={"snapshot": True})
 
 
 def test_a_module_and_a_command(home: Path, project: Path) -> None:

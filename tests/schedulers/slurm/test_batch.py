@@ -321,13 +321,14 @@ def test_a_restart_within_the_allocation(make: Make) -> None:
 
 
 def test_setup_runs_once_a_node(make: Make) -> None:
-    setup = [["sh", "-c", 'echo "set up $SLURM_NODEID $1"', "sh", "with 'quotes' and\nlines"]]
+    show = 'echo "set up $SLURM_NODEID, $WORLD_SIZE of $SLURM_STEP_NUM_TASKS, $1"'
+    setup = [["sh", "-c", show, "sh", "with 'quotes' and\nlines"]]
     job = make("echo go", nodes=2, procs_per_node=2, setup=setup).submit()
     assert job.exit()["state"] == "succeeded"
     said = job.read("logs/setup.log")
     assert sorted(line for line in said.splitlines() if line.startswith("set up")) == [
-        "set up 0 with 'quotes' and",
-        "set up 1 with 'quotes' and",
+        "set up 0, 1 of 2, with 'quotes' and",
+        "set up 1, 1 of 2, with 'quotes' and",
     ]
 
 

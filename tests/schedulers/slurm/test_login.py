@@ -62,7 +62,9 @@ def close(job: Job) -> None:
 
 def test_a_job_runs_and_tells(laptop: FromLaptop, project: Path, slurm: Slurm, calls: Calls) -> None:
     (project / "show.py").write_text("import sys, json; print(json.dumps(sys.argv[1:]))")
-    job = laptop('python3 show.py "$@"; echo $RANK on $(hostname)', HOSTILE, nodes=2)
+    (slurm.home() / "venv").symlink_to(sys.prefix)
+    python = {"python": "~/venv/bin/python"}
+    job = laptop('python3 show.py "$@"; echo $RANK on $(hostname)', HOSTILE, nodes=2, options=python)
     assert job.wait(120).state is State.SUCCEEDED, printed(job)
     lines = {line.rank: line.text for line in job.logs() if line.rank is not None}
     assert lines == {0: "0 on n1\n", 1: "1 on n2\n"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -43,8 +44,10 @@ HOSTILE = [
 SHOW = "import sys, json, os; print(json.dumps([sys.argv[1:], os.environ.get('A')]))"
 
 
-def test_a_job_runs_and_tells(slurm: Slurm, submit: Submit) -> None:
-    own = {"sbatch": {"mem": 0, "cpus-per-task": 2}}  # all memory of each node
+def test_a_job_runs_and_tells(slurm: Slurm, submit: Submit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "venv").symlink_to(sys.prefix)
+    own = {"sbatch": {"mem": 0, "cpus-per-task": 2}, "python": "~/venv/bin/python"}  # all memory of each node
     show = 'echo "rank $RANK of $WORLD_SIZE on $(hostname): $SLURM_CPUS_PER_TASK cores"; exit $RANK'
     job = submit(show, nodes=2, cpus=None, options=own)
     status = job.wait(90)

@@ -63,7 +63,7 @@ def test_ranks_are_the_workers_in_their_order(tpu: Tpu, submit: Submit, monkeypa
         )
 
     monkeypatch.setattr("schedulers.hosts.jobs.placement.examine", doubting)
-    job = submit('echo "$RANK of $WORLD_SIZE on $(hostname)"')
+    job = submit('echo "$RANK of $WORLD_SIZE on $NAME"', options={"prologue": ["export NAME=$(hostname)"]})
     assert job.wait(90).state is State.SUCCEEDED, list(job.logs())
     workers = tpu.workers("pod1")
     assert sorted(printed(job)) == [(rank, f"{rank} of 2 on {workers[rank]}\n") for rank in (0, 1)]
