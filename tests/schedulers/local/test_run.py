@@ -12,8 +12,8 @@ import pytest
 
 import schedulers
 from schedulers import Reason, SpecError, State
-from schedulers.local.target import LocalOptions, LocalTarget
 from schedulers.errors import SnapshotError
+from schedulers.local.target import LocalOptions, LocalTarget
 from schedulers.store.record import Record
 from schedulers.target import TargetContext
 from tests.waiting import until
