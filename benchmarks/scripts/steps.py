@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.scripts.rounds import interleave, over, timed, write
+from benchmarks.scripts.rounds import interleave, over, shortest_steps, write
 
 STEPS = int(os.environ.get("BENCHMARK_STEPS", "300"))
 LENGTHS = {"1 ms": (1e-3, 100), "10 ms": (1e-2, 30), "100 ms": (0.1, 10)}  # seconds of a step by hand, and steps
-GPT_STEPS = 25
 ROUNDS = int(os.environ.get("BENCHMARK_ROUNDS", "15"))
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 
@@ -195,10 +194,9 @@ def main() -> None:
         for length, (target, steps) in LENGTHS.items():
             long = long_steps(target, steps, {"accel": ours, "accelerate": theirs})
             loops |= {f"{length}, {name}": loop for name, loop in long.items()}
-    else:
-        gpt = gpt_steps({"accel": ours, "accelerate": theirs})
-        loops |= {name: timed(step, GPT_STEPS) for name, step in gpt.items()}
     seconds = interleave(loops, ROUNDS)
+    if WORLD == 1:
+        seconds |= shortest_steps(gpt_steps({"accel": ours, "accelerate": theirs}), ROUNDS)
     for kind in ("plain", "accumulate", "whole"):
         for name in ("accel", "accelerate"):
             seconds[f"{kind}, {name} over by hand"] = over(seconds, f"{kind}, {name}", f"{kind}, by hand")
