@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from pathlib import Path
 
@@ -48,7 +49,11 @@ def test_a_job_runs_and_tells(slurm: Slurm, submit: Submit, tmp_path: Path, monk
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "venv").symlink_to(sys.prefix)
     own = {"sbatch": {"mem": 0, "cpus-per-task": 2}, "python": "~/venv/bin/python"}  # all memory of each node
-    show = 'echo "rank $RANK of $WORLD_SIZE on $(hostname): $SLURM_CPUS_PER_TASK cores"; exit $RANK'
+    printed = shlex.quote(str(tmp_path / "printed"))  # by rank 0, which the failure of rank 1 ends
+    show = (
+        'echo "rank $RANK of $WORLD_SIZE on $(hostname): $SLURM_CPUS_PER_TASK cores"; '
+        f"[ $RANK != 0 ] || touch {printed}; until [ -e {printed} ]; do sleep 0.1; done; exit $RANK"
+    )
     job = submit(show, nodes=2, cpus=None, options=own)
     status = job.wait(90)
     assert (status.state, status.reason, status.exit_code) == (State.FAILED, Reason.EXIT_CODE, 1)
