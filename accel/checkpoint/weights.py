@@ -109,7 +109,8 @@ def save_weights(
 
     A reader finds the earlier weights, these, or none: all files are written as drafts. Before they are moved into
     place, an earlier index is deleted and, if shards follow, an earlier single file; the new index is last. Then the
-    rest of the earlier weights is deleted, last those in the other format (unless ``both`` are to be there).
+    rest of the earlier weights is deleted. After pickles that includes safetensors, which readers prefer, unless
+    ``both`` are to be there.
 
     Sharded tensors are gathered one at a time, for safetensors: all processes must call it, and those that do not
     write (``writes``) take part in gathering even if the writer fails. Raises `ArgumentError` for values that
@@ -135,8 +136,8 @@ def save_weights(
             raise ArgumentError(f"save_model: {folder} must be a directory, but is a file")
         if writes:
             _write_parts(parts, folder, safe, write)
-            if not both:
-                _delete(folder, _files(WEIGHTS_PATTERN_NAME if safe else SAFE_WEIGHTS_PATTERN_NAME))
+            if not safe and not both:
+                _delete(folder, _files(SAFE_WEIGHTS_PATTERN_NAME))
                 fsync(folder)
     finally:
         for value in remaining:

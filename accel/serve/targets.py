@@ -32,7 +32,7 @@ class Offer:
 
 
 def offered_targets(settings: Settings) -> dict[str, Offer]:
-    """Return the targets that `serve.yaml` names, else those of the user's `accel.yaml`, and `local`.
+    """Return the targets in `serve.yaml`; without any there, those in the user's `accel.yaml`, and `local`.
 
     Never reads a project's `accel.yaml`. Raises ConfigError for a target that does not exist.
     """

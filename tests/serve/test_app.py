@@ -33,9 +33,9 @@ def test_it_is_not_ready_without_its_database(api: Api, context: ServeContext) -
 
 
 def test_pages_of_other_origins_get_no_answers(owner: TestClient) -> None:
-    asked = {"Origin": "https://evil.example.org", "Access-Control-Request-Method": "GET"}
+    origin = {"Origin": "https://evil.example.org", "Access-Control-Request-Method": "GET"}
     for method in ("GET", "OPTIONS"):
-        answer = owner.request(method, "/api/v1/me", headers=asked)
+        answer = owner.request(method, "/api/v1/me", headers=origin)
         assert answer.status_code == (200 if method == "GET" else 405)
         assert not [name for name in answer.headers if name.startswith("access-control-")]
 

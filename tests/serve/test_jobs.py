@@ -199,7 +199,7 @@ def test_a_wait_ends_when_the_job_changes(context: ServeContext, owner: TestClie
 def test_two_requests_for_one_job_at_once(
     context: ServeContext, owner: TestClient, digest: str, monkeypatch: pytest.MonkeyPatch, is_same: bool
 ) -> None:
-    """The second comes while the first one is checked. The values of secrets stay those of the one that is kept."""
+    """The second request comes while the first is checked; the job has the secrets of the one that is accepted."""
     body = _command("true", digest, secrets={"T": "env:T"}) | {"secrets": {"T": "the value"}}
     job_id = _new_id()
     with context.database.write() as connection:

@@ -463,7 +463,8 @@ def _every_end_of_a_model(directory: str, before: str, after: str, safe_before: 
             found.append("none")
         save_weights(state(2), folder, sizes[after], safe)
         count = {"one": 1, "two": 2, "three": 3}[after]
-        assert len(list(folder.iterdir())) == 1 + count + (count > 1), list(folder.iterdir())
+        names = [path.name for path in folder.iterdir() if not (safe and path.name.startswith("pytorch_model"))]
+        assert len(names) == 1 + count + (count > 1), names
         assert (folder / "config.json").exists()
         shutil.rmtree(folder)
         if not ended:
@@ -493,7 +494,7 @@ _OTHERS = [
 def test_a_model_loads_as_before_or_as_saved_or_not_at_all(
     tmp_path: Path, before: str, after: str, safe_before: bool, safe: bool
 ) -> None:
-    found = run_one(_every_end_of_a_model, str(tmp_path), before, after, safe_before, safe)
-    kinds = [kind for number, kind in enumerate(found) if number == 0 or found[number - 1] != kind]
+    ends = run_one(_every_end_of_a_model, str(tmp_path), before, after, safe_before, safe)
+    kinds = [kind for number, kind in enumerate(ends) if number == 0 or ends[number - 1] != kind]
     replaced = before != "none" and (safe is not safe_before or before == after == "one")
     assert kinds == [*(["old"] if before != "none" else []), *([] if replaced else ["none"]), "new"]

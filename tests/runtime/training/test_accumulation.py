@@ -337,10 +337,10 @@ def _kept_by_free_memory(sharded: bool) -> list[str]:
     """The kinds of objects that live on after a step and `free_memory`."""
     accelerator = Accelerator(fsdp_plugin=Plugin() if sharded else None)
     model: Any = nn.Linear(1, 1)
-    given = (model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(ones(2), batch_size=1))
-    model, optimizer, loader = accelerator.prepare(*given)
-    references = [weakref.ref(item) for item in (*given, model, optimizer, loader)]
-    del given
+    parts = (model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(ones(2), batch_size=1))
+    model, optimizer, loader = accelerator.prepare(*parts)
+    references = [weakref.ref(item) for item in (*parts, model, optimizer, loader)]
+    del parts
     for rows, _ in loader:
         accelerator.backward(model(rows).sum())
         optimizer.step()

@@ -42,7 +42,7 @@ def test_runs_where_it_was_submitted_with_its_own_environment(submit: Submit, pr
 
 
 def test_runs_in_the_home_directory(submit: Submit, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which is too large for a snapshot."""
+    """Jobs run in place there; packing the home directory is refused."""
     monkeypatch.setenv("HOME", str(project))
     job = submit("import os; print(os.getcwd())")
     assert (job.wait().state, printed(job)) == (State.SUCCEEDED, f"{project}\n")
