@@ -12,7 +12,10 @@ import statistics
 from .measure import RESULTS
 
 ROOT = RESULTS.parents[1]
-FILES = ("README.md", "docs/accelerator.md", "docs/engines.md", "docs/parallel.md", "docs/serve.md", "docs/tested.md")
+FILES = (
+    "README.md", "docs/accelerator.md", "docs/dependencies.md", "docs/engines.md", "docs/kubernetes.md",
+    "docs/parallel.md", "docs/serve.md", "docs/slurm.md", "docs/ssh.md", "docs/tested.md",
+)  # fmt: skip
 _TABLE = re.compile(r"(<!-- benchmarks (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 # A cell `{result: figure}` is the median of that figure, `{result: figure / figure}` the ratio of two.
@@ -69,6 +72,56 @@ TABLES = {
 | {kubernetes_jobs: accel, PyTorchJob / accel, Job} |
 | `torchrun` in a PyTorchJob by hand, Master and Worker | {kubernetes_jobs: torchrun, PyTorchJob} \
 | {kubernetes_jobs: torchrun, PyTorchJob / accel, Job} |
+""",
+    "kubernetes_traffic": """
+| | to and from the API server |
+| `accel wait` | {kubernetes_traffic: accel wait, kB} |
+| `accel logs -f` | {kubernetes_traffic: accel logs -f, kB} |
+| `kubectl wait` | {kubernetes_traffic: kubectl wait, kB} |
+""",
+    "slurm": """
+| | accel | a script with submitit | Slurm's own programs |
+| submit | {slurm_submit: accel submit} | {slurm_submit: a script with submitit} | {slurm_submit: sbatch} (`sbatch`) |
+| the job's end in Slurm → the return of `accel wait`, `results()`, `sbatch --wait` \
+| {slurm_end: Slurm's end to accel wait} | {slurm_end: Slurm's end to submitit results()} \
+| {slurm_end: Slurm's end to sbatch --wait} |
+| the same, without a result: cancelled by somebody else after a minute \
+| {slurm_end: scancel after a minute to accel wait} | | |
+| calls of `squeue` and `sacct` in that minute | {slurm_end: calls of squeue and sacct in that minute} | | |
+| submit → the first all-reduce of two nodes of two ranks | {slurm_launch: accel submit} \
+| {slurm_launch: submitit, a task a rank} | {slurm_launch: sbatch, srun torchrun} (`srun torchrun`) |
+| `accel list --all` of 1,000 live jobs | {slurm_list: accel list --all, 1000 jobs} | | |
+| calls of `squeue`, `sacct` and `scontrol` for it | {slurm_list: calls of squeue, sacct and scontrol} | | |
+""",
+    "slurm_requeue": """
+| a preempted job of two nodes of two ranks | accel | `srun torchrun` |
+| warning signal → restart request to Slurm (the ranks agree, save and end) \
+| {slurm_requeue: SIGUSR1 to scontrol requeue} | |
+| restart request → the second start of the batch script (Slurm's own time) \
+| {slurm_requeue: scontrol requeue to batch script, accel} \
+| {slurm_requeue: scontrol requeue to batch script, torchrun} |
+| the second start of the batch script → the first step | {slurm_requeue: batch script to first step, accel} \
+| {slurm_requeue: batch script to first step, torchrun} |
+""",
+    "ssh": """
+| | accel | by hand |
+| submit → first all-reduce on 4 hosts; `torchrun` in 4 sessions of `ssh` | {ssh_launch: accel submit} \
+| {ssh_launch: torchrun in 4 ssh sessions} |
+| a no-op on 64 hosts, new process; `ssh` to all at once | {ssh_fan_out: accel, 64 hosts} \
+| {ssh_fan_out: OpenSSH, 64 hosts} |
+| the same with curve25519, the key exchange that paramiko uses | | {ssh_fan_out: OpenSSH, 64 hosts, curve25519} |
+| the no-op on 16 hosts | {ssh_fan_out: accel, 16 hosts} | |
+| the no-op on 4 hosts | {ssh_fan_out: accel, 4 hosts} | |
+| the no-op on 64 hosts, connections kept | {ssh_fan_out: accel, 64 hosts, connections kept} | |
+| a cable pulled → the job's end on all other hosts, heartbeat 5 s | {ssh_cut: a host cut} | |
+| the same, the leading host's cable | {ssh_cut: the first host cut} | |
+""",
+    "ssh_fabric": """
+| over one connection | accel | Fabric |
+| 100 bytes sent to standard input | {ssh_fabric: accel, 100 bytes sent} | {ssh_fabric: Fabric, 100 bytes sent} |
+| 5 MB printed | {ssh_fabric: accel, 5 MB printed} | {ssh_fabric: Fabric, 5 MB printed} |
+| the error after a ProxyCommand that ends | {ssh_fabric: accel, a ProxyCommand that ends} \
+| {ssh_fabric: Fabric, a ProxyCommand that ends} |
 """,
     "serve": """
 | | | against | ratio |
@@ -157,8 +210,10 @@ def _cell(result: str, figures: str) -> str:
 def _shown(figure: str, value: float) -> str:
     if "GB" in figure:
         return f"{value * 1e3:.0f} MB"
+    if figure.startswith("calls"):
+        return f"{value:g}"
     if figure.endswith(", kB"):
-        return f"{value / 1e3:.0f} MB"
+        return f"{value / 1e3:.0f} MB" if value >= 1e3 else f"{value:.0f} kB"
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if value >= size:
             return f"{value / size:.3g} {unit}"

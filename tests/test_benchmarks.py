@@ -18,6 +18,12 @@ def test_tables_show_the_kept_figures(name: str) -> None:
     assert text == renewed(text), "python -m benchmarks.tables"
 
 
+def test_pages_that_name_a_benchmark_have_tables() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    named = {page.relative_to(ROOT).as_posix() for page in pages if "python -m benchmarks" in page.read_text()}
+    assert named <= set(FILES)
+
+
 def test_every_table_is_shown() -> None:
     shown = {name for file in FILES for name in re.findall(r"<!-- benchmarks (\w+) -->", (ROOT / file).read_text())}
     assert shown == set(TABLES)

@@ -88,7 +88,8 @@ def test_jobs_that_it_cannot_run(options: dict[str, Any], spec: dict[str, Any], 
 
 def test_every_option_is_in_the_documentation() -> None:
     table = (ROOT / "docs/ssh.md").read_text().partition("\n## Options\n")[2].partition("\n## ")[0]
-    named = {word for line in table.splitlines()[3:] for word in re.findall(r"`(\w+)`", line.split(" | ")[0])}
+    rows = [line for line in table.splitlines() if line.startswith("| `")]
+    named = {word for line in rows for word in re.findall(r"`(\w+)`", line.split(" | ")[0])}
     assert named == {field.name for field in dataclasses.fields(SshOptions)}
 
 
