@@ -111,7 +111,8 @@ class Files:
         from . import replies
 
         request = {"root": self.root, "do": list(steps)}
-        argv, stdin = program_call(self.python, host_programs("program", "files"), request)
+        names = ("program", "archive", "files") if blob else ("program", "files")  # only a blob is unpacked
+        argv, stdin = program_call(self.python, host_programs(*names), request)
         with self.remote.open(argv) as session:
             session.write(stdin)
             if blob is not None and replies.decode(self._line(session), replies.Need, self.remote.name)["need"]:

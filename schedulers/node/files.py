@@ -196,42 +196,15 @@ def check_digest(path: str, digest: str) -> None:
 
 
 def extract(source: str, top: str) -> None:
-    """Extract files, links that stay inside and empty directories; links last, so that none is written through."""
     import tarfile
 
-    links = []
-    remaining = os.path.getsize(source)
-    with tarfile.open(source, "r:", encoding="utf-8", errors="surrogateescape") as tar:
-        for member in tar:
-            full_path = path_below(top, member.name)
-            remaining -= member.size
-            if member.issparse() or member.size < 0 or remaining < 0:  # a sparse one can be larger than the archive
-                raise InvalidRequest(f"{member.name!r} in {source} would write more than the archive holds")
-            if member.isdir():
-                os.makedirs(full_path, mode=0o700, exist_ok=True)
-                os.chmod(full_path, (member.mode & 0o777) | 0o700)
-            elif member.issym():
-                links.append((full_path, member.linkname))
-            elif member.isreg():
-                os.makedirs(os.path.dirname(full_path), mode=0o700, exist_ok=True)
-                content = tar.extractfile(member)
-                fd = os.open(full_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-                with open(fd, "wb", buffering=0) as file:
-                    while content is not None:
-                        data = content.read(CHUNK)
-                        if not data:
-                            break
-                        write_all(file.fileno(), data, full_path)
-                    os.fchmod(file.fileno(), member.mode & 0o777)
-            else:
-                raise InvalidRequest(f"{member.name!r} in {source} is neither a file, a link nor a directory")
-    for full_path, target in links:
-        os.makedirs(os.path.dirname(full_path), mode=0o700, exist_ok=True)
-        os.symlink(target, full_path)
-    real_top = os.path.realpath(top)
-    for full_path, target in links:
-        if os.path.isabs(target) or not (os.path.realpath(full_path) + "/").startswith(real_top + "/"):
-            raise InvalidRequest(f"{os.path.relpath(full_path, top)!r} in {source} is a link that leads outside")
+    from .archive import extract as extract_members
+
+    try:
+        with tarfile.open(source, "r:", encoding="utf-8", errors="surrogateescape") as tar:
+            extract_members(tar, top, modes=0o777, max_bytes=os.path.getsize(source))
+    except tarfile.TarError as error:
+        raise InvalidRequest(f"{source}: {error}") from None
 
 
 def remove(root: str, step: Step) -> bool:

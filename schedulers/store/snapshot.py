@@ -16,9 +16,10 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Literal
 
 from ..errors import SnapshotError, StoreError
+from ..node import archive
 from ..printable import one_line
 from . import atomic_files
 from .record import CorruptRecord, Record
@@ -281,77 +282,27 @@ def _extract(snapshot: Path, top: str, digest: str, max_files: int | None) -> No
     try:
         with tarfile.open(snapshot, "r:", encoding="utf-8", errors="surrogateescape") as tar:
             max_bytes = os.path.getsize(snapshot)
-            entries = [(entry, _member(tar, info, entry, top)) for info, entry in _members(tar, max_bytes, max_files)]
+            if _digest(_member(tar, info) for info in archive.members(tar, max_bytes, max_files)) != digest:
+                raise SnapshotError(f"{problem} (its content has another digest)")
+            archive.extract(tar, top, modes=0o777, max_bytes=max_bytes, max_files=max_files)
     except FileNotFoundError:
         raise SnapshotError(f"snapshot not found: {snapshot}") from None
+    except tarfile.ExtractError as error:
+        raise SnapshotError(f"the snapshot {snapshot} cannot be unpacked: {error}") from None
     except (tarfile.TarError, EOFError) as error:
         raise SnapshotError(f"{problem} ({error})") from None
-    if _digest(entries) != digest:
-        raise SnapshotError(f"{problem} (its content has another digest)")
-    # Last, so that no file can be written through a link.
-    links = [entry for entry, _ in entries if entry.type == "link"]
-    for entry in links:
-        os.symlink(entry.link, _with_parents(top, entry.path))
-    real_top = os.path.realpath(top)
-    for entry in links:
-        if (
-            os.path.isabs(entry.link)
-            or os.path.commonpath([real_top, os.path.realpath(os.path.join(real_top, entry.path))]) != real_top
-        ):
-            raise SnapshotError(f"the snapshot {snapshot} has a link that leads outside: {entry.path!r}")
 
 
-def _members(tar: tarfile.TarFile, max_bytes: int, max_files: int | None) -> Iterable[tuple[tarfile.TarInfo, Entry]]:
-    """Yield the members.
-
-    Raises SnapshotError for one that `pack` does not write, such as a sparse file, which can be larger than the
-    archive, and for more than `max_files`; ReadError for files of more than `max_bytes` bytes together.
-    """
-    remaining = max_bytes
-    for number, info in enumerate(tar):
-        if number == max_files:
-            raise SnapshotError(f"a snapshot must not hold more than {max_files:,} files")
-        parts = info.name.split("/")
-        if info.name.startswith("/") or not all(parts) or ".." in parts or "." in parts:
-            raise SnapshotError(f"a snapshot must not write outside its directory: {info.name!r}")
-        mode = info.mode & 0o777
-        remaining -= info.size
-        if info.issparse():
-            raise SnapshotError(f"a snapshot must not hold a sparse file: {info.name!r}")
-        if info.size < 0 or remaining < 0:
-            raise tarfile.ReadError(f"{info.name!r} is larger than the archive")
-        if info.isreg():
-            yield info, Entry(info.name, "file", mode, info.size)
-        elif info.issym():
-            yield info, Entry(info.name, "link", mode, 0, info.linkname)
-        elif info.isdir():
-            yield info, Entry(info.name, "directory", mode, 0)
-        else:
-            raise SnapshotError(f"a snapshot holds files, links and directories only: {info.name!r}")
-
-
-def _member(tar: tarfile.TarFile, info: tarfile.TarInfo, entry: Entry, top: str) -> bytes:
-    """Write a file or an empty directory, and return the hash of its content."""
-    content = hashlib.sha256(os.fsencode(entry.link))
-    if entry.type == "directory":
-        full_path = _with_parents(top, entry.path)
-        os.mkdir(full_path, 0o700)
-        os.chmod(full_path, entry.mode | 0o700)
-    elif entry.type == "file":
-        source = tar.extractfile(info)
-        full_path = _with_parents(top, entry.path)
-        with open(os.open(full_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as out:
-            while source is not None and (chunk := source.read(_CHUNK)):
-                content.update(chunk)
-                out.write(chunk)
-            os.fchmod(out.fileno(), entry.mode)
-    return content.digest()
-
-
-def _with_parents(top: str, path: str) -> str:
-    full_path = os.path.join(top, path)
-    os.makedirs(os.path.dirname(full_path), exist_ok=True)
-    return full_path
+def _member(tar: tarfile.TarFile, info: tarfile.TarInfo) -> tuple[Entry, bytes]:
+    """Return the entry that `pack` made a member of, and the hash of its content. Raises tarfile.ExtractError."""
+    if os.path.normpath(info.name) != info.name:
+        raise tarfile.ExtractError(f"{info.name!r} is not a name that is packed")
+    kind: Literal["link", "directory", "file"] = "link" if info.issym() else "directory" if info.isdir() else "file"
+    content = hashlib.sha256(os.fsencode(info.linkname))
+    source = tar.extractfile(info) if kind == "file" else None
+    while source is not None and (chunk := source.read(_CHUNK)):
+        content.update(chunk)
+    return Entry(info.name, kind, info.mode & 0o777, info.size, info.linkname), content.digest()
 
 
 def _size_warning(top: str, entries: list[Entry]) -> list[str]:

@@ -57,6 +57,11 @@ def member(name: str, type: bytes = tarfile.REGTYPE, link: str = "", content: by
     return info
 
 
+def with_headers(info: tarfile.TarInfo, **headers: str) -> tarfile.TarInfo:
+    info.pax_headers = headers
+    return info
+
+
 def sparse(path: Path, kind: str, name: str = "a", size: int = 300_000_000) -> None:
     """Write an archive of one member that holds no data and claims a size: GNU's form, or one of PAX."""
     headers = {
@@ -87,7 +92,7 @@ def test_an_archive_cannot_write_more_than_it_holds(tmp_path: Path, kind: str) -
     sparse(archive, kind)
     with tarfile.open(archive) as tar:  # it is what it is meant to be
         assert [(info.size, info.issparse()) for info in tar] == [(300_000_000, True)]
-    with pytest.raises(SnapshotError, match="must not hold a sparse file: 'a'"):
+    with pytest.raises(SnapshotError, match="'a' would write more than the archive holds"):
         unpack(archive, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     (tmp_path / "host").mkdir()
@@ -141,14 +146,6 @@ def artefact(*members: tarfile.TarInfo) -> tarfile.TarFile:
     return tarfile.open(fileobj=io.BytesIO(buffer.getvalue()), mode="r:gz")
 
 
-@pytest.fixture(params=["by Python's filter", "without a filter"])
-def python(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Python with filters for archives, and one from before them."""
-    if request.param == "without a filter":
-        monkeypatch.delattr(tarfile, "data_filter")
-
-
-@pytest.mark.usefixtures("python")
 def test_an_artefact_is_extracted(tmp_path: Path) -> None:
     program = member("./model/run", content=b"x")
     program.mode, program.uid, program.gid = 0o6777, 12345, 12345
@@ -161,11 +158,14 @@ def test_an_artefact_is_extracted(tmp_path: Path) -> None:
     assert (tmp_path / "out/model/hard").read_bytes() == b"x"
 
 
-@pytest.mark.usefixtures("python")
 @pytest.mark.parametrize(
     "members",
     [
         [member("../x")],
+        [member("/x")],
+        [member("hard", tarfile.LNKTYPE, "missing")],
+        [with_headers(member("nul"), path="a\0b")],
+        [with_headers(member("nul in a link", tarfile.SYMTYPE, "a"), linkpath="a\0b")],
         [member("a/../../x")],
         [member("link", tarfile.SYMTYPE, "/etc")],
         [member("a/link", tarfile.SYMTYPE, "../../x")],
@@ -181,12 +181,6 @@ def test_an_artefact_that_leads_outside_is_refused(members: list[tarfile.TarInfo
     with artefact(*members) as tar, pytest.raises(tarfile.TarError):
         archive.extract(tar, str(tmp_path / "out"))
     assert {path.name for path in tmp_path.iterdir()} <= {"out", "secret"}
-
-
-def test_an_absolute_path_is_refused_without_a_filter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(tarfile, "data_filter")
-    with artefact(member(f"{tmp_path}/out/x")) as tar, pytest.raises(tarfile.ExtractError, match="leads outside"):
-        archive.extract(tar, str(tmp_path / "out"))
 
 
 def test_an_unpacked_tree_is_the_snapshot_that_it_was_unpacked_from(code: Path, home: Path, tmp_path: Path) -> None:
@@ -224,7 +218,7 @@ def test_more_files_than_allowed_are_not_unpacked(code: Path, home: Path, tmp_pa
     for name in "abc":
         write(code, name)
     snapshot = pack(code, home)
-    with pytest.raises(SnapshotError, match="must not hold more than 2 files"):
+    with pytest.raises(SnapshotError, match="holds more than 2 files"):
         unpack(snapshot.path, tmp_path / "out", max_files=2)
     assert not (tmp_path / "out").exists()
     unpack(snapshot.path, tmp_path / "out", max_files=3)
