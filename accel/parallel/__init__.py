@@ -17,7 +17,6 @@ from accel.parallel.deepspeed import DeepSpeed
 from accel.parallel.megatron import Megatron
 from accel.parallel.mesh import Mesh
 from accel.parallel.sharded import Sharded, reduce_in_backward
-from accel.parallel.single import Single
 from accel.parallel.unwrap import data_parallel, unwrap
 from accel.parallel.xla import Xla
 from accel.plugins import DistributedDataParallelKwargs
@@ -32,7 +31,6 @@ __all__ = [
     "Megatron",
     "Mesh",
     "Sharded",
-    "Single",
     "Strategy",
     "Xla",
     "choose_strategy",
@@ -68,7 +66,7 @@ def choose_strategy(state: PartialState, plugins: Mapping[type, Any]) -> Strateg
             raise ArgumentError("ParallelismConfig: cp_size and sp_size are not supported under torch_xla")
         return Xla(state)
     if not state.use_distributed:
-        return Single(state)
+        return Strategy(state)
     return DataParallel(state, plugins.get(DistributedDataParallelKwargs), mesh)
 
 

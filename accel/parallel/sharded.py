@@ -17,10 +17,9 @@ from accel.errors import ArgumentError
 from accel.logging import get_logger
 from accel.parallel.activation_checkpointing import checkpoint_activations
 from accel.parallel.base import Loading, Prepared, Strategy, average_gradients
-from accel.parallel.clipping import by_mesh, clip_norm
 from accel.parallel.materializer import WeightMaterializer
 from accel.parallel.mesh import Mesh
-from accel.parallel.optimizers import check_known, rebind_to_shards, split_by_mesh, to_shards
+from accel.parallel.optimizers import by_mesh, check_known, clip_norm, rebind_to_shards, split_by_mesh, to_shards
 from accel.parallel.plans import find_styles
 from accel.parallel.shares import (
     count_versions,

@@ -1,12 +1,13 @@
-"""Requests to the REST API of a server. The server's own words for an error are passed on."""
+"""Requests to the REST API of a server, with its own message for an error, and uploads of code."""
 
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -27,6 +28,9 @@ from urllib3.util import parse_url
 from ..config.servers import Server
 from ..errors import ConfigError, CredentialsExpired, SchedulerError, SpecError, UnknownJob, Unreachable
 from ..printable import one_line
+
+if TYPE_CHECKING:
+    from ..store.snapshot import Snapshot
 
 PREFIX = "/api/v1"
 
@@ -178,3 +182,50 @@ def _reason(error: HTTPError) -> str:
 def _retry_after(headers: Mapping[str, str], default_s: float) -> float:
     value = headers.get("Retry-After", "")
     return float(value) if value.isdigit() else default_s
+
+
+# Uploads of a job's code, in pieces; one that was cut off is continued.
+
+PIECE_BYTES = 1 << 20  # the limit of nginx's default configuration
+_SMALL_BYTES = 1 << 16
+_CONFLICT = 409
+_MAX_CONFLICTS = 3
+
+
+def send_code(client: Client, snapshot: Snapshot) -> None:
+    """Send the snapshot, unless the server has it from this user. Raises what a request raises, and OSError."""
+    path = f"/code/{snapshot.digest}"
+    conflicts = 0
+    is_small = os.path.exists(snapshot.path) and os.path.getsize(snapshot.path) <= _SMALL_BYTES
+    offset = 0 if is_small else _offset(client, path)  # sending a little again is as fast as asking
+    if offset is None:
+        return
+    size = os.path.getsize(snapshot.path)
+    with open(snapshot.path, "rb") as file:
+        while offset is not None:
+            file.seek(offset)
+            headers = {"Accel-Offset": str(offset), "Accel-Size": str(size)}
+            piece = file.read(PIECE_BYTES)
+            try:
+                answer = client.request("PATCH", path, data=piece, headers=headers)
+            except Refused as error:
+                # A repeated request whose first answer was lost, or another client of the same user.
+                conflicts += 1
+                if error.status != _CONFLICT or conflicts > _MAX_CONFLICTS:
+                    raise
+                offset = _offset(client, path)
+                continue
+            if answer.status == 201:
+                return
+            offset += len(piece)
+            if offset >= size:
+                raise SchedulerError(f"{client.server.name}: the server has all of the code and does not accept it")
+
+
+def _offset(client: Client, path: str) -> int | None:
+    """Return where the upload continues; None if it is complete."""
+    try:
+        headers = client.request("HEAD", path).headers
+    except UnknownJob:
+        return 0
+    return None if headers.get("Accel-Complete") == "true" else int(headers["Accel-Offset"])

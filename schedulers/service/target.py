@@ -20,8 +20,7 @@ from ..printable import one_line
 from ..store import atomic_files, snapshot
 from ..store.store import Store
 from ..target import DiscoveredJob, JobSummary, Plan, TargetContext
-from .client import PREFIX, Answer, Client, Refused
-from .code import send_code
+from .client import PREFIX, Answer, Client, Refused, send_code
 
 progress = logging.getLogger("schedulers.progress")
 

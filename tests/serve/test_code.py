@@ -14,8 +14,7 @@ from accel.serve.context import ServeContext
 from accel.serve.settings import Settings, TargetRules
 from schedulers.config.servers import Server
 from schedulers.service import client as clients
-from schedulers.service.client import Client
-from schedulers.service.code import send_code
+from schedulers.service.client import Client, send_code
 from schedulers.store.snapshot import Snapshot, pack
 
 from .conftest import Api

@@ -10,8 +10,7 @@ import pytest
 
 from schedulers.config.servers import Server
 from schedulers.errors import Unreachable
-from schedulers.service.client import Client
-from schedulers.service.code import send_code
+from schedulers.service.client import Client, send_code
 from schedulers.store.snapshot import pack
 from schedulers.store.store import Store
 from tests.schedulers.conftest import small_disk

@@ -27,8 +27,7 @@ from accel.serve.submitter import Submitter, submit_row
 from accel.serve.tables import audit, code, job
 from schedulers.config.servers import Server
 from schedulers.jobs.submit import admit
-from schedulers.service.client import Client
-from schedulers.service.code import send_code
+from schedulers.service.client import Client, send_code
 from schedulers.store.snapshot import Snapshot, pack
 from schedulers.store.store import Store
 from tests.waiting import until

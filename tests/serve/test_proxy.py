@@ -15,8 +15,7 @@ import pytest
 
 from schedulers.config.servers import Server
 from schedulers.processes import die_with_parent
-from schedulers.service.client import Client, Refused
-from schedulers.service.code import send_code
+from schedulers.service.client import Client, Refused, send_code
 from schedulers.store.snapshot import pack
 from schedulers.store.store import Store
 from tests.needs import missing
