@@ -21,7 +21,7 @@ from .job import JobSpec
 from .jobs.handle import Job, submit_spec
 from .jobs.submit import admit, create_records, prepare, send_new
 from .store.store import Store
-from .target import Plan, Sweeps
+from .target import Plan, SupportsSubmitMany
 
 Point = Mapping[str, str]
 
@@ -95,7 +95,7 @@ def submit_sweep(
     store = store or Store.default()
     resolved, job_specs = _prepare(jobs, target_name, store, start)
     ids = ids or [store.new_id() for _ in job_specs]
-    if not isinstance(resolved.target, Sweeps):
+    if not isinstance(resolved.target, SupportsSubmitMany):
         done: list[Job] = []
         for spec, job_id in zip(jobs, ids, strict=True):
             try:

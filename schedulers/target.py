@@ -128,7 +128,7 @@ class Target(Protocol):
 
 
 @runtime_checkable
-class Admits(Protocol):
+class SupportsAdmit(Protocol):
     """A target that can reject a job before it is recorded. Every other target admits all jobs."""
 
     def admit(self, spec: JobSpec) -> None:
@@ -139,7 +139,7 @@ class Admits(Protocol):
 
 
 @runtime_checkable
-class Sizes(Protocol):
+class SupportsSized(Protocol):
     """A target whose options determine the number of nodes of a job that sets none itself."""
 
     def sized(self, spec: JobSpec) -> JobSpec:
@@ -147,7 +147,7 @@ class Sizes(Protocol):
 
 
 @runtime_checkable
-class Waits(Protocol):
+class SupportsWait(Protocol):
     """A target that is notified when a job ends, instead of polling for it."""
 
     def wait(self, native_id: str, timeout_s: float) -> bool | None:
@@ -208,7 +208,7 @@ class JobSummary:
 
 
 @runtime_checkable
-class Gathers(Protocol):
+class SupportsPollKey(Protocol):
     """A class of targets in which each target can also poll the jobs of the others."""
 
     @staticmethod
@@ -217,7 +217,7 @@ class Gathers(Protocol):
 
 
 @runtime_checkable
-class Identifies(Protocol):
+class SupportsBackends(Protocol):
     """A target that can tell backends apart that its options do not: another cluster, account or host of that name."""
 
     def backends(self, jobs: Mapping[str, str | None]) -> Mapping[str, str]:
@@ -230,7 +230,7 @@ class Identifies(Protocol):
 
 
 def same_backend(recorded: str, current: str) -> bool | None:
-    """Compare two results of `Identifies.backends` by the first sort of identity in `recorded`.
+    """Compare two results of `SupportsBackends.backends` by the first sort of identity in `recorded`.
 
     Returns None if `current` lacks that sort: whether they are the same is unknown.
     """
@@ -240,7 +240,7 @@ def same_backend(recorded: str, current: str) -> bool | None:
 
 
 @runtime_checkable
-class Finds(Protocol):
+class SupportsFind(Protocol):
     """A target whose backend finds jobs by their id, whichever machine submitted them."""
 
     def find(self, job_id: str) -> DiscoveredJob | None:
@@ -251,7 +251,7 @@ class Finds(Protocol):
 
 
 @runtime_checkable
-class Lists(Protocol):
+class SupportsListed(Protocol):
     """A target whose backend can list all of accel's jobs, whichever machine submitted them."""
 
     def listed(self) -> list[JobSummary]:
@@ -259,7 +259,7 @@ class Lists(Protocol):
 
 
 @runtime_checkable
-class Sweeps(Target, Protocol):
+class SupportsSubmitMany(Target, Protocol):
     """A target that submits many jobs in one request if they differ in arguments and names only."""
 
     def plan_many(self, specs: Sequence[JobSpec], job_ids: Sequence[str]) -> list[Plan]:
@@ -274,25 +274,25 @@ class Sweeps(Target, Protocol):
 
 
 @runtime_checkable
-class LimitsSweeps(Sweeps, Protocol):
+class SupportsAdmitMany(SupportsSubmitMany, Protocol):
     """A target whose backend limits the number of jobs in one request."""
 
     def admit_many(self, count: int) -> None:
-        """Check the number of a sweep's jobs after `Identifies.backends` and before they are recorded.
+        """Check the number of a sweep's jobs after `SupportsBackends.backends` and before they are recorded.
 
         Raises SpecError if the backend would refuse them; none is then recorded.
         """
 
 
 @runtime_checkable
-class Grows(Protocol):
+class SupportsGrows(Protocol):
     """A target whose jobs may grow, from `JobSpec.nodes` to `max_nodes`."""
 
     grows: ClassVar[bool]
 
 
 @runtime_checkable
-class Dated(Protocol):
+class SupportsCursorAt(Protocol):
     """A target that knows when its log lines were written."""
 
     def cursor_at(self, native_id: str, when: float) -> Cursor:
@@ -300,7 +300,7 @@ class Dated(Protocol):
 
 
 @runtime_checkable
-class Tails(Protocol):
+class SupportsTailAt(Protocol):
     """A target that finds the last lines of its logs without reading the logs."""
 
     def tail_at(self, native_id: str, since: Cursor, count: int) -> Cursor | None:
@@ -321,7 +321,7 @@ class CheckReport:
 
 
 @runtime_checkable
-class Checks(Protocol):
+class SupportsCheck(Protocol):
     """A target that can check, before any job, whether it could run one."""
 
     def check(self, gpus: int = 0) -> CheckReport:
@@ -332,7 +332,7 @@ class Checks(Protocol):
 
 
 @runtime_checkable
-class Clears(Protocol):
+class SupportsClear(Protocol):
     """A target that stores data of jobs that are over."""
 
     def clear(self, jobs: Mapping[str, str | None]) -> list[str]:
@@ -344,7 +344,7 @@ class Clears(Protocol):
 
 
 @runtime_checkable
-class Occupied(Protocol):
+class SupportsRunning(Protocol):
     """A target whose backend can tell what still runs of jobs that are recorded as over."""
 
     def running(self, jobs: Mapping[str, str | None]) -> Mapping[str, str | SchedulerError]:
@@ -356,7 +356,7 @@ class Occupied(Protocol):
 
 
 @runtime_checkable
-class Outlives(Protocol):
+class SupportsCancelRest(Protocol):
     """A target where a part of a job may run on after the job has ended."""
 
     def cancel_rest(self, native_id: str) -> bool:
@@ -367,7 +367,7 @@ class Outlives(Protocol):
 
 
 @runtime_checkable
-class RunsInPlace(Protocol):
+class SupportsInUse(Protocol):
     """A class of targets whose jobs run in the directories of their records."""
 
     @staticmethod
@@ -376,7 +376,7 @@ class RunsInPlace(Protocol):
 
 
 @runtime_checkable
-class Shells(Protocol):
+class SupportsShell(Protocol):
     """A target that can run a program next to a running job's ranks."""
 
     def shell(self, native_id: str, node: int, argv: Sequence[str], *, terminal: bool) -> int:
@@ -388,7 +388,7 @@ class Shells(Protocol):
 
 
 @runtime_checkable
-class Fetches(Protocol):
+class SupportsFetch(Protocol):
     """A target that stores the results of its jobs."""
 
     def fetch(self, native_id: str, directory: Path) -> list[str]:
@@ -399,7 +399,7 @@ class Fetches(Protocol):
 
 
 @runtime_checkable
-class HasNative(Protocol):
+class SupportsNative(Protocol):
     """A target whose vendor's own library has an object for a job."""
 
     def native(self, native_id: str) -> object:
@@ -407,7 +407,7 @@ class HasNative(Protocol):
 
 
 @runtime_checkable
-class Reviews(Protocol):
+class SupportsReview(Protocol):
     """A target whose backend can validate a plan before it is carried out."""
 
     def review(self, plan: Plan) -> list[str]:

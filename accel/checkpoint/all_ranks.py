@@ -15,7 +15,7 @@ from accel.state import PartialState
 from accel.world.process_group import new_group
 
 Result = TypeVar("Result")
-_PATIENCE = timedelta(seconds=20)
+_ROLL_CALL = timedelta(seconds=20)
 _calls = itertools.count()
 
 
@@ -57,7 +57,7 @@ def call_roll(operation: str) -> None:
     keys = [f"{verdict}/{operation}/{rank}" for rank in range(state.num_processes)]
     if state.is_main_process:
         missing = _missing(store, keys[1:])
-        problem = f"process {', '.join(missing)} did not within {_PATIENCE.seconds} s" if missing else ""
+        problem = f"process {', '.join(missing)} did not within {_ROLL_CALL.seconds} s" if missing else ""
         store.set(verdict, problem)
         if not missing:
             store.delete_key(f"accel/call/{number - 1}")  # every process has read it
@@ -73,7 +73,7 @@ def call_roll(operation: str) -> None:
 def _missing(store: Any, keys: list[str]) -> list[str]:
     """Return the ranks, at the ends of ``keys``, whose keys are not in the store in time."""
     try:
-        store.wait(keys, _PATIENCE)
+        store.wait(keys, _ROLL_CALL)
         return []
     except RuntimeError:
         return [key.rpartition("/")[2] for key in keys if not store.check([key])]

@@ -253,12 +253,12 @@ def _ping(entry: NamedTarget) -> tuple[bool | None, str]:
     from schedulers.config.named_targets import load_target
     from schedulers.errors import SchedulerError
     from schedulers.store.store import Store
-    from schedulers.target import Checks
+    from schedulers.target import SupportsCheck
 
     set_up = entry.file is not None
     try:
         target = load_target(entry.name, Store.default().jobs)
-        if isinstance(target, Checks):
+        if isinstance(target, SupportsCheck):
             report = target.check()
             return (False, "; ".join(report.failures)) if report.failures else (True, "; ".join(report.warnings))
         target.poll([])

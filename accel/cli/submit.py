@@ -93,9 +93,9 @@ def _show_plan(spec: JobSpec, args: Namespace) -> int:
 
 
 def _review(resolved: ResolvedTarget, plan: Plan) -> list[str]:
-    from schedulers.target import Reviews, kinds_with
+    from schedulers.target import SupportsReview, kinds_with
 
-    if not isinstance(resolved.target, Reviews):
+    if not isinstance(resolved.target, SupportsReview):
         raise UsageError(
             "accel submit",
             f"--dry-run=server is not supported by {resolved.kind} targets (supported by: {kinds_with('review')}): "

@@ -107,7 +107,7 @@ def _check(args: Namespace) -> int:
     from schedulers.config.named_targets import load_target
     from schedulers.errors import ConfigError, nearest
     from schedulers.store.store import Store
-    from schedulers.target import Checks
+    from schedulers.target import SupportsCheck
 
     verb, *names = args.check
     if verb != "check":
@@ -120,7 +120,7 @@ def _check(args: Namespace) -> int:
         target = load_target(names[0], Store.default().jobs, overrides=arguments.target_options(_CHECK, args))
     except ConfigError as error:
         raise UsageError(_CHECK, str(error)) from None
-    if not isinstance(target, Checks):
+    if not isinstance(target, SupportsCheck):
         raise UsageError(_CHECK, f"target {names[0]} has no machines that can be checked before a submit")
     report = target.check(args.gpus or 0)
     if args.json:

@@ -11,8 +11,8 @@ logger = get_logger(__name__)
 
 
 @dataclass
-class Place:
-    """A place in an epoch.
+class EpochPosition:
+    """A position in an epoch.
 
     ``position``: the batches yielded, including skipped ones.
     ``order``: what the epoch's order was drawn from; ``None`` before it begins.
@@ -36,10 +36,10 @@ class Progress:
     """
 
     def __init__(self) -> None:
-        self._go_to(Place())
+        self._go_to(EpochPosition())
         self._same_round = True
 
-    def _go_to(self, place: Place) -> None:
+    def _go_to(self, place: EpochPosition) -> None:
         self.here = self.next = self.saved = place
 
     @property
@@ -49,24 +49,24 @@ class Progress:
 
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the next one, unless that is the one being resumed."""
-        self._go_to(self.next if epoch == self.next.epoch else Place(epoch))
+        self._go_to(self.next if epoch == self.next.epoch else EpochPosition(epoch))
 
-    def begin(self) -> Place:
+    def begin(self) -> EpochPosition:
         """Begin an iteration; return its first place, which has an ``order`` if it resumes an epoch."""
-        self.here = self.saved = Place(self.next.epoch, order={})
+        self.here = self.saved = EpochPosition(self.next.epoch, order={})
         return self.next
 
-    def count_epoch(self, here: Place) -> None:
+    def count_epoch(self, here: EpochPosition) -> None:
         """Advance to the next epoch if the iteration at ``here`` is the current one."""
         if here is self.here:
-            self.next = Place(here.epoch + 1)
+            self.next = EpochPosition(here.epoch + 1)
 
-    def leave(self, here: Place) -> None:
+    def leave(self, here: EpochPosition) -> None:
         """End the iteration at ``here``; one that was left at its first batch is repeated by the next."""
         if here is self.here and self.next.epoch == here.epoch:
             self.here = self.next
 
-    def finish(self, here: Place) -> None:
+    def finish(self, here: EpochPosition) -> None:
         """End the epoch at ``here`` and move on to the next."""
         if here is self.here:
             self._go_to(self.next)
@@ -90,7 +90,7 @@ class Progress:
         """
         old_size = state.get("round", round_size)
         self._same_round = old_size == round_size
-        place = Place(state["epoch"])
+        place = EpochPosition(state["epoch"])
         if state["in_epoch"]:
             place.position = _rescaled_position(state["position"], old_size, round_size)
             place.order, place.ended = state["order"], state.get("ended", False)

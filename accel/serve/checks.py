@@ -8,7 +8,7 @@ import ssl
 from collections.abc import Callable
 
 from schedulers.errors import ConfigError, SchedulerError
-from schedulers.target import Checks
+from schedulers.target import SupportsCheck
 
 from . import people
 from .database import connect, needs_migration, open_database
@@ -82,7 +82,7 @@ def _check_tls(settings: Settings) -> str:
 
 def _check_target(settings: Settings, name: str) -> str:
     target = offered_targets(settings)[name].resolve(settings, {}).target
-    if not isinstance(target, Checks):
+    if not isinstance(target, SupportsCheck):
         return "it has nothing to check before a job"
     report = target.check(0)
     if report.failures:

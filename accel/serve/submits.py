@@ -23,7 +23,7 @@ from schedulers.job import JobSpec
 from schedulers.jobs.submit import admit, sized
 from schedulers.printable import one_line
 from schedulers.store import atomic_files
-from schedulers.target import Plan, Reviews
+from schedulers.target import Plan, SupportsReview
 
 from . import auth, code, jobs
 from .auth import Caller
@@ -55,7 +55,7 @@ class JobRequest(BaseModel):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checked:
+class CheckedRequest:
     """A request that its target accepts so far. `spec`: with the code's directory here, and the secrets as given."""
 
     spec: JobSpec
@@ -91,7 +91,7 @@ def submit(
     return _same(jobs.get(context, job_id), caller, sha256), checked.plan.warnings, is_new
 
 
-def check(context: ServeContext, caller: Caller, job_id: str, request: JobRequest) -> Checked:
+def check(context: ServeContext, caller: Caller, job_id: str, request: JobRequest) -> CheckedRequest:
     """Check all of the request but what `admit` of the target does; change nothing. Raises what `submit` raises."""
     spec = request.spec
     if spec.code != ".":
@@ -112,7 +112,7 @@ def check(context: ServeContext, caller: Caller, job_id: str, request: JobReques
             check_program(spec.entry, spec.argv[0], os.path.join(spec.code, spec.workdir))
         except SpecError as error:
             raise SpecError(str(error).replace(spec.code, "the code")) from None
-    return Checked(spec=spec, offer=offer, resolved=resolved, plan=plan)
+    return CheckedRequest(spec=spec, offer=offer, resolved=resolved, plan=plan)
 
 
 def on_server(context: ServeContext, spec: JobSpec, digest: str | None, offer: Offer) -> JobSpec:
@@ -133,7 +133,7 @@ def dry_run(context: ServeContext, caller: Caller, job_id: str, request: JobRequ
     except (Problem, SpecError, ConfigError) as error:
         detail = error.detail if isinstance(error, Problem) else one_line(str(error))
         return {"plan": None, "warnings": [], "refusals": [detail]}
-    refusals = target.review(checked.plan) if isinstance(target, Reviews) else []
+    refusals = target.review(checked.plan) if isinstance(target, SupportsReview) else []
     return {"plan": str(checked.plan), "warnings": list(checked.plan.warnings), "refusals": refusals}
 
 
@@ -201,7 +201,7 @@ def _insert(
     caller: Caller,
     job_id: str,
     request: JobRequest,
-    checked: Checked,
+    checked: CheckedRequest,
     texts: Mapping[str, Any],
     secrets: Path,
 ) -> bool:

@@ -25,7 +25,7 @@ from ..errors import ConfigError, SpecError, UnknownTarget, nearest
 from ..job import FUNCTION_KINDS, FUNCTION_TARGETS
 from ..printable import one_line
 from ..store import paths
-from ..target import BUILT_IN, Sweeps, Target, TargetContext, kinds, load_kind
+from ..target import BUILT_IN, SupportsSubmitMany, Target, TargetContext, kinds, load_kind
 from .schema import as_written, make_options
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ class ResolvedTarget:
 
     def plan_many(self, specs: Sequence[JobSpec], job_ids: Sequence[str]) -> list[Plan]:
         """Return the plans of a sweep, in order. Raises SpecError."""
-        if isinstance(self.target, Sweeps):
+        if isinstance(self.target, SupportsSubmitMany):
             plans = self.target.plan_many(specs, job_ids)
             return [dataclasses.replace(plan, source=self.source) for plan in plans]
         return [self.plan(spec, job_id) for spec, job_id in zip(specs, job_ids, strict=True)]

@@ -49,10 +49,10 @@ def _attach(
     job_id: str, store: Store, target: str, options: Mapping[str, Any], old_record: Record | None = None
 ) -> tuple[Record, ResolvedTarget | None]:
     from ..config.named_targets import resolve_target
-    from ..target import Finds
+    from ..target import SupportsFind
 
     resolved = resolve_target(target, store.jobs, overrides=options)
-    if not isinstance(resolved.target, Finds):
+    if not isinstance(resolved.target, SupportsFind):
         raise SpecError(f"target {target} ({resolved.kind}) cannot find jobs of other machines")
     discovered_job = resolved.target.find(job_id)
     if discovered_job is None:
@@ -96,10 +96,10 @@ def jobs_elsewhere(
     Raises the errors of constructing and querying the target.
     """
     from ..config.named_targets import resolve_target
-    from ..target import Lists
+    from ..target import SupportsListed
 
     resolved = resolve_target(target, store.jobs, overrides=options)
-    if not isinstance(resolved.target, Lists):
+    if not isinstance(resolved.target, SupportsListed):
         return []
     jobs = resolved.target.listed()
     unstored_jobs = [job for job in jobs if job.job_id not in records or _replaces(job, records[job.job_id])]

@@ -80,9 +80,9 @@ class Backoff:
 
         Returns False if only the time is over; None, at once, if the target gets no notifications.
         """
-        from ..target import Waits
+        from ..target import SupportsWait
 
-        if native_id is None or not isinstance(target, Waits):
+        if native_id is None or not isinstance(target, SupportsWait):
             return None
         started_at = time.monotonic()
         limit = self._limited(seconds)

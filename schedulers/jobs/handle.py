@@ -361,13 +361,13 @@ class Job:
 
         If the target cannot be reached, the job is over all the same; `record.warning` has the reason.
         """
-        from ..target import Outlives
+        from ..target import SupportsCancelRest
 
         if self.native_id is None:
             return False
         try:
             target = self._target()
-            return isinstance(target, Outlives) and target.cancel_rest(self.native_id)
+            return isinstance(target, SupportsCancelRest) and target.cancel_rest(self.native_id)
         except (Unreachable, ConfigError) as error:
             self.record.warning = f"cannot check whether parts of it still run: {error}"
             return False
@@ -375,14 +375,14 @@ class Job:
     def shell(self, node: int, argv: Sequence[str] = (), *, terminal: bool = False) -> int:
         """Run `argv`, or a shell, on a node of the running job with this process's streams; return its exit code.
 
-        Raises SpecError if the target does not support that, and what `Shells.shell` raises.
+        Raises SpecError if the target does not support that, and what `SupportsShell.shell` raises.
         """
-        from ..target import Shells
+        from ..target import SupportsShell
 
         target = self.waiting_target()
         if target is None or self.native_id is None:
             raise SubmitError(f"job {self.id} does not run: its target has not confirmed it yet")
-        if not isinstance(target, Shells):
+        if not isinstance(target, SupportsShell):
             raise SpecError(self._unsupported("shell"))
         return target.shell(self.native_id, node, argv, terminal=terminal)
 
@@ -392,7 +392,7 @@ class Job:
         Does nothing while the submitting process lives: it holds a lock. Where that is uncertain (just after the
         intent was written), the process counts as alive for a minute. A rejection is in the status.
         """
-        from ..target import Finds
+        from ..target import SupportsFind
 
         with self.record.submission(blocking=False) as acquired:
             status = self.record.reload().status
@@ -400,7 +400,7 @@ class Job:
                 return status
             target = self._target()
             try:
-                if self.record.cancel_requested and isinstance(target, Finds):
+                if self.record.cancel_requested and isinstance(target, SupportsFind):
                     polls.find_submitted(self.record, target)
                 else:
                     polls.require_backend(self.record, target)
@@ -503,10 +503,10 @@ class Job:
         """
         from pathlib import Path
 
-        from ..target import Fetches
+        from ..target import SupportsFetch
 
         target = self._target()
-        if not isinstance(target, Fetches):
+        if not isinstance(target, SupportsFetch):
             raise SpecError(f"{self._unsupported('fetch')}: the results of job {self.id} are where it ran")
         return target.fetch(self._confirmed_id(), Path(directory))
 
@@ -515,10 +515,10 @@ class Job:
 
         Raises ConfigError if that is not installed, NotReady, Unreachable; SpecError for a kind without one.
         """
-        from ..target import HasNative
+        from ..target import SupportsNative
 
         target = self._target()
-        if not isinstance(target, HasNative):
+        if not isinstance(target, SupportsNative):
             raise SpecError(self._unsupported("native"))
         return target.native(self._confirmed_id())
 
@@ -558,12 +558,12 @@ class Job:
             recover(self.record, self._target())
         if not isinstance(since, (int, float)):
             return Cursor.parse(str(since)) if since is not None else Cursor()
-        from ..target import Dated
+        from ..target import SupportsCursorAt
 
         target = self.waiting_target()
         if target is None or self.native_id is None:
             return Cursor()
-        if not isinstance(target, Dated):
+        if not isinstance(target, SupportsCursorAt):
             raise SpecError(f"target {self.target} does not know when lines were written; give a cursor (logs --json)")
         return target.cursor_at(self.native_id, since)
 
@@ -580,9 +580,9 @@ class Job:
 
     def tail_at(self, since: Cursor, count: int) -> Cursor | None:
         """Return where each rank's last lines begin; None if unsupported. Raises Unreachable."""
-        from ..target import Tails
+        from ..target import SupportsTailAt
 
         target = self.waiting_target()
-        if self.native_id is None or not isinstance(target, Tails):
+        if self.native_id is None or not isinstance(target, SupportsTailAt):
             return None
         return target.tail_at(self.native_id, since, count)

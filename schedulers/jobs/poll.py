@@ -110,18 +110,18 @@ def _apply(record: Record, answer: Answer) -> Status:
 
 def identify(target: Target, records: Iterable[Record]) -> Mapping[str, str]:
     """Return the identities of the jobs' backends, by job id; none if the kind of target has none. Raises as a poll."""
-    from ..target import Identifies
+    from ..target import SupportsBackends
 
     native_ids = {record.id: record.native_id for record in records}
-    return target.backends(native_ids) if native_ids and isinstance(target, Identifies) else {}
+    return target.backends(native_ids) if native_ids and isinstance(target, SupportsBackends) else {}
 
 
 def is_unidentified(record: Record) -> bool:
     """Return True if nothing shows which backend has the job: its record is an older accel's, or a plug-in's job."""
-    from ..target import RunsInPlace
+    from ..target import SupportsInUse
 
     kind = installed_kind(record.kind)
-    return kind is None or not (record.backend or isinstance(kind, RunsInPlace))
+    return kind is None or not (record.backend or isinstance(kind, SupportsInUse))
 
 
 def require_backend(record: Record, target: Target) -> None:
@@ -218,9 +218,9 @@ def find_submitted(record: Record, target: Target) -> bool:
     later, it is over. Call it with the submission's lock held. Raises the errors of querying the target,
     StoreError.
     """
-    from ..target import Finds
+    from ..target import SupportsFind
 
-    if not isinstance(target, Finds):
+    if not isinstance(target, SupportsFind):
         return False
     polled_at = time.time()
     try:
@@ -298,11 +298,11 @@ def target_key(record: Record) -> str:
 
 def poll_key(record: Record) -> str:
     """Return a key that is the same for records whose backend can be polled for all of them at once."""
-    from ..target import Gathers
+    from ..target import SupportsPollKey
 
     kind = installed_kind(record.kind)
     try:
-        if isinstance(kind, Gathers):
+        if isinstance(kind, SupportsPollKey):
             return f"{record.kind}\0{json.dumps(kind.poll_key(record.options() or {}))}"
     except StoreError:  # reported when its target is constructed
         pass

@@ -12,7 +12,7 @@ from ..errors import SchedulerError
 from ..job import Reason
 from ..store import atomic_files
 from ..store.record import CorruptRecord, Record
-from ..target import Clears, Occupied, RunsInPlace, Target
+from ..target import SupportsClear, SupportsInUse, SupportsRunning, Target
 from .poll import (
     OtherBackend,
     any_target,
@@ -88,7 +88,7 @@ def _in_use(records: Sequence[Record | CorruptRecord]) -> dict[str, str]:
     for record in records:
         with contextlib.suppress(SchedulerError, OSError):
             kind = load(record.kind if isinstance(record, Record) else _kind(record.path))
-            if isinstance(kind, RunsInPlace) and (reason := kind.in_use(record.directory)):
+            if isinstance(kind, SupportsInUse) and (reason := kind.in_use(record.directory)):
                 reasons[record.id] = reason
     return reasons
 
@@ -109,7 +109,7 @@ def _running(records: Sequence[Record], shared: dict[str, Target]) -> dict[str, 
         answers: Mapping[str, str | SchedulerError] = {}
         try:
             target = any_target(group, shared)
-            if isinstance(target, Occupied):
+            if isinstance(target, SupportsRunning):
                 answers = target.running({record.id: record.native_id for record in group})
             with contextlib.suppress(SchedulerError, OSError):  # what runs is known all the same
                 backends = identify(target, unstated)
@@ -162,7 +162,7 @@ def _clear(records: Sequence[Record | CorruptRecord], shared: dict[str, Target],
     for group in grouped(clearable, target_key):
         try:
             target = cached_target(group[0], shared)
-            if isinstance(target, Clears):
+            if isinstance(target, SupportsClear):
                 skipped += target.clear({record.id: record.native_id for record in group})
         except (SchedulerError, OSError) as error:
             count = f"{len(group)} job{'s' * (len(group) > 1)}"

@@ -65,20 +65,20 @@ def prepare(spec: JobSpec, target_name: str, store: Store, start: str | Path | N
 
 def sized(spec: JobSpec, resolved: ResolvedTarget) -> JobSpec:
     """Return the job with its number of nodes, if the target determines it. Raises SpecError."""
-    from ..target import Grows, Sizes
+    from ..target import SupportsGrows, SupportsSized
 
-    if spec.max_nodes is not None and not isinstance(resolved.target, Grows):
+    if spec.max_nodes is not None and not isinstance(resolved.target, SupportsGrows):
         raise SpecError(
             f"--nodes {spec.nodes}:{spec.max_nodes}: jobs of a {resolved.kind} target have one size; give one number"
         )
-    return resolved.target.sized(spec) if isinstance(resolved.target, Sizes) else spec
+    return resolved.target.sized(spec) if isinstance(resolved.target, SupportsSized) else spec
 
 
 def admit(target: Target, specs: Iterable[JobSpec]) -> None:
     """Raise SpecError for a job that this target knows it cannot run, before it is recorded."""
-    from ..target import Admits
+    from ..target import SupportsAdmit
 
-    if isinstance(target, Admits):
+    if isinstance(target, SupportsAdmit):
         for spec in specs:
             target.admit(spec)
 
@@ -96,19 +96,19 @@ def create_records(
     Raises ConfigError if the credentials have expired, SpecError for a sweep that the backend would refuse as too
     large, and then records nothing.
     """
-    from ..target import Identifies, LimitsSweeps
+    from ..target import SupportsAdmitMany, SupportsBackends
 
     if not files and any(spec.calls_function for _, spec, _ in jobs):
         raise SpecError(f"{FUNCTION_MODULE} runs in jobs that accel.submit(FUNCTION) makes: submit the function")
     backends: Mapping[str, str] = {}
-    if isinstance(resolved.target, Identifies):
+    if isinstance(resolved.target, SupportsBackends):
         try:
             backends = resolved.target.backends({job_id: None for job_id, _, _ in jobs})
         except CredentialsExpired as error:
             raise ConfigError(str(error)) from None
         except Unreachable:  # the submit then reports it
             pass
-    if len(jobs) > 1 and isinstance(resolved.target, LimitsSweeps):
+    if len(jobs) > 1 and isinstance(resolved.target, SupportsAdmitMany):
         resolved.target.admit_many(len(jobs))
 
     def create(job: tuple[str, JobSpec, Plan]) -> Record:

@@ -55,7 +55,7 @@ class Answer:
             raise Unreachable("the answer is not from accel serve: is the URL right?") from None
 
 
-class Refused(SpecError):
+class RequestRefused(SpecError):
     """The server has refused the request. `status`: the HTTP status. `where`: the part of the request, if known."""
 
     def __init__(self, message: str, status: int, where: str = "") -> None:
@@ -92,7 +92,7 @@ class Client:
         for all but POST, which is sent once.
 
         Raises Unreachable if the server does not answer, CredentialsExpired if it wants another token, UnknownJob for
-        status 404, and Refused for other refusals.
+        status 404, and RequestRefused for other refusals.
         """
         body = data if document is None else json.dumps(document).encode("ascii")
         sent = {"Authorization": f"Bearer {self.server.token}", "Accept": "application/json", **(headers or {})}
@@ -141,7 +141,7 @@ class Client:
             return Unreachable(f"{name}: {detail}")
         if status == 404:
             return UnknownJob(f"{name}: {detail}")
-        return Refused(f"{name}: {detail}", status, where)
+        return RequestRefused(f"{name}: {detail}", status, where)
 
 
 def _pool(url: str) -> urllib3.PoolManager:
@@ -208,7 +208,7 @@ def send_code(client: Client, snapshot: Snapshot) -> None:
             piece = file.read(PIECE_BYTES)
             try:
                 answer = client.request("PATCH", path, data=piece, headers=headers)
-            except Refused as error:
+            except RequestRefused as error:
                 # A repeated request whose first answer was lost, or another client of the same user.
                 conflicts += 1
                 if error.status != _CONFLICT or conflicts > _MAX_CONFLICTS:

@@ -20,7 +20,7 @@ from ..printable import one_line
 from ..store import atomic_files, snapshot
 from ..store.store import Store
 from ..target import DiscoveredJob, JobSummary, Plan, TargetContext
-from .client import PREFIX, Answer, Client, Refused, send_code
+from .client import PREFIX, Answer, Client, RequestRefused, send_code
 
 progress = logging.getLogger("schedulers.progress")
 
@@ -133,8 +133,8 @@ class ServiceTarget:
             digest = self._upload(plan, digest, uploaded)
             document = body | {"digest": digest, "secrets": _secret_values(body["spec"].get("secrets", {}))}
             answer = self._client.request("PUT", f"/jobs/{plan.job_id}", document=document).json()
-        except (Refused, UnknownJob) as error:
-            is_mistake = isinstance(error, Refused) and error.status == _MISTAKE
+        except (RequestRefused, UnknownJob) as error:
+            is_mistake = isinstance(error, RequestRefused) and error.status == _MISTAKE
             raise (SpecError if is_mistake else SubmitError)(self._explained(error)) from None
         self._log_warnings(answer)
         return plan.job_id
@@ -167,7 +167,7 @@ class ServiceTarget:
 
     def _explained(self, error: SchedulerError) -> str:
         """Return the server's words for a refusal; of a key that it does not know, which version it has."""
-        if isinstance(error, Refused) and error.where.startswith("body.") and ": unknown key " in str(error):
+        if isinstance(error, RequestRefused) and error.where.startswith("body.") and ": unknown key " in str(error):
             name, version = self._client.server.name, self._info.get("version")
             key = error.where.removeprefix("body.")
             return f"{name} is accel {version} and does not know {key}: upgrade it, or leave that out"
@@ -182,7 +182,7 @@ class ServiceTarget:
         body, path = json.loads(plan.files[_REQUEST]), f"/jobs/{Store(self._jobs.parent).new_id()}"
         try:
             answer = self._client.request("PUT", path, query={"dry_run": "true"}, document=body).json()
-        except Refused as error:
+        except RequestRefused as error:
             return [self._explained(error)]
         self._log_warnings(answer)
         return list(answer["refusals"])
@@ -212,7 +212,7 @@ class ServiceTarget:
         return _status(view).state.final
 
     def cancel(self, native_id: str) -> None:
-        """Have the server cancel the job. Raises Refused for a job of another user, Unreachable."""
+        """Have the server cancel the job. Raises RequestRefused for a job of another user, Unreachable."""
         with contextlib.suppress(UnknownJob):
             self._client.request("POST", f"/jobs/{native_id}/cancel")
 

@@ -13,7 +13,7 @@ from schedulers import Job, JobSpec, Reason, SpecError, State, Status, Store, sw
 from schedulers.errors import SchedulerError, StoreError, SubmitError, Unreachable
 from schedulers.jobs.submit import for_each, send
 from schedulers.store.record import Record
-from schedulers.target import Plan, Sweeps
+from schedulers.target import Plan, SupportsSubmitMany
 
 _BASE = JobSpec(argv=("train.py", "--out", "runs/{lr}-{seed}", "{"), name="train")
 
@@ -128,7 +128,7 @@ class AtOnce:
 
 
 def send_all(records: Sequence[Record], target: object, plans: Sequence[Plan]) -> None:
-    send(records, cast(Sweeps, target), lambda: cast(Sweeps, target).submit_many(plans))
+    send(records, cast(SupportsSubmitMany, target), lambda: cast(SupportsSubmitMany, target).submit_many(plans))
 
 
 def kept(store: Store, count: int) -> tuple[list[Record], list[Plan]]:

@@ -15,7 +15,7 @@ import pytest
 
 from schedulers.config.servers import Server
 from schedulers.processes import die_with_parent
-from schedulers.service.client import Client, Refused, send_code
+from schedulers.service.client import Client, RequestRefused, send_code
 from schedulers.store.snapshot import pack
 from schedulers.store.store import Store
 from tests.needs import missing
@@ -96,7 +96,7 @@ def test_code_jobs_and_logs_pass_a_proxy(nginx: str, homes: Path) -> None:
         gate.touch()
         assert next(lines) == "second\n"
 
-    with pytest.raises(Refused) as refusal:
+    with pytest.raises(RequestRefused) as refusal:
         client.request("PUT", f"/jobs/{job_id}", document={"spec": {"argv": ["x" * 3_000_000]}})
     assert refusal.value.status == 413
     wrong = Client(Server(name="team", url=nginx, token="wrong"))

@@ -19,7 +19,7 @@ import yaml
 from accel.cli import main
 from schedulers.config.servers import Server, Servers, add_server, checked_url, read_servers
 from schedulers.errors import ConfigError, CredentialsExpired, Unreachable
-from schedulers.service.client import Client, Refused
+from schedulers.service.client import Client, RequestRefused
 from tests.clusters.kube.pki import Authority
 from tests.schedulers.kubernetes.servers import proxying
 
@@ -241,9 +241,9 @@ def test_a_refusal_has_the_servers_words(serve: Start, homes: Path) -> None:
     server = serve()
     token = (homes / "home/service/owner-token").read_text().strip()
     client = Client(Server(name="team", url=server.url, token=token))
-    with pytest.raises(Refused, match=r"^team: body: unknown key 'dayz'$"):
+    with pytest.raises(RequestRefused, match=r"^team: body: unknown key 'dayz'$"):
         client.request("POST", "/tokens", document={"dayz": 1})
-    with pytest.raises(Refused, match=r"^team: the body has more than"):
+    with pytest.raises(RequestRefused, match=r"^team: the body has more than"):
         client.request("POST", "/tokens", data=b"x" * 2_000_000)
 
 

@@ -286,7 +286,7 @@ class _ReadPass:
 
         After 5 s the API server knows it, or the pod is over.
         """
-        if not source.ended or source.settled or self._over or not self._job.followed:
+        if not source.ended or source.is_final or self._over or not self._job.followed:
             return False
         now = time.monotonic()
         return now - self._job.ended_at.setdefault(source.name, now) < _RESTARTED_S
@@ -430,7 +430,7 @@ class _ReadPass:
 
     def _is_same_run(self, source: Source, fetched: LogResponse) -> bool:
         """Return True if the fetched log still belongs to the source's run."""
-        if source.settled and (self._over or not source.previous):
+        if source.is_final and (self._over or not source.previous):
             return True
         current = self._current_source(source)
         if not source.previous:

@@ -32,7 +32,7 @@ class Source:
     previous: the run is the one before the current run.
     lost:     the run is older than that, and the cluster does not keep its log.
     ended:    the run has ended.
-    settled:  the container will not start again.
+    is_final: the container will not start again.
     newest:   no later run is known.
     greets:   the log's first line is the launcher's.
     code:     the exit code, once the run has ended.
@@ -50,7 +50,7 @@ class Source:
     previous: bool = False
     lost: bool = False
     ended: bool = False
-    settled: bool = False
+    is_final: bool = False
     newest: bool = True
     greets: bool = False
     code: int | None = None
@@ -206,16 +206,16 @@ def _runs(
     if state.get("running") is not None or state.get("terminated"):
         ended = bool(state.get("terminated"))
         # A succeeded init container runs again only with the whole pod.
-        settled = ended and (finished or (not main and not (state["terminated"].get("exitCode") or 0)))
-        yield make_source(restarts, state.get("terminated"), ended=ended, settled=settled)
+        is_final = ended and (finished or (not main and not (state["terminated"].get("exitCode") or 0)))
+        yield make_source(restarts, state.get("terminated"), ended=ended, is_final=is_final)
         if last and restarts:
             newest = restarts - 1
-            yield make_source(newest, last, previous=True, ended=True, settled=True)
+            yield make_source(newest, last, previous=True, ended=True, is_final=True)
     elif last:
         # It waits for a restart: the kubelet serves this log as `previous`, also after the next run has begun.
-        yield make_source(restarts, last, previous=True, ended=True, settled=True)
+        yield make_source(restarts, last, previous=True, ended=True, is_final=True)
     for run in range(newest):
-        yield make_source(run, lost=True, ended=True, settled=True)
+        yield make_source(run, lost=True, ended=True, is_final=True)
 
 
 def _is_unknown(terminated: Object | None) -> bool:

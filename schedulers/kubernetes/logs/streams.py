@@ -140,7 +140,7 @@ class ContainerLogStream:
         self.started_at = time.monotonic()
         self.over = False
         self.error: SchedulerError | None = None
-        self.run_confirmed = source.settled or source.previous
+        self.run_confirmed = source.is_final or source.previous
         self._is_certain = self.run_confirmed
         self.opened = False
         self.holder: object | None = None

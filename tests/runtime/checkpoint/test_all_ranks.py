@@ -40,7 +40,7 @@ def _store() -> Any:
 
 def _by_some(directory: str) -> list[Any]:
     """Each call by the processes 0 and 2, then by process 1 alone, then by all."""
-    all_ranks._PATIENCE = timedelta(seconds=0.1)
+    all_ranks._ROLL_CALL = timedelta(seconds=0.1)
     accelerator, model = _prepared("SHARDED_STATE_DICT")
     place, rank, told = f"{directory}/kept", accelerator.process_index, []
     calls: dict[str, Callable[[], Any]] = {
@@ -62,9 +62,9 @@ def _by_some(directory: str) -> list[Any]:
             told.append(str(error))
         if rank == 0:
             _store().set(f"test/{name}", "")
-            all_ranks._PATIENCE = timedelta(seconds=60)
+            all_ranks._ROLL_CALL = timedelta(seconds=60)
         call()
-        all_ranks._PATIENCE = timedelta(seconds=0.1)
+        all_ranks._ROLL_CALL = timedelta(seconds=0.1)
     return told
 
 
@@ -81,7 +81,7 @@ def test_who_is_missing_is_named_on_all_that_come(tmp_path: Path) -> None:
 
 def _different(directory: str) -> None:
     accelerator, _, _, _ = simple()
-    all_ranks._PATIENCE = timedelta(seconds=0.1)
+    all_ranks._ROLL_CALL = timedelta(seconds=0.1)
     if accelerator.is_main_process:
         accelerator.save_state(f"{directory}/kept")
     else:

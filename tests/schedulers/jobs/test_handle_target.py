@@ -21,7 +21,7 @@ import pytest
 
 from schedulers.errors import CredentialsExpired, SchedulerError, SubmitError, Unreachable
 from schedulers.job import Cursor, JobSpec, LogLine, Reason, State, Status
-from schedulers.target import DiscoveredJob, Plan, TargetContext, Waits, load_kind
+from schedulers.target import DiscoveredJob, Plan, SupportsWait, TargetContext, load_kind
 
 from ..test_target import install
 
@@ -201,8 +201,8 @@ def test_the_kinds_can_be_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     install_shell(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     context = TargetContext(name="s", options=ShellOptions(), jobs=tmp_path)
-    assert not isinstance(load_kind("shell")(context), Waits)
-    assert isinstance(load_kind("waiting")(context), Waits)
+    assert not isinstance(load_kind("shell")(context), SupportsWait)
+    assert isinstance(load_kind("waiting")(context), SupportsWait)
 
 
 def test_a_submit_that_is_repeated_starts_nothing(tmp_path: Path) -> None:

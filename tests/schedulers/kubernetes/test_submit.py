@@ -18,7 +18,7 @@ from schedulers.jobs.poll import restore
 from schedulers.kubernetes import names
 from schedulers.kubernetes.client.api import Api
 from schedulers.store.record import Record
-from schedulers.target import Clears
+from schedulers.target import SupportsClear
 from tests.clusters.kubernetes import IMAGE, Kubernetes
 from tests.marks import long
 from tests.waiting import until
@@ -124,7 +124,7 @@ def test_what_a_submit_left_that_was_cut_off_is_cleared(
     runtimes = [f"trainingruntimes/sh-{job.id}"] if workload == "trainjob" else []
     assert {f"services/sh-{job.id}-rendezvous", *runtimes} <= set(made_by(job, kubernetes, namespace))
     target = restore(job.record)
-    assert isinstance(target, Clears)
+    assert isinstance(target, SupportsClear)
     assert target.clear({job.id: job.native_id}) == []
     until(lambda: made_by(job, kubernetes, namespace) == [], "nothing is left")
 

@@ -18,7 +18,7 @@ from schedulers.jobs.attach import find_or_attach
 from schedulers.jobs.poll import restore
 from schedulers.slurm import watch as watches
 from schedulers.store.store import Store
-from schedulers.target import Checks, Clears, Occupied
+from schedulers.target import SupportsCheck, SupportsClear, SupportsRunning
 from tests.clusters.slurm import Slurm
 from tests.needs import missing
 from tests.waiting import until
@@ -151,8 +151,8 @@ def test_what_is_kept_of_jobs_is_cleared(laptop: FromLaptop, slurm: Slurm) -> No
     over, waiting = laptop("true"), laptop("true", nodes=9)
     assert over.wait(120).state is State.SUCCEEDED
     target = restore(over.record)
-    assert isinstance(target, Clears)
-    assert isinstance(target, Occupied)
+    assert isinstance(target, SupportsClear)
+    assert isinstance(target, SupportsRunning)
     jobs = {over.id: over.native_id, waiting.id: None, "2mxaaaaaaaa": None}
     assert target.running(jobs) == {waiting.id: "pending in Slurm"}
     del jobs[waiting.id]
@@ -214,7 +214,7 @@ def test_a_sweep_from_a_laptop(laptop: FromLaptop, options: dict[str, Any], proj
 def test_what_is_wrong_before_any_job(laptop: FromLaptop, options: dict[str, Any]) -> None:
     job = laptop("true")
     target = restore(job.record)
-    assert isinstance(target, Checks)
+    assert isinstance(target, SupportsCheck)
     checked = target.check()
     assert checked.failures == ()
     assert "main" in [row[0] for row in checked.table]

@@ -16,7 +16,7 @@ from schedulers.errors import ConfigError, SpecError
 from schedulers.job import Reason
 from schedulers.jobs.handle import list_jobs
 from schedulers.store.record import Record
-from schedulers.target import Checks, Finds, Sweeps, Waits
+from schedulers.target import SupportsCheck, SupportsFind, SupportsSubmitMany, SupportsWait
 from tests.clusters.slurm import Slurm
 from tests.waiting import until
 
@@ -74,7 +74,7 @@ def test_everything_arrives_bit_for_bit(slurm: Slurm, submit: Submit, project: P
 
 def test_the_target_does_what_targets_may(slurm: Slurm, submit: Submit) -> None:
     target = submit("true").waiting_target()
-    for protocol in (Waits, Finds, Checks, Sweeps):
+    for protocol in (SupportsWait, SupportsFind, SupportsCheck, SupportsSubmitMany):
         assert isinstance(target, protocol)
 
 
@@ -204,7 +204,7 @@ def _with(project: Path, text: str) -> dict[str, object]:
 
 def test_what_is_wrong_before_any_job(slurm: Slurm, submit: Submit) -> None:
     target = submit("true", options={"partition": "main"}).waiting_target()
-    assert isinstance(target, Checks)
+    assert isinstance(target, SupportsCheck)
     checked = target.check()
     assert checked.failures == ()
     assert {row[0] for row in checked.table} == {"partition", "main", "high", "small"}

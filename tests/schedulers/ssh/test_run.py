@@ -18,7 +18,7 @@ from schedulers import Reason, State, SubmitError, find, list_jobs
 from schedulers.errors import SpecError
 from schedulers.hosts.jobs import submit as submits
 from schedulers.jobs.poll import restore
-from schedulers.target import Checks, Clears
+from schedulers.target import SupportsCheck, SupportsClear
 from tests import macos
 from tests.clusters.ssh import SshHosts
 from tests.marks import long
@@ -53,9 +53,9 @@ def test_start_up_files_that_print_are_in_nobodys_way(submit: Submit, ssh_hosts:
     assert job.cancel().state is State.CANCELLED
     assert printed(job) == "on\non\n"
     target = restore(job.record)
-    assert isinstance(target, Checks)
+    assert isinstance(target, SupportsCheck)
     assert target.check().failures == ()
-    assert isinstance(target, Clears)
+    assert isinstance(target, SupportsClear)
     assert target.clear({job.id: job.native_id}) == []
     assert not job_files(ssh_hosts, "node1", job.id).exists()
     target.close()  # type: ignore[attr-defined]

@@ -22,7 +22,7 @@ from schedulers.hosts.errors import RemoteError
 from schedulers.hosts.jobs.venvs import Environments, Requirements, read
 from schedulers.hosts.transport import Pool
 from schedulers.ssh.target import SshOptions, SshTarget
-from schedulers.target import Checks, TargetContext
+from schedulers.target import SupportsCheck, TargetContext
 from tests.clusters.ssh import SshHosts
 from tests.needs import package
 from tests.waiting import until
@@ -431,7 +431,7 @@ def test_a_check_makes_nothing_and_says_so(
     (tmp_path / "r.txt").write_text(lines(wheels, "needed"))
     options = host_options(ssh_hosts) | {"hosts": "node1", "requirements": "r.txt"}
     target = load_target("ssh", home / "jobs", overrides=options)
-    assert isinstance(target, Checks)
+    assert isinstance(target, SupportsCheck)
     found = target.check()
     assert "node1: the environment for r.txt does not exist yet; the first submit creates it" in found.warnings
     assert found.failures == ()

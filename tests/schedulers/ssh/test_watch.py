@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from schedulers.ssh.target import SshOptions, SshTarget
-from schedulers.target import TargetContext, Waits
+from schedulers.target import SupportsWait, TargetContext
 from tests.clusters.ssh import SshHosts
 from tests.waiting import until
 
@@ -26,7 +26,7 @@ LONG_S = 60.0
 def target(ssh_hosts: SshHosts, tmp_path: Path) -> Iterator[SshTarget]:
     options = SshOptions(hosts="node[1-3]", **host_options(ssh_hosts))
     made = SshTarget(TargetContext(name="lab", options=options, jobs=tmp_path))
-    assert isinstance(made, Waits)
+    assert isinstance(made, SupportsWait)
     yield made
     made.close()
 

@@ -273,13 +273,13 @@ def test_from_inside_the_cluster(submit: Submit, kubernetes: Kubernetes, namespa
 
 def test_a_job_that_runs_is_not_cleared(submit: Submit, kubernetes: Kubernetes, namespace: str) -> None:
     from schedulers.jobs.poll import restore
-    from schedulers.target import Clears, Occupied
+    from schedulers.target import SupportsClear, SupportsRunning
 
     job = submit("sleep 600")
     until(lambda: job.status().state is State.RUNNING, "it runs")
     target = restore(job.record)
-    assert isinstance(target, Clears)
-    assert isinstance(target, Occupied)
+    assert isinstance(target, SupportsClear)
+    assert isinstance(target, SupportsRunning)
     (line,) = target.running({job.id: job.native_id, "other": None}).values()
     assert str(line).endswith(" has not ended")
     assert schedulers.find(job.id).cancel().state is State.CANCELLED
