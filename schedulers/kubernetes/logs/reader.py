@@ -214,9 +214,9 @@ class _ReadPass:
             yield from self._lines_of_archive(archives.finished(self._archived[name]))
             return
         started = name in self._positions
-        subject = f"the log {name}" if source is None else f"what {source.writer()}"
+        subject = f"log {name}" if source is None else f"output of {source.writer()}"
         verb = "may be" if started and not certain else "is"
-        yield self._notice(name, source, f"{'the end of ' if started else ''}{subject} {verb} missing: {reason}")
+        yield self._notice(name, source, f"{'the end of the ' if started else ''}{subject} {verb} missing: {reason}")
 
     def _lines_of_stream(self, source: Source, tail: ContainerLogStream | None) -> Generator[LogLine, None, bool]:
         """Yield the lines of a stream whose log cannot be fetched any more: it may outlive the pod and the run.
@@ -243,9 +243,8 @@ class _ReadPass:
     def _lines_of_archive(self, log: archives.ArchivedLog) -> Iterator[LogLine]:
         yield from self._archived_lines(log.source, log.chunks(self._position(log.source.name)))
         if log.missing:
-            yield self._notice(
-                log.source.name, log.source, f"some of what {log.source.writer()} is missing: {log.missing}"
-            )
+            text = f"some output of {log.source.writer()} is missing: {log.missing}"
+            yield self._notice(log.source.name, log.source, text)
         yield from self._rotation_notices(log.source)
 
     def _lines_of_source(self, source: Source, to_fetch: list[Source]) -> Iterator[LogLine]:
@@ -370,7 +369,7 @@ class _ReadPass:
                 raise fetched.error
             if self._over:
                 _pods_of(self._api, self._native)  # raises if the API server is the unreachable part
-                yield self._notice(source.name, source, f"what {source.writer()} cannot be read: {fetched.error}")
+                yield self._notice(source.name, source, f"output of {source.writer()} cannot be read: {fetched.error}")
                 self._drop_ending(source)
             else:
                 self._errors.append(fetched.error)
@@ -409,7 +408,7 @@ class _ReadPass:
         """Report the gaps of a log that was read to its end. `gap`: there is one that no line has reported."""
         message = " ".join(fetched.parser.kubelet_lines)
         if message and source.ended:
-            yield self._notice(source.name, source, f"what {source.writer()} is missing: {message}")
+            yield self._notice(source.name, source, f"output of {source.writer()} is missing: {message}")
             return
         # A pod that runs on after its job's end is not followed further.
         yield from self._rotation_notices(source, gap=gap, final=source.ended or (self._over and self._job.followed))
@@ -548,7 +547,7 @@ class _ReadPass:
         """Return a line that reports a gap before the next line and advances the reader."""
         if source.name in self._job.archives:
             self._job.archives[source.name].note_gap()
-        text = f"some of what {source.writer()} may be missing: its log was rotated before it was read"
+        text = f"some output of {source.writer()} may be missing: its log was rotated before it was read"
         position = self._position(source.name) or Position.at(1)  # for an empty log: its beginning
         return self._notice(
             source.name, source, text, position=str(dataclasses.replace(position, before_launch_line=False))

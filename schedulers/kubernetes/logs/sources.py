@@ -72,7 +72,7 @@ class Source:
             if self.rank is not None or self.tee
             else f"container {self.container} of node {self.node}"
         )
-        return f"{subject} wrote in its run {self.run}" if self.run else f"{subject} wrote"
+        return f"{subject} in its run {self.run}" if self.run else subject
 
 
 def list_sources(pods: Sequence[Object]) -> list[Source]:
@@ -118,18 +118,18 @@ def missing_logs(
     for attempt in range(latest + 1):
         label = f" in attempt {attempt}" if latest else ""
         if attempt < latest and attempt not in attempts:
-            yield f"attempt-{attempt}", f"what attempt {attempt} wrote is missing: its pods are gone"
+            yield f"attempt-{attempt}", f"output of attempt {attempt} is missing: its pods are gone"
         elif attempt in attempts_run:
             for node in sorted(
                 set(range(nodes)) - {node for other_attempt, node in present if other_attempt == attempt}
             ):
-                yield f"attempt-{attempt}.node-{node}", f"what node {node} wrote{label} is missing: its pod is gone"
+                yield f"attempt-{attempt}.node-{node}", f"output of node {node}{label} is missing: its pod is gone"
     uids = {str((pod.get("metadata") or {}).get("uid")) for pod in pods}
     gone_uids = {source.uid for source in sources} - uids
     count = failures - sum(map(_has_failed, pods)) - len(gone_uids)
     if count > 0:
-        label = "a pod" if count == 1 else f"{count} pods"
-        yield "failed-pods", f"what {label} that failed wrote is missing: the cluster has removed it"
+        label = "a failed pod" if count == 1 else f"{count} failed pods"
+        yield "failed-pods", f"output of {label} is missing: removed by the cluster"
 
 
 def _has_failed(pod: Object) -> bool:

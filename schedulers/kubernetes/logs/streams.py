@@ -118,7 +118,7 @@ def fetch(
         fetched.error = error
     except OSError as error:
         detail = f"{tempfile.gettempdir()}: {(error.strerror or str(error)).lower()}"
-        fetched.error = SchedulerError(f"{api.label}: what {source.writer()} cannot be buffered: {detail}")
+        fetched.error = SchedulerError(f"{api.label}: output of {source.writer()} cannot be buffered: {detail}")
     return fetched
 
 

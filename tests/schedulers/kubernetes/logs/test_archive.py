@@ -102,5 +102,5 @@ def test_a_log_that_is_too_long_is_kept_in_part_and_says_so(
     assert _text(lines).startswith("line 1\nline 2\n")
     assert "hello" not in _text(lines)
     (said,) = [line.text for line in lines if line.stream == "missing"]
-    assert said == "accel: some of what node 0 wrote is missing: at most 0 MiB of it are archived\n"
+    assert said == "accel: some output of node 0 is missing: at most 0 MiB of it are archived\n"
     assert "some of the job's logs were not archived: at most 0 MiB" in caplog.text

@@ -501,7 +501,7 @@ def test_a_pod_that_goes_when_it_is_asked_what_it_wrote_so_far_is_said(
     monkeypatch.setattr(reader, "fetch", late)
     (said,) = job.logs()
     assert asked
-    assert (said.stream, said.text) == ("missing", "accel: what node 0 wrote is missing: its pod is gone\n")
+    assert (said.stream, said.text) == ("missing", "accel: output of node 0 is missing: its pod is gone\n")
 
 
 def test_pods_that_are_gone_are_said_and_what_was_read_of_them_is_not(
@@ -518,7 +518,7 @@ def test_pods_that_are_gone_are_said_and_what_was_read_of_them_is_not(
     assert list(elsewhere.logs(since=_cursor(lines))) == []
     (said,) = elsewhere.logs(since=_cursor(lines[:1]))
     assert (said.stream, said.rank) == ("missing", 0)
-    assert said.text == "accel: the end of what node 0 wrote is missing: its pod is gone\n"
+    assert said.text == "accel: the end of the output of node 0 is missing: its pod is gone\n"
     assert list(elsewhere.logs(since=_cursor([said]))) == []
     (told,) = schedulers.find(job.id, Store(tmp_path / "third"), target="kubernetes").logs()
     assert told.text == "accel: it has no pods (any more), and their logs were not archived\n"
@@ -562,12 +562,10 @@ def test_pods_that_are_made_anew_are_attempts(
         assert _text(followed, 0, run) == "".join(f"run {run} line {n + 1}\n" for n in range(50))
     # A JobSet's controller deletes the pod as soon as it has failed. A kubelet that cuts the stream with it, before it
     # has said that the log has ended, leaves open whether there was more: a line says that too.
-    untold = (
-        ["accel: some of what node 0 wrote is missing: it was not read to its end\n"] if workload == "jobset" else []
-    )
+    untold = ["accel: some output of node 0 is missing: it was not read to its end\n"] if workload == "jobset" else []
     assert [line.text for line in followed if line.stream == "missing"] in ([], untold)
     elsewhere = schedulers.find(job.id, Store(tmp_path / "elsewhere"), target="kubernetes")
-    missing = ["accel: what attempt 0 wrote is missing: its pods are gone\n"] if workload == "jobset" else []
+    missing = ["accel: output of attempt 0 is missing: its pods are gone\n"] if workload == "jobset" else []
     assert [line.text for line in elsewhere.logs() if line.stream == "missing"] == missing
 
 
@@ -587,7 +585,7 @@ def test_a_log_that_was_rotated_away_is_read_or_reported(submit: Submit, shared:
     for lines in (follower.ended(), list(job.logs())):
         assert len([line for line in lines if line.stream == "output"]) < 12_288
         gaps = [line.text for line in lines if line.stream == "missing"]
-        assert gaps == ["accel: some of what node 0 wrote may be missing: its log was rotated before it was read\n"]
+        assert gaps == ["accel: some output of node 0 may be missing: its log was rotated before it was read\n"]
 
 
 def test_a_line_that_the_kubelet_splits_is_one_line_from_every_place(submit: Submit) -> None:
@@ -620,4 +618,4 @@ def test_a_node_s_log_is_archived_when_its_pod_is_evicted(
     assert _text(list(schedulers.find(job.id).logs())) == _text(followed)
     elsewhere = schedulers.find(job.id, Store(tmp_path / "elsewhere"), target="kubernetes")
     (gone,) = (line.text for line in elsewhere.logs() if line.stream == "missing")
-    assert gone == "accel: what a pod that failed wrote is missing: the cluster has removed it\n"
+    assert gone == "accel: output of a failed pod is missing: removed by the cluster\n"

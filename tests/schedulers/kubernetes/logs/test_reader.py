@@ -106,7 +106,7 @@ def test_a_disk_that_is_full_is_said(make: MakeApi, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
     with serving(_answering(_DONE)) as server, pytest.raises(SchedulerError) as refusal:
         list(readers.Reader(make(server.url)).read(_NATIVE, None, None, finished=True))
-    words = "what node 0 wrote cannot be buffered: /nowhere: no such file or directory"
+    words = "output of node 0 cannot be buffered: /nowhere: no such file or directory"
     assert str(refusal.value) == f"target k: {words}"
 
 
@@ -150,7 +150,7 @@ def test_long_lines_of_ranks_that_share_a_log(make: MakeApi) -> None:
 
 _ABSENT = b'failed to try resolving symlinks in path "/var/log/pods/team_p-0/pytorch/0.log": no such file or directory'
 _GREETING = b"2026-11-21T10:00:00Z accel launch: started on p-0\n"
-_ROTATED = "accel: some of what node 0 wrote may be missing: its log was rotated before it was read\n"
+_ROTATED = "accel: some output of node 0 may be missing: its log was rotated before it was read\n"
 
 
 def _cursor(lines: list[LogLine]) -> Cursor:
@@ -178,7 +178,7 @@ def test_a_log_that_the_kubelet_does_not_find_again_is_reported_once(
         reader = readers.Reader(make(server.url))
         (line,) = reader.read(_NATIVE, None, None, finished=True)
         assert list(reader.read(_NATIVE, _cursor([line]), None, finished=True)) == []
-    text = "accel: what node 0 wrote is missing: the cluster no longer has its log\n"
+    text = "accel: output of node 0 is missing: the cluster no longer has its log\n"
     assert (line.stream, line.text) == ("missing", text)
 
 
@@ -280,7 +280,7 @@ def test_a_cancel_keeps_what_is_known_to_be_missing(make: MakeApi, tmp_path: Pat
         assert archive.archive_job(api, _NATIVE, tmp_path) is None
     with serving(_answering(_DONE, pods=0, nodes=1)) as server:
         lines = list(readers.Reader(make(server.url)).read(_NATIVE, None, tmp_path, finished=True))
-    missing = "accel: some of what node 0 wrote is missing: its log was rotated before it was read\n"
+    missing = "accel: some output of node 0 is missing: its log was rotated before it was read\n"
     assert [line.text for line in lines] == ["later\n", missing]
 
 
@@ -337,9 +337,9 @@ def test_a_line_for_each_node_and_pod_whose_log_is_gone(make: MakeApi) -> None:
         assert list(reader.read(_NATIVE, _cursor(lines), None, finished=True)) == []
     assert [line.text for line in lines if line.stream == "output"] == ["line of 0\n"]
     assert [line.text for line in lines if line.stream == "missing"] == [
-        "accel: what node 1 wrote is missing: its pod is gone\n",
-        "accel: what node 2 wrote is missing: its pod is gone\n",
-        "accel: what 2 pods that failed wrote is missing: the cluster has removed it\n",
+        "accel: output of node 1 is missing: its pod is gone\n",
+        "accel: output of node 2 is missing: its pod is gone\n",
+        "accel: output of 2 failed pods is missing: removed by the cluster\n",
     ]
 
 
@@ -355,19 +355,19 @@ def _made_for(attempt: int | None, node: int, *containers: dict[str, Any]) -> di
             [(2, 0), (2, 1)],
             {2},
             [
-                "what attempt 0 wrote is missing: its pods are gone",
-                "what attempt 1 wrote is missing: its pods are gone",
+                "output of attempt 0 is missing: its pods are gone",
+                "output of attempt 1 is missing: its pods are gone",
             ],
         ),
-        ([(0, 0), (0, 1), (2, 0), (2, 1)], {0, 2}, ["what attempt 1 wrote is missing: its pods are gone"]),
-        ([(0, 0), (1, 0), (1, 1)], {0, 1}, ["what node 1 wrote in attempt 0 is missing: its pod is gone"]),
-        ([(0, 0), (0, 1), (1, 1)], {0, 1}, ["what node 0 wrote in attempt 1 is missing: its pod is gone"]),
+        ([(0, 0), (0, 1), (2, 0), (2, 1)], {0, 2}, ["output of attempt 1 is missing: its pods are gone"]),
+        ([(0, 0), (1, 0), (1, 1)], {0, 1}, ["output of node 1 in attempt 0 is missing: its pod is gone"]),
+        ([(0, 0), (0, 1), (1, 1)], {0, 1}, ["output of node 0 in attempt 1 is missing: its pod is gone"]),
         ([(0, 0), (1, 0), (1, 1)], {1}, []),  # the other pod of the first attempt may never have run
-        ([(0, 0)], {0}, ["what node 1 wrote is missing: its pod is gone"]),
+        ([(0, 0)], {0}, ["output of node 1 is missing: its pod is gone"]),
         ([(0, 0)], set(), []),
         # Pods that are restarted one by one have attempts of their own.
         ([(None, 0), (None, 0), (None, 0), (None, 1)], {0, 1, 2}, []),
-        ([(None, 0), (None, 0)], {1}, ["what node 1 wrote is missing: its pod is gone"]),
+        ([(None, 0), (None, 0)], {1}, ["output of node 1 is missing: its pod is gone"]),
     ],
 )
 def test_a_line_for_each_node_and_attempt_whose_log_is_gone(
@@ -397,7 +397,7 @@ def test_what_brought_the_code_is_no_log_of_a_node() -> None:
         return [what for _, what in lines]
 
     assert missing() == []
-    assert missing(0) == ["what node 1 wrote in attempt 0 is missing: its pod is gone"]
+    assert missing(0) == ["output of node 1 in attempt 0 is missing: its pod is gone"]
 
 
 @pytest.mark.parametrize("line", ["a line of rank 0", ""])
@@ -418,7 +418,7 @@ def test_a_node_whose_log_is_gone_with_the_job_s_object(make: MakeApi, tmp_path:
         lines = list(reader.read(native, None, record.directory, finished=True))
         assert list(reader.read(native, _cursor(lines), record.directory, finished=True)) == []
         elsewhere = list(reader.read(native, _cursor(followed), tmp_path / "elsewhere", finished=True))
-    missing = ["accel: what node 1 wrote is missing: its pod is gone\n"] if line else []
+    missing = ["accel: output of node 1 is missing: its pod is gone\n"] if line else []
     assert [each.text for each in lines] == [each.text for each in followed] + missing
     assert not [each.text for each in elsewhere if "node 1" in each.text]
 
@@ -481,4 +481,4 @@ def test_what_a_follower_did_not_read_is_said_to_be_missing(make: MakeApi, tmp_p
         reader.close()
     with serving(_answering(_DONE, pods=0, nodes=1)) as server:
         found = [line.text for line in readers.Reader(make(server.url)).read(_NATIVE, None, tmp_path, finished=True)]
-    assert found == ["one\n", "accel: some of what node 0 wrote is missing: it was not read to its end\n"]
+    assert found == ["one\n", "accel: some output of node 0 is missing: it was not read to its end\n"]
