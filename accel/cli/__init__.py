@@ -144,12 +144,12 @@ _TASKS = (
 
 
 def _overview() -> str:
-    lines = ["Usage: accel COMMAND [OPTIONS]", "", *(hanging(task, line, 33) for task, line in _TASKS)]
+    lines = ["usage: accel COMMAND [OPTIONS]", "", *(hanging(task, line, 33) for task, line in _TASKS)]
     return "\n".join([*lines, "", "`accel --help` lists all commands, `accel COMMAND --help` all options."]) + "\n"
 
 
 def _help() -> str:
-    lines = ["Usage: accel COMMAND [OPTIONS]", "", "One script, any cluster."]
+    lines = ["usage: accel COMMAND [OPTIONS]", "", "One script, any cluster."]
     for group, names in _GROUPS.items():
         lines += ["", f"{group}:", *(hanging(name, COMMANDS[name][1], 19) for name in names)]
     lines += [

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from .config_target import TargetFile
 
 EXAMPLES = """\
-  accel config                                         ask questions, write the default file
+  accel config                                         prompt, write the default file
   accel config --config_file fsdp.yaml                 write another file
   accel config --answers answers.yaml                  answers from a file (- for stdin)
-  accel config default --mixed_precision bf16          defaults for this machine, no questions
+  accel config default --mixed_precision bf16          defaults for this machine, no prompts
   accel config update                                  convert an older file"""
 
 _COMMAND = "accel config"
@@ -38,10 +38,10 @@ _ACTIONS = ("ask", "default", "update")
 
 
 def add_arguments(parser: Parser) -> None:
-    action = "default: write the defaults; update: convert an older file; omitted: ask questions"
+    action = "default: write the defaults; update: convert an older file; omitted: prompt"
     parser.add_argument("action", nargs="?", default="ask", metavar="ACTION", help=action)
     parser.add_argument("--config_file", metavar="FILE", help="file to write (default: Accelerate's default file)")
-    parser.add_argument("--answers", metavar="FILE", help="YAML file with the answers (- for stdin); asks nothing")
+    parser.add_argument("--answers", metavar="FILE", help="YAML file with the answers (- for stdin); no prompts")
     parser.add_argument("--mixed_precision", metavar="NAME", help="with `default`: no, fp16, bf16 or fp8 (default: no)")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -165,7 +165,7 @@ def _finish(args: Namespace, path: str, answers: Mapping[str, Any], machine: Mac
     _print_result(args, path, output.document, output.target)
     if output.target is not None:
         command = shlex.join(["accel", "submit", "--target", output.target.name, "--config_file", path])
-        note(f"config: to run there: {command} SCRIPT")
+        note(f"config: submit with: {command} SCRIPT")
     return exit_status.OK
 
 
@@ -223,7 +223,7 @@ def _answers_from_file(path: str, machine: Machine) -> dict[str, Any]:
     extra = [name for name in file_answers if name not in answers]
     if extra:
         raise UsageError(
-            _COMMAND, f"{file.key_location(extra[0])}: {extra[0]} is not asked after the other answers: leave it out"
+            _COMMAND, f"{file.key_location(extra[0])}: {extra[0]} does not apply to the other answers: remove it"
         )
     return answers
 

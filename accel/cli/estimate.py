@@ -45,7 +45,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("model_name", metavar="MODEL", help=model_help)
     group = parser.add_argument_group("model")
     group.add_argument("--library_name", choices=("timm", "transformers"), help="library of the model")
-    code = "run custom code of the model: review it first"
+    code = "run the model's own code (review it first)"
     group.add_argument("--trust_remote_code", action="store_true", help=code)
     types = f"data types: {', '.join(DTYPES)} (default: all)"
     group.add_argument("--dtypes", metavar="TYPE", nargs="+", action="extend", choices=DTYPES, help=types)
@@ -146,8 +146,8 @@ def _explain(report: Report) -> None:
     layers = ", ".join(report.layers[:3]) + (f" and {len(report.layers) - 3} more" if len(report.layers) > 3 else "")
     note(f"model: {report.subject.library}, {report.parameters:,} parameters, {report.trained:,} of them trained")
     note(f"largest layer: {layers}")
-    note(f"gathered: {report.unit} by {report.unit}, two at a time, with the gradients of one; DDP's are its buckets")
-    note("weights and gradients: float32 under DDP and FSDP, whatever it computes in; ZeRO keeps the half type")
-    note("optimizer: Adam's two averages in float32; ZeRO adds float32 weights")
-    note("activations: what autograd keeps from a forward, with fused attention; casts of weights count under DDP")
-    note("each device: the most at any moment, without torch's own context and what its allocator keeps in reserve")
+    note(f"gathered: FSDP gathers by {report.unit}, two at a time with the gradients of one; DDP uses its buckets")
+    note("weights and gradients: DDP and FSDP keep float32 in every precision; ZeRO keeps the half type")
+    note("optimizer: Adam keeps two averages in float32; ZeRO adds float32 weights")
+    note("activations: autograd keeps them after a forward pass with fused attention; DDP adds casts of weights")
+    note("each device: this is the peak, without torch's own context and the memory that its allocator reserves")

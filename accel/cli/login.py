@@ -19,7 +19,7 @@ EXAMPLES = """\
   accel login https://jobs.example.org --name team
   echo "$TOKEN" | accel login https://jobs.example.org --token-file -
 
-The token is asked for on a terminal. In CI, set ACCEL_SERVER and ACCEL_TOKEN instead, and use --target server/NAME."""
+Prompts for the token on a terminal. In CI, set ACCEL_SERVER and ACCEL_TOKEN instead, and use --target server/NAME."""
 
 
 def add_arguments(parser: Parser) -> None:

@@ -54,9 +54,8 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("job", metavar="JOB", help="job id, unique prefix of an id, or @last")
     parser.add_argument("-f", "--follow", action="store_true", help="follow the logs until the job ends")
     parser.add_argument("--rank", metavar="N", type=arguments.count, action="append", help="only this rank; repeatable")
-    parser.add_argument(
-        "--since", metavar="WHEN", type=_since, help="start 10m, 2h, … ago, or after a cursor of --json"
-    )
+    since = "start WHEN ago: 90 (seconds), 10m, 2h; or after a cursor of --json"
+    parser.add_argument("--since", metavar="WHEN", type=_since, help=since)
     parser.add_argument("--tail", metavar="N", type=arguments.count, help="start with the last N lines of each rank")
     parser.add_argument("--no-prefix", action="store_true", help="omit the prefix [rank N]")
     parser.add_argument("--json", action="store_true", help="print a JSON line with a cursor per log line")

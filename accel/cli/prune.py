@@ -34,9 +34,10 @@ A damaged record is deleted only when its JOB is named."""
 
 def add_arguments(parser: Parser) -> None:
     parser.add_argument("jobs", metavar="JOB", nargs="*", help="job id, unique prefix of an id, or @last")
-    parser.add_argument("--older-than", metavar="TIME", type=arguments.duration, help="delete jobs older than 30d, 2w")
+    age = "delete jobs that ended before TIME ago (30d, 2w)"
+    parser.add_argument("--older-than", metavar="TIME", type=arguments.duration, help=age)
     parser.add_argument("--keep", metavar="N", type=arguments.count, help="delete all but the newest N jobs")
-    parser.add_argument("--force", action="store_true", help="delete each JOB in any state, though it may still run")
+    parser.add_argument("--force", action="store_true", help="delete each JOB in any state, even if it may still run")
     parser.add_argument("--dry-run", action="store_true", help="print what would be deleted, delete nothing")
     parser.add_argument("--json", action="store_true", help="print JSON")
 

@@ -1,7 +1,7 @@
 """`accel serve`: serve this computer's targets to other computers, over a REST API.
 
-`accel serve check` checks the settings, the database and the targets; `accel serve migrate` brings the database's
-tables up to date, or with --sql prints the statements that create them.
+`accel serve check` checks the settings, the database and the targets; `accel serve migrate` migrates the database's
+tables, or with --sql prints the statements that create them.
 
 --json  with check: [{"part", "ok", "detail"}]
 """
@@ -34,7 +34,7 @@ EXAMPLES = """\
   accel serve --host 0.0.0.0 --url https://jobs.example.org --tls-cert cert.pem --tls-key key.pem
   accel login http://127.0.0.1:8765 --token-file ~/.local/share/accel/service/owner-token
 
-Settings are in serve.yaml, beside accel.yaml; flags override them. docs/serve.md describes both."""
+Settings are in serve.yaml, next to accel.yaml; flags override them. docs/serve.md describes both."""
 
 _ACTIONS = ("check", "migrate")
 _FLAGS = ("host", "port", "url", "home", "database", "tls_cert", "tls_key", "behind_proxy")
@@ -42,8 +42,9 @@ _PACKAGES = ("fastapi", "uvicorn", "sqlalchemy", "alembic", "prometheus_client")
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument("action", nargs="?", choices=_ACTIONS, help="check: check the settings; migrate: the database")
-    parser.add_argument("--config", metavar="FILE", help="settings (default: serve.yaml beside accel.yaml)")
+    action = "check the settings, or migrate the database's tables"
+    parser.add_argument("action", nargs="?", choices=_ACTIONS, help=action)
+    parser.add_argument("--config", metavar="FILE", help="settings (default: serve.yaml next to accel.yaml)")
     parser.add_argument("--host", metavar="ADDRESS", help="address to listen on (default: 127.0.0.1)")
     parser.add_argument("--port", metavar="N", type=arguments.count, help="port to listen on (default: 8765)")
     parser.add_argument("--url", metavar="URL", help="public address of the server")

@@ -236,7 +236,7 @@ def _add_placement(group: Group) -> None:
     group.add_argument(
         "--hostfile", metavar="FILE", help="hosts of an ssh target, one per line (Open MPI's or DeepSpeed's syntax)"
     )
-    group.add_argument("--spares", **_COUNT, help="spare hosts of an ssh target, to replace bad ones")
+    group.add_argument("--spares", **_COUNT, help="spare hosts of an ssh target, to replace lost ones")
     group.add_argument("--interface", metavar="NAME", help="network interface between the hosts of an ssh target")
     group.add_argument(
         "--concurrency", **_COUNT, help="jobs that run at once on a machine (local, ssh, tpu); others queue"

@@ -31,12 +31,13 @@ _ROLES = ("viewer", "submitter", "owner")
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument("action", choices=("create", "list", "revoke"), metavar="create|list|revoke")
+    action = "create a token, list the tokens, or revoke one"
+    parser.add_argument("action", choices=("create", "list", "revoke"), metavar="create|list|revoke", help=action)
     parser.add_argument("id", nargs="?", metavar="ID", help="with revoke: the id of the token")
-    user = "with create: the user, who is created if need be (default: you)"
+    user = "with create: the user, created if missing (default: you)"
     parser.add_argument("--user", metavar="NAME", help=user)
     parser.add_argument("--role", choices=_ROLES, help="with create: the role of a new user (default: submitter)")
-    expires = "with create: when the token ends (default: 90d, at most 365d)"
+    expires = "with create: lifetime of the token (default: 90d, at most 365d)"
     parser.add_argument("--expires", metavar="TIME", type=arguments.duration, help=expires)
     parser.add_argument("--server", metavar="NAME", help="the server (default: the current one)")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -47,9 +48,9 @@ def run(args: Namespace) -> int:
     from schedulers.service.client import Client
 
     if args.action != "create" and (args.user or args.role or args.expires is not None):
-        raise UsageError("accel token", "--user, --role and --expires are for create")
+        raise UsageError("accel token", "--user, --role and --expires require create")
     if bool(args.id) != (args.action == "revoke"):
-        raise UsageError("accel token", "give one ID with revoke" if not args.id else "an ID is for revoke")
+        raise UsageError("accel token", "give one ID with revoke" if not args.id else "ID requires revoke")
     servers = read_servers()
     name = args.server or servers.current.partition("/")[0] or FROM_ENVIRONMENT
     client = Client(servers.get(name))

@@ -31,7 +31,8 @@ cancelled, 124 if --timeout expired before it ended."""
 
 def add_arguments(parser: Parser) -> None:
     parser.add_argument("jobs", metavar="JOB", nargs="+", help="job id, unique prefix of an id, or @last")
-    parser.add_argument("--timeout", metavar="TIME", type=arguments.duration, help="stop waiting after 90 (s), 30m, 2h")
+    timeout = "stop waiting after TIME: 90 (seconds), 30m, 2h"
+    parser.add_argument("--timeout", metavar="TIME", type=arguments.duration, help=timeout)
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments.add_job_arguments(parser)
 

@@ -14,7 +14,7 @@ MACHINES = Group(
     (
         Setting("gpu_ids", "GPUs to use, e.g. 0,2 (default: all visible GPUs)", metavar="IDS",
                 env="CUDA_VISIBLE_DEVICES"),
-        switch("same_network", "accepted for Accelerate's sake; has no effect", used_by=("gang",)),
+        switch("same_network", "ignored; accepted for compatibility", used_by=("gang",)),
         Setting("machine_rank", "rank of this machine, from 0", "whole", metavar="R", used_by=("gang",)),
         Setting("main_process_ip", "name or address of machine 0, reachable by all", metavar="HOST",
                 env="MASTER_ADDR", used_by=("gang",)),
@@ -107,7 +107,7 @@ RESOURCES = Group(
     "resources",
     "Processes, precision and threads.",
     (
-        Setting("mixed_precision", "mixed precision of Accelerator()", choices=("no", "fp16", "bf16", "fp8"),
+        Setting("mixed_precision", "numeric precision of training", choices=("no", "fp16", "bf16", "fp8"),
                 env="ACCELERATE_MIXED_PRECISION"),
         Setting("num_processes", "total number of ranks on all machines (default: one per GPU, or 1)", "positive",
                 metavar="N"),

@@ -52,7 +52,7 @@ def test_help_lists_every_command_once(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_help_of_a_command_is_what_its_option_prints(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["help"]) == exit_status.OK
-    assert capsys.readouterr().out.startswith("Usage: accel COMMAND")
+    assert capsys.readouterr().out.startswith("usage: accel COMMAND")
     printed = []
     for argv in (["help", "logs"], ["logs", "--help"], ["help", "launch"], ["launch", "--help"]):
         with pytest.raises(SystemExit) as ended:

@@ -87,7 +87,7 @@ def test_answers_make_a_target(
     assert targets("conf/accel.yaml") == {name: entry}
     shown = capsys.readouterr()
     assert shown.out == f"x.yaml\n{somewhere}/conf/accel.yaml\n"
-    assert shown.err == f"accel: config: to run there: accel submit --target {name} --config_file x.yaml SCRIPT\n"
+    assert shown.err == f"accel: config: submit with: accel submit --target {name} --config_file x.yaml SCRIPT\n"
     (found,) = [target for target in known_targets() if target.file is not None]
     assert (found.name, {"kind": found.kind, **found.options}) == (name, entry)
 
@@ -177,12 +177,12 @@ def test_a_link_and_its_mode_stay(somewhere: Path) -> None:
         ("place: tpu\nnum_processes: 1\ntpu_submit: true\nslice_zone: us",
          ":4: slice_zone: zone: 'us' is not a valid zone"),
         ("place: tpu\nnum_processes: 1\ntpu_submit: true\nslice_zone: us-east1-d\nslice_name: a\nslice_spot: true",
-         ":6: slice_spot is not asked after the other answers"),
-        ("place: tpu\nnum_processes: 1\nslice_zone: us-east1-d", ":3: slice_zone is not asked after the other"),
+         ":6: slice_spot does not apply to the other answers"),
+        ("place: tpu\nnum_processes: 1\nslice_zone: us-east1-d", ":3: slice_zone does not apply to"),
         ("place: tpu\nnum_processes: 1\ntpu_submit: true\nslice_zone: us-east1-d\nslice_name: a\ntpu_use_cluster: true",
-         ":6: tpu_use_cluster is not asked after the other answers"),
-        ("place: slurm\nssh_hosts: a", ":2: ssh_hosts is not asked after the other answers"),
-        ("place: this\ntarget: lab", ":2: target is not asked after the other answers"),
+         ":6: tpu_use_cluster does not apply to the other answers"),
+        ("place: slurm\nssh_hosts: a", ":2: ssh_hosts does not apply to the other answers"),
+        ("place: this\ntarget: lab", ":2: target does not apply to the other answers"),
         ("place: k8s", ":1: place: 'k8s' is not one of this, several, ssh, slurm, kubernetes, tpu, sagemaker"),
     ],
 )  # fmt: skip

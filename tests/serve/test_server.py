@@ -267,6 +267,6 @@ def test_mistakes_of_the_commands(homes: Path, capsys: pytest.CaptureFixture[str
     assert "no server 'team' (servers: none); log in to one: accel login URL" in fails("context", "use", "team")
     assert "--token-file nowhere: No such file or directory" in fails("login", "https://x", "--token-file", "nowhere")
     assert "give one ID with revoke" in fails("token", "revoke")
-    assert "--user, --role and --expires are for create" in fails("token", "list", "--user", "a")
+    assert "--user, --role and --expires require create" in fails("token", "list", "--user", "a")
     (homes / "config/servers.yaml").write_text("servers:\n  team: {token: x}\n")
     assert "servers.yaml:2: server team: expects url, token and user" in fails("context")
