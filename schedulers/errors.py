@@ -26,27 +26,27 @@ class OptionError(SpecError):
 
 
 class ConfigError(SchedulerError):
-    """A configuration file is wrong; the message begins with `file:line`."""
+    """Error in a configuration file; the message begins with `file:line`."""
 
 
 class UnknownTarget(ConfigError):
-    """No target of that name or kind."""
+    """Error for an unknown target or kind."""
 
 
 class UnknownJob(SchedulerError):
-    """No job, or more than one, matches the id or prefix."""
+    """Error for an id or prefix that matches no job, or several."""
 
 
 class StoreError(SchedulerError):
-    """The job store cannot be read or written (damaged or newer file, full disk, no permission)."""
+    """Error in reading or writing the job store (damaged or newer file, full disk, no permission)."""
 
 
 class StoreNotWritable(StoreError):
-    """The job store cannot be written, for instance on a full or read-only disk. It may be readable."""
+    """Error in writing the job store, for instance on a full or read-only disk. It may be readable."""
 
 
 class SnapshotError(SchedulerError):
-    """The code directory cannot be packed."""
+    """Error in packing the code directory."""
 
 
 class SubmitError(SchedulerError):
@@ -82,7 +82,7 @@ class Unreachable(SchedulerError):
 
 
 class CredentialsExpired(Unreachable):
-    """The backend does not accept the credentials any more. The message says how to sign in again."""
+    """Error for credentials that the backend no longer accepts. The message says how to sign in again."""
 
 
 def nearest(word: str, valid: Iterable[str]) -> str:

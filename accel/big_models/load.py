@@ -162,7 +162,7 @@ class _WeightPlacer:
             self._to_device(name, value, dtype, target)
 
     def _quant_state(self, name: str) -> dict[str, torch.Tensor]:
-        """Return what bitsandbytes saves beside a weight in 4 bits; empty for other weights."""
+        """Return what bitsandbytes saves with a weight in 4 bits; empty for other weights."""
         keys = self._parts_4bit.get(name, ())
         return {key: in_memory(self._checkpoint.get(key)) for key in keys}
 
@@ -275,7 +275,7 @@ def _check_names(
 
 
 def _is_quantised_part(name: str, weights: Collection[str]) -> bool:
-    """Return True for what bitsandbytes saves beside a weight: scales, or the state of one in 4 bits."""
+    """Return True for what bitsandbytes saves with a weight: scales, or the state of one in 4 bits."""
     return name.endswith((SCALES, "weight_format")) or any(weight in weights for weight in _parts_4bit([name]))
 
 

@@ -132,8 +132,8 @@ class CheckpointContents:
     ) -> tuple[list[Piece], dict[int, dict[str, Any]]]:
         """Return this process's file of chunks, if it has any, and the outlines of optimizers whose tensors they hold.
 
-        If checkpoints hold full models, the chunks are only gradients of an open window, and buffers of which each
-        process has its own. Collective: all processes must call it.
+        If checkpoints hold full models, the chunks are only gradients of an open window, and buffers that differ
+        between processes. Collective: all processes must call it.
 
         ``weights``: see `shared`.
         ``is_writer``, ``every_copy``: see `chunks_to_write`.

@@ -50,7 +50,7 @@ def describe(data: Any) -> list[Leaf]:
 
 
 def verify(state: PartialState, operation: str, description: str = "", data: Any = (), *, sizes: bool = True) -> None:
-    """In debug mode raise `CollectiveError` on every process unless all call ``operation`` with equal description.
+    """Raise `CollectiveError` on every process, in debug mode, unless all call ``operation`` with equal description.
 
     The types and shapes of the tensors in ``data`` must be equal too; without ``sizes`` only the numbers of dimensions.
     """

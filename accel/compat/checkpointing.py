@@ -74,8 +74,8 @@ def load_accelerator_state(
 
     One of `Accelerator.save_state` is verified, and read as its manifest says.
 
-    Every tensor is loaded onto the device of its object, whatever ``map_location`` (``"cpu"`` or ``"on_device"``)
-    is. Raises `CheckpointError` naming the file that is missing, damaged or does not fit.
+    Every tensor is loaded onto the device of its object, regardless of ``map_location`` (``"cpu"`` or
+    ``"on_device"``). Raises `CheckpointError` naming the file that is missing, damaged or does not fit.
     """
     if map_location is not None:
         one_of(map_location, ["cpu", "on_device"], source="load_accelerator_state(map_location=…)")

@@ -48,7 +48,7 @@ def prepare_data_loader(
     already_sharded: bool = False,
     copies: int = 1,
 ) -> PreparedLoader:
-    """Return a loader of the share of process ``process_index`` of ``num_processes`` in ``dataloader``.
+    """Return a loader of one process's share of ``dataloader``, that of ``process_index`` among ``num_processes``.
 
     ``dataloader`` itself is not changed and all its settings are kept. A prepared loader is returned unchanged,
     and one that is this process's share already (``already_sharded``, or see `is_presharded`) is not sharded
@@ -61,7 +61,7 @@ def prepare_data_loader(
         moved to the device.
     ``torch_device_mesh``: processes that differ only in dimensions other than ``dp``, ``dp_replicate``,
         ``dp_shard`` and ``fsdp`` see the same data.
-    ``copies``: the number of processes with each share, all of which must call this function.
+    ``copies``: the number of processes with each share; all of them must call this function.
 
     For the other arguments see `DataLoaderConfiguration`. Raises `DataError` for a loader that cannot be sharded
     like this.

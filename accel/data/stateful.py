@@ -1,4 +1,4 @@
-"""Prepared loaders that are torchdata's for `isinstance` too. Needs torchdata: imported only when asked for."""
+"""Prepared loaders that are torchdata's for `isinstance` too. Needs torchdata: imported lazily."""
 
 from __future__ import annotations
 

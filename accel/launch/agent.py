@@ -231,7 +231,7 @@ class GangAgent(SimpleElasticAgent):
         return self._settings.grace_s if orderly else min(self._settings.grace_s, _FAILURE_GRACE_S)
 
     def preempted(self) -> Failure | None:
-        """Return the preemption to report if a rank here exited with the requeue code, whatever ended the gang."""
+        """Return a preemption if a rank here exited with the requeue code, regardless of what ended the gang."""
         end = next((end for end in self._exits.values() if end.code == REQUEUE), None)
         if end is None:
             return None

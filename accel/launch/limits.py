@@ -44,7 +44,7 @@ def _text(path: str) -> str | None:
 
 
 def check_process_limits(processes: int, total: int | None) -> None:
-    """Raise LaunchConfigError for more processes than this machine allows, whatever else runs on it.
+    """Raise LaunchConfigError for more processes than this machine allows, regardless of what else runs on it.
 
     total: the requested number on all machines, for the message.
     """

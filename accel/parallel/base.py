@@ -211,7 +211,7 @@ class Strategy:
         torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
     def finish_pending(self) -> None:
-        """Make every model's ``parameters()`` the tensors that optimizers step, whatever state its last pass left."""
+        """Make every model's ``parameters()`` the tensors that optimizers step, regardless of its last pass."""
 
     def release(self) -> None:
         """Drop the models and what an engine keeps for them."""

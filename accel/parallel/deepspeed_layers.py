@@ -22,7 +22,7 @@ _TRANSPOSED = ("conv_LinearLayer", "Conv_LinearALlreduce")  # DeepSpeed gathers 
 
 @contextmanager
 def splitting(model: nn.Module, size: int) -> Iterator[None]:
-    """In the block, DeepSpeed splits the layers of ``model`` over ``size`` processes.
+    """Make DeepSpeed split the layers of ``model`` over ``size`` processes in the block.
 
     Raises `ArgumentError` for a model that it cannot split, or cannot gather again, and while an engine of this process
     has another size: DeepSpeed has one set of groups.

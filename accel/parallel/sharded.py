@@ -224,7 +224,7 @@ class Sharded(Strategy):
         return policy if isinstance(policy, MixedPrecisionPolicy) else MixedPrecisionPolicy()
 
     def finish_pending(self) -> None:
-        """Make every model's ``parameters()`` the shards, whatever its last pass left gathered; and optimizers'."""
+        """Make every model's ``parameters()`` and every optimizer's the shards, regardless of what is gathered."""
         for model in self._models:
             reshard(model)
         for optimizer in self._optimizers:

@@ -65,7 +65,7 @@ def aliases(model: nn.Module) -> dict[torch.nn.Parameter, list[str]]:
 
 
 def set_parameter(model: nn.Module, names: Iterable[str], parameter: nn.Parameter) -> None:
-    """Give ``model`` one ``parameter`` under all of its ``names``."""
+    """Register ``parameter`` in ``model`` under all ``names``."""
     for name in names:
         owner, _, key = name.rpartition(".")
         model.get_submodule(owner)._parameters[key] = parameter

@@ -395,7 +395,7 @@ class _RefusingConfig:
     """A configuration for `transformers` that raises `StateError` when a model is to be loaded in shards."""
 
     def is_zero3(self) -> bool:
-        """Return True."""
+        """Return True: `transformers` then reads `config`, which raises."""
         return True
 
     @property

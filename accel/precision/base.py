@@ -56,7 +56,7 @@ class Precision:
     def step(self, optimizer: torch.optim.Optimizer, closure: Any = None) -> bool | list[torch.Tensor]:
         """Step ``optimizer``; return True if that was skipped because scaled gradients were not finite.
 
-        If only the device knows, as with a fused optimizer, return tensors of which one is not zero if so.
+        If only the device knows, as with a fused optimizer, return tensors; a nonzero one means skipped.
         """
         if id(optimizer) in self._stepped:
             self.finish_pending()

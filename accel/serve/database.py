@@ -1,4 +1,4 @@
-"""The database: its engine, transactions, and the migrations that bring its tables up to date."""
+"""The database: its engine, transactions, and the migrations of its tables."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Database:
 
 
 def open_database(settings: Settings) -> Database:
-    """Connect to the database and bring its tables up to date. Raises ConfigError, StoreError."""
+    """Connect to the database and migrate its tables. Raises ConfigError, StoreError."""
     engine = connect(settings)
     try:
         if needs_migration(engine):
@@ -112,7 +112,7 @@ def revisions(engine: Engine) -> tuple[str | None, str | None]:
 
 
 def migrate(engine: Engine) -> None:
-    """Bring the tables up to date. A SQLite database with content is copied before. Raises StoreError."""
+    """Migrate the tables. A SQLite database with content is copied before. Raises StoreError."""
     try:
         if engine.dialect.name == "sqlite":
             _copy(engine)

@@ -1,4 +1,4 @@
-"""The poller: asks the targets about all live jobs, brings their rows up to date, and removes what is old."""
+"""Poll the targets of all live jobs, update their rows, delete old jobs."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ _SIZE = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>[A-Za-z]*)\Z")
 class TargetRules:
     """The rights of users other than the owner on a target.
 
-    run_as:        "service": jobs run as the user of this server, whoever submits them.
+    run_as:        "service": jobs run as the user of this server, for every submitter.
     allow_options: options of the target that submitters may set.
     """
 

@@ -79,10 +79,10 @@ class Spools:
         self._over: queue.SimpleQueue[tuple[str, float]] = queue.SimpleQueue()
         self._completing: list[threading.Thread] = []
 
-    def ask(self, job_id: str, *, is_over: bool = False, soon: bool = True) -> tuple[Spool, int]:
-        """Return the job's spool, which is now read, and the number of the pass that begins after this call.
+    def read_soon(self, job_id: str, *, is_over: bool = False, now: bool = True) -> tuple[Spool, int]:
+        """Start reading the job's log; return its spool and the number of the next pass.
 
-        is_over: the job is over, for one that has no record. soon: begin that pass now.
+        is_over: the job is over, for one that has no record. now: begin that pass now.
         """
         with self._lock:
             spool = self._spools.get(job_id)
@@ -93,7 +93,7 @@ class Spools:
                     self._spools[job_id] = spool
             spool.asked_at = time.monotonic()
             spool.is_over = spool.is_over or is_over
-            if soon:
+            if now:
                 spool.asked.set()
             return spool, spool.begun + 1
 
@@ -137,7 +137,7 @@ class Spools:
 
     def _complete(self, job_id: str) -> bool:
         """Return True if the log is complete now, or deleted; False to try again later."""
-        spool, number = self.ask(job_id, is_over=True)
+        spool, number = self.read_soon(job_id, is_over=True)
         with spool.passed:
             spool.passed.wait_for(lambda: spool.ended or (spool.finished >= number and spool.problem))
         return spool.removed or spool.mark.complete

@@ -83,7 +83,7 @@ class Submitter(threading.Thread):
 
 
 def submit_row(context: ServeContext, row: Row) -> None:
-    """Submit the job of the row, or complete its submit, and bring the row up to date.
+    """Submit the job of the row, or complete its submit, and update the row.
 
     A submit that a killed server has begun is in the store already: its lock and the target's own search for an
     earlier submit keep the job from running twice.

@@ -97,7 +97,7 @@ def answer_is(name: str, *values: Any) -> Condition:
 
 
 def both(first: Condition, second: Condition) -> Condition:
-    """Return the condition that both conditions hold."""
+    """Return a condition that holds when both do."""
     return lambda answers: first(answers) and second(answers)
 
 

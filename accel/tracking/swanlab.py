@@ -1,4 +1,4 @@
-"""SwanLab."""
+"""SwanLab: numbers, text, images and types of its own, in the cloud or in files."""
 
 from __future__ import annotations
 

@@ -214,7 +214,7 @@ def patch_environment(**kwargs: object) -> Iterator[None]:
 
 @contextmanager
 def clear_environment() -> Iterator[None]:
-    """Unset all variables in the block; restore them afterwards, whatever the block did."""
+    """Unset all variables in the block; restore them afterwards, regardless of what the block did."""
     previous = dict(os.environ)
     os.environ.clear()
     try:

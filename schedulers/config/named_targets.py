@@ -214,7 +214,7 @@ def _target_of_server(name: str) -> NamedTarget:
 
 
 def restore_target(name: str, kind: str, options: Mapping[str, Any], jobs: Path) -> Target:
-    """Construct a target as `resolve_target` once described it, whatever the files hold now. Raises ConfigError.
+    """Construct a target as `resolve_target` described it, regardless of the files since. Raises ConfigError.
 
     Ignores options that only a newer accel knows.
     """

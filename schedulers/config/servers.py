@@ -1,4 +1,4 @@
-"""The servers that this user has logged in to: `servers.yaml`, beside `accel.yaml`, with a token for each.
+"""The servers that this user has logged in to, each with its token: `servers.yaml`, next to `accel.yaml`.
 
 current: team/lab
 servers:

@@ -335,7 +335,7 @@ def _load(path: str) -> paramiko.PKey | str:
 
 @functools.lru_cache(maxsize=16)
 def _read(path: str, state: tuple[int, ...]) -> paramiko.PKey:
-    """Read a key file, once for all hosts until the file changes. Raises whatever paramiko does."""
+    """Read a key file, once for all hosts until the file changes. Raises paramiko's errors."""
     return paramiko.PKey.from_path(path)
 
 

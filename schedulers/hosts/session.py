@@ -180,7 +180,7 @@ class Session:
 
 
 class _MarkedOutput:
-    """An output whose part after the mark is the command's. `skipped`: number of bytes before that."""
+    """The command's output: the bytes after the mark. `skipped`: number of bytes before that."""
 
     def __init__(self, mark: str) -> None:
         self._mark = f"\n{mark}\n".encode()

@@ -59,7 +59,7 @@ def read(jobs: Path, job_id: str) -> ClusterRef | None:
 
 
 def identity(api: Api, namespace: str) -> str:
-    """Return what tells this cluster from another of that name (`target.Identifies`). Raises Unreachable, ApiError."""
+    """Return this cluster's identity (`target.Identifies`). Raises Unreachable, ApiError."""
     from .client.errors import Forbidden, NotFound
 
     digest = hashlib.sha256(api.server.encode())

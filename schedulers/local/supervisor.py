@@ -299,7 +299,7 @@ class Supervisor:
                       message=message.removeprefix("accel launch: "))  # fmt: skip
 
     def _refusal(self) -> Reason:
-        """Return the reason of a failed launch that blames no rank: its ranks never started, or never met."""
+        """Return the reason of a failure that blames no rank: the ranks never started, or the rendezvous failed."""
         event = self._files.launch_event("refused")
         if event is not None:
             return Reason(event["reason"])

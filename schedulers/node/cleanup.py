@@ -105,7 +105,7 @@ def clear_environments(root: str, cutoff: float) -> None:
 
 
 def used_at(directory: str) -> float:
-    """Return when the environment was last used or, if it was never complete, begun."""
+    """Return when the environment was last used, or created if incomplete."""
     for path in (os.path.join(directory, ".whole"), directory):
         with contextlib.suppress(FileNotFoundError):
             return os.stat(path).st_mtime

@@ -185,7 +185,7 @@ class Store:
         older_than_s: only jobs that ended longer ago.
         keep:         not the newest `keep` finished jobs; may be combined with older_than_s.
         ids:          only these (ids or prefixes), damaged ones included; one that is not over is a StoreError.
-        force:        with `ids`, these whatever their state.
+        force:        with `ids`, these regardless of their state.
 
         Otherwise never deletes a job that is not over, or that such a job waits for (`after`). Raises StoreError.
         """

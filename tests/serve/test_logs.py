@@ -233,7 +233,7 @@ def test_a_stream_has_each_line_once_and_then_ends(world: World, monkeypatch: py
 @pytest.mark.parametrize("limit", [1, 100, 1000, 10_000])
 def test_the_last_batch_is_read_from_memory_as_from_the_file(world: World, limit: int) -> None:
     content = world.complete()
-    spool, _ = world.context.spools.ask(world.job.id)
+    spool, _ = world.context.spools.read_soon(world.job.id)
     offsets = [0, *itertools.accumulate(map(len, content.splitlines(keepends=True)))]
     expected = [spool_file.read(spool.path, offset, len(content), limit) for offset in offsets]
 
@@ -278,10 +278,10 @@ def test_a_job_that_is_being_submitted_has_no_lines_yet(world: World) -> None:
     answer = world.get("", f"/api/v1/jobs/{waiting}/logs")
     assert (answer.content, answer.headers["Accel-Complete"], answer.headers["Accel-More"]) == (b"", "false", "false")
     spools = Spools(world.context.store, world.context.home / "other", 1000, threading.Event(), idle_s=0.2)
-    first, _ = spools.ask(waiting)
-    assert spools.ask(waiting)[0] is first
+    first, _ = spools.read_soon(waiting)
+    assert spools.read_soon(waiting)[0] is first
     until(lambda: first.ended, "nobody asks for it any more")
-    assert spools.ask(waiting)[0] is not first
+    assert spools.read_soon(waiting)[0] is not first
 
 
 @pytest.fixture
@@ -336,7 +336,7 @@ def test_a_full_disk_is_reported_and_the_log_goes_on_later(
 
     monkeypatch.setattr(os, "write", limited)
     reader = spools(1 << 20)
-    spool, _ = reader.ask(world.job.id)
+    spool, _ = reader.read_soon(world.job.id)
     until(lambda: spool.problem, "the disk is full")
     assert spool.problem.startswith(f"disk full: cannot write {spool.path} (No space left on device)")
     assert (spool.mark.end, os.path.getsize(spool.path)) == (0, 0)

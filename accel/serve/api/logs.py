@@ -112,7 +112,7 @@ async def _opened(
 ) -> AsyncIterator[Stream]:
     """Yield a stream, which counts as open until the answer has ended."""
     since = query.since if last_event_id is None else last_event_id
-    spool, _ = await run_in_threadpool(context.spools.ask, job["id"], is_over=job["state"] in FINAL)
+    spool, _ = await run_in_threadpool(context.spools.read_soon, job["id"], is_over=job["state"] in FINAL)
     await run_in_threadpool(_check, spool, spool.mark.end, since)
     counts, limit = context.spools.streams, context.settings.streams
     if counts[caller.name] >= limit:
@@ -174,7 +174,7 @@ async def _read_now(context: ServeContext, job: Row, enough: Callable[[Spool], b
     """
     deadline = time.monotonic() + _WAIT_S
     with context.spools.changes.waiting(job["id"]) as changed:
-        spool, number = await run_in_threadpool(context.spools.ask, job["id"], is_over=job["state"] in FINAL)
+        spool, number = await run_in_threadpool(context.spools.read_soon, job["id"], is_over=job["state"] in FINAL)
         while True:
             changed.clear()
             if spool.mark.complete or spool.finished >= number:
@@ -198,7 +198,7 @@ def _still_open(context: ServeContext, stream: Stream) -> Spool | None:
     """Return the spool, which is read on; None if the caller's token has ended."""
     if not is_active(context, stream.caller.token_id):
         return None
-    return context.spools.ask(stream.job["id"], is_over=stream.job["state"] in FINAL, soon=False)[0]
+    return context.spools.read_soon(stream.job["id"], is_over=stream.job["state"] in FINAL, now=False)[0]
 
 
 def _check(spool: Spool, end: int, offset: int) -> None:

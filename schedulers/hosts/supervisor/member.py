@@ -243,7 +243,7 @@ class Supervisor:
     def _check_standstill(self) -> None:
         """Step down after SIGTERM, or after more than a heartbeat without a turn: the others have given this host up.
 
-        It must then neither lead them nor run ranks beside theirs, whatever older messages still arrive.
+        It must then neither lead them nor run ranks next to theirs, regardless of older messages that still arrive.
         """
         stood_s, self._last_turn_at = _awake() - self._last_turn_at, _awake()
         if self._end_requested:

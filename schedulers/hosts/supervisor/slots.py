@@ -179,7 +179,7 @@ class Slots:
 
 
 def _directory(parent: str) -> str:
-    """Return the directory of this machine's queue: of this boot, whatever the host's name; it may not exist yet.
+    """Return the directory of this machine's queue for this boot, regardless of the host's name; it may not exist.
 
     Earlier versions named it after the host. While a job of theirs holds a lock there, the new name is a link to it.
     """
