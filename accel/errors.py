@@ -65,4 +65,4 @@ def one_of(value: object, known: Iterable[str], *, source: str) -> str:
     choices = list(known)
     if isinstance(value, str) and value in choices:
         return value
-    raise ArgumentError(f"{source}: {value!r} is none of {', '.join(choices)}{nearest(str(value), choices)}")
+    raise ArgumentError(f"{source}: {value!r} is not one of {', '.join(choices)}{nearest(str(value), choices)}")

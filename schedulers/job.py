@@ -161,6 +161,12 @@ class JobSpec:
             raise SpecError(f"not a job spec: {error}") from None
 
 
+def check_cpu(spec: JobSpec, cpu: bool, target: str) -> None:
+    """Raise SpecError for a job with GPUs on a target that trains on the CPU."""
+    if cpu and spec.resources.gpus:
+        raise SpecError(f"cpu: true in target {target} and --gpus contradict each other: keep one")
+
+
 @dataclass(frozen=True, kw_only=True)
 class LogLine:
     r"""One line of a job's output.

@@ -190,7 +190,7 @@ class DiscoveredJob:
         plan = Plan(
             target=target, kind=kind, job_id=job_id,
             files={f"{kind}/spec.json": json.dumps(document, indent=2) + "\n"}, settings={"spec": document},
-            warnings=("submitted by another machine: this is what it asked for",),
+            warnings=("submitted by another machine: the request as submitted",),
         )  # fmt: skip
         return cls(native_id=native_id, spec=spec, plan=plan, **fields)
 
@@ -218,7 +218,7 @@ class SupportsPollKey(Protocol):
 
 @runtime_checkable
 class SupportsBackends(Protocol):
-    """A target that can tell backends apart that its options do not: another cluster, account or host of that name."""
+    """A target that distinguishes backends with equal options: another cluster, account or host of that name."""
 
     def backends(self, jobs: Mapping[str, str | None]) -> Mapping[str, str]:
         """Return the identity of the backend that these jobs would be polled at now, or submitted to.
@@ -241,7 +241,7 @@ def same_backend(recorded: str, current: str) -> bool | None:
 
 @runtime_checkable
 class SupportsFind(Protocol):
-    """A target whose backend finds jobs by their id, whichever machine submitted them."""
+    """A target whose backend finds jobs by their id, submitted from any machine."""
 
     def find(self, job_id: str) -> DiscoveredJob | None:
         """Return the job of that id, or None if the backend has none. Changes nothing there.
@@ -252,7 +252,7 @@ class SupportsFind(Protocol):
 
 @runtime_checkable
 class SupportsListed(Protocol):
-    """A target whose backend can list all of accel's jobs, whichever machine submitted them."""
+    """A target whose backend can list all of accel's jobs, submitted from any machine."""
 
     def listed(self) -> list[JobSummary]:
         """Return the jobs, in any order. Changes nothing there. Raises what a poll raises."""
@@ -345,7 +345,7 @@ class SupportsClear(Protocol):
 
 @runtime_checkable
 class SupportsRunning(Protocol):
-    """A target whose backend can tell what still runs of jobs that are recorded as over."""
+    """A target whose backend can list what still runs of jobs that are recorded as over."""
 
     def running(self, jobs: Mapping[str, str | None]) -> Mapping[str, str | SchedulerError]:
         """Return how each of these jobs still runs there, or why that is unknown; nothing for the others.

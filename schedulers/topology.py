@@ -100,7 +100,7 @@ def number(env: Mapping[str, str], name: str, default: int | None = None) -> int
     text = env.get(name)
     if text is None:
         if default is None:
-            raise SpecError(f"the environment says this is one node of several, but {name} is not set")
+            raise SpecError(f"the environment describes one of several nodes, but {name} is not set")
         return default
     try:
         return int(text)

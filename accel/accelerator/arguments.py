@@ -129,7 +129,7 @@ def handlers_by_class(handlers: Sequence[KwargsHandler]) -> dict[type, Any]:
         kind = next((handler_class for handler_class in kinds if isinstance(handler, handler_class)), None)
         names = ", ".join(handler_class.__name__ for handler_class in kinds)
         if kind is None:
-            raise ArgumentError(f"kwargs_handlers: {type(handler).__name__} is none of {names}")
+            raise ArgumentError(f"kwargs_handlers: {type(handler).__name__} is not one of {names}")
         if kind in by_class:
             raise ArgumentError(f"kwargs_handlers: {kind.__name__} is given twice")
         by_class[kind] = handler

@@ -45,20 +45,14 @@ def launch_variables(options: Mapping[str, Any]) -> dict[str, str]:
     return env
 
 
-def machines(path: str, options: Mapping[str, Any], command: str) -> tuple[int, int]:
+def layout(path: str, options: Mapping[str, Any], command: str) -> tuple[int, int, int | None]:
     from accel.launch.errors import LaunchConfigError
-    from accel.launch.machines import machine_range
+    from accel.launch.machines import check_spread, machine_range
 
+    total = options["num_processes"] or None
     try:
-        return machine_range(str(options["num_machines"] or 1))
+        low, high = machine_range(str(options["num_machines"] or 1))
+        check_spread(total, low)
     except LaunchConfigError as error:
         raise UsageError(command, f"{path}: {error}") from None
-
-
-def processes(path: str, options: Mapping[str, Any], nodes: int, command: str) -> int | None:
-    total = options["num_processes"]
-    if not total:
-        return None
-    if total % nodes:
-        raise UsageError(command, f"{path}: num_processes ({total}) is not divisible by num_machines ({nodes})")
-    return int(total) // nodes
+    return low, high, None if total is None else int(total) // low

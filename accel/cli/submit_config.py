@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from .argv import UsageError
-from .launch_defaults import LaunchDefaults, launch_variables, machines, processes
+from .launch_defaults import LaunchDefaults, launch_variables, layout
 
 if TYPE_CHECKING:
     from accel.settings.precedence import Value
@@ -83,8 +83,7 @@ def from_sagemaker_config(command: str, settings: Mapping[str, Value], script: s
         options["requirements"] = requirements
     base_options = {"role": values["iam_role_name"], "instance_type": values["ec2_instance_type"], "image": image}
     base_options |= {"profile": values["profile"], "region": values["region"], "cpu": values["cpu"] or None}
-    low, high = machines(settings["compute_environment"].source, values, command)
-    per_node = processes(settings["compute_environment"].source, values, low, command)
+    low, high, per_node = layout(settings["compute_environment"].source, values, command)
     return LaunchDefaults(
         env=launch_variables(values) | env,
         nodes=(low, high if high != low else None),
@@ -237,8 +236,7 @@ def from_config_file(path: str, script: str = "") -> LaunchDefaults:
     for name, platform in _LOCAL_LAUNCHERS.items():
         if options[name]:
             raise UsageError(_COMMAND, f"{path} is for {platform}: use accel launch --config_file {path} SCRIPT")
-    low, high = machines(path, options, _COMMAND)
-    per_node = processes(path, options, low, _COMMAND)
+    low, high, per_node = layout(path, options, _COMMAND)
     return LaunchDefaults(
         env=launch_variables(options) | _pod_variables(options),
         nodes=(low, high if high != low else None) if settings["num_machines"].layer == "file" else None,

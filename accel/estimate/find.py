@@ -20,7 +20,7 @@ from accel.tensor_files import SafetensorsFile
 
 
 class NotFound(AccelError):
-    """No model has this name, or it cannot be built."""
+    """Error for a model that is unknown or cannot be built."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,7 +223,7 @@ def fetch_config(name: str) -> str:
     try:
         return _without_network(name) or os.path.dirname(hf_hub_download(name, "config.json"))
     except errors.GatedRepoError:
-        raise NotFound(f"{name} is gated: ask for access on its page, then log in: hf auth login") from None
+        raise NotFound(f"{name} is gated: request access on its page, then log in: hf auth login") from None
     except errors.RepositoryNotFoundError:
         raise NotFound(
             f"{name}: no such file, directory or model on {endpoint}; a private one needs: hf auth login"

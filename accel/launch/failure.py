@@ -183,19 +183,19 @@ def _cause(end: Exit, error_text: str, oom_kills: int) -> tuple[str, str, str]:
         return "preempted", "the ranks were warned, saved a checkpoint and requested a restart", ""
     if end.code == -signal.SIGKILL and oom_kills:
         return "out_of_memory", "the kernel killed it: the memory limit of its control group was reached", \
-            "smaller batches or fewer data-loader workers, or ask for more memory (--memory)"  # fmt: skip
+            "smaller batches or fewer data-loader workers, or request more memory (--memory)"  # fmt: skip
     known = find_known_cause(error_text)
     if known is not None:
         return known
     if end.code in (-signal.SIGKILL, 137):
         return "exit_code", "something outside the program killed it with SIGKILL", \
-            "if memory was short, the kernel's log (dmesg) says so: ask for more memory (--memory)"  # fmt: skip
+            "if memory was short, the kernel's log (dmesg) says so: request more memory (--memory)"  # fmt: skip
     if end.code == 127:
         return "setup", "the command was not found", "check its name and PATH on the machine that ran it"
     if end.code == 126:
         return "setup", "the command may not be executed", "check its mode (chmod +x) and its first line"
     if end.code == -signal.SIGABRT:
-        return "exit_code", "native code gave up, as gloo does if ranks pass tensors of different sizes", \
+        return "exit_code", "native code aborted (SIGABRT), as in gloo when tensor sizes differ between ranks", \
             "the end of the log shows where; ACCELERATE_DEBUG_MODE=1 names ranks whose tensors differ"  # fmt: skip
     if end.code < 0:
         return "exit_code", "native code crashed, or another process sent the signal", "the end of the log shows where"

@@ -3,7 +3,7 @@
     launcher (elastic agent) ──socket──► fork server ──fork──► rank 0 … N-1
 
 The launcher sends JSON lines to start, signal and end ranks; the server reports every exit. When the
-launcher's end of the socket closes, for whatever reason, the server ends the gang gracefully and exits. When
+launcher's end of the socket closes, for any reason, the server ends the gang gracefully and exits. When
 the server dies, the kernel kills the ranks (PR_SET_PDEATHSIG) and the launcher, which adopts the orphans,
 ends the rest. The server never runs user code and starts no thread, so that it can fork safely at any time.
 """
@@ -257,7 +257,7 @@ class _Server:
 
     def _start(self, message: dict[str, Any]) -> None:
         if self._deadline is not None or not self._launcher_connected:
-            self._refuse_start(message, "the gang is being ended", -signal.SIGTERM)
+            self._refuse_start(message, "the launcher is stopping all ranks", -signal.SIGTERM)
             return
         server = os.getpid()
         # Block signals until the rank has its own handlers: with the server's it would end the other ranks.

@@ -19,7 +19,7 @@ _REMEDY = "leave the machine flags out"
 
 @dataclass(frozen=True, kw_only=True)
 class NodeLayout:
-    """This machine among those of the run.
+    """The machines of a run, and this machine's rank among them.
 
     nodes, max_nodes: the fewest and most machines; they differ in an elastic world.
     topology:         the scheduler's topology; that of a single node if flags decide.
@@ -100,14 +100,11 @@ def operator_processes(options: Mapping[str, Any], env: Mapping[str, str], devic
 
 
 def check_spread(total: int | None, machines: int) -> None:
-    """Raise LaunchConfigError unless the processes can be spread evenly over the machines."""
+    """Raise LaunchConfigError unless the number of processes is divisible by that of machines."""
     if total == 0:
         raise LaunchConfigError("--num_processes 0: it must be 1 or more")
     if total is not None and total % machines:
-        raise LaunchConfigError(
-            f"--num_processes {total} cannot be spread evenly over {machines} machines: "
-            "it counts the ranks on all of them"
-        )
+        raise LaunchConfigError(f"--num_processes {total} is not divisible by the number of machines ({machines})")
 
 
 def _topology(env: Mapping[str, str], *, explicit: bool) -> Topology:

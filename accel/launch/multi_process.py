@@ -263,7 +263,7 @@ def _rendezvous(run: Launch, signals: Signals) -> Peers:
 
 
 def _elastic_failure(run: Launch, error: RendezvousError) -> RendezvousFailed:
-    text = str(error.__cause__ or error) or f"{type(error).__name__}, with fewer than {run.nodes} machines perhaps"
+    text = str(error.__cause__ or error) or f"{type(error).__name__}; perhaps fewer than {run.nodes} machines joined"
     return RendezvousFailed(f"the rendezvous at {run.address}:{run.port} failed: {text.splitlines()[0]}")
 
 

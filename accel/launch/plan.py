@@ -158,7 +158,7 @@ def _start_message(layout: NodeLayout, port: int, env: Mapping[str, str]) -> str
     if not layout.topology.source or layout.rank != 0:
         in_pod = "ACCEL_JOB_ID" in env and "KUBERNETES_SERVICE_HOST" in env and watchdog.LAUNCH_ID not in env
         return f"started on {os.uname().nodename}" if in_pod else ""
-    return f"{layout.nodes} nodes, node 0 at {layout.address}:{port}, as {layout.topology.source} says"
+    return f"{layout.nodes} nodes, node 0 at {layout.address}:{port}, from {layout.topology.source}"
 
 
 def _devices(options: Mapping[str, Any], env: Mapping[str, str]) -> Devices:

@@ -99,8 +99,8 @@ def _resolve_cuts(
         length = buffer.shape[dim]
         if length % parts:
             raise ArgumentError(
-                f"{name} has a sequence of {length} (dimension {dim}), which {factor}{region.setting}={region.size} "
-                f"does not divide: pad it to {length + -length % parts}"
+                f"{name}: sequence length ({length}, dimension {dim}) is not divisible by "
+                f"{factor}{region.setting} ({region.size}): pad it to {length + -length % parts}"
             )
         if region.length not in (None, length // region.size):
             raise ArgumentError(

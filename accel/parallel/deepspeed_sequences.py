@@ -60,7 +60,7 @@ class Sequences:
 
     @contextmanager
     def whole_layers(self) -> Iterator[None]:
-        """Tell DeepSpeed, while it saves or loads, that layers are whole: it takes these groups for splits of them."""
+        """Make DeepSpeed treat layers as whole while it saves or loads; it takes these groups for splits of them."""
         self.groups.get_tensor_model_parallel_world_size = lambda: 1
         self.groups.get_tensor_model_parallel_rank = lambda: 0
         try:
@@ -141,7 +141,7 @@ class Sequences:
         return self._split(query, key)(module, query, key, value, None, *args, **kwargs)
 
     def _split(self, query: torch.Tensor, key: torch.Tensor) -> Any:
-        """Return DeepSpeed's attention for tensors of these shapes, whatever their length."""
+        """Return DeepSpeed's attention for tensors of these shapes and any length."""
         rows, heads, _, width = query.shape
         shape = (rows, heads, key.shape[1], width)
         if shape not in self._by_shape:
@@ -273,7 +273,8 @@ def _check_batch(batch: Any, size: int, by_sdpa: bool) -> None:
             )
     if shape[1] % size:
         raise ArgumentError(
-            f"{_CALL}: {size} processes do not divide a sequence of {shape[1]}: pad it to {shape[1] + -shape[1] % size}"
+            f"{_CALL}: sequence length ({shape[1]}) is not divisible by sp_size ({size}): "
+            f"pad it to {shape[1] + -shape[1] % size}"
         )
     mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
     if bool((mask[:, 1:] & ~mask[:, :-1]).any()):
@@ -281,6 +282,6 @@ def _check_batch(batch: Any, size: int, by_sdpa: bool) -> None:
     positions = batch["position_ids"]
     if by_sdpa and bool(((positions[:, 1:] <= positions[:, :-1]) & mask[:, 1:]).any()):
         raise ArgumentError(
-            f"{_CALL}: position_ids start anew within a row, and 'sdpa' would attend across packed sequences: use "
+            f"{_CALL}: position_ids restart within a row, and 'sdpa' would attend across packed sequences: use "
             "flash attention"
         )

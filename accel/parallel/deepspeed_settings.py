@@ -45,7 +45,7 @@ def resolve_sizes(config: ParallelismConfig | None, plugins: Sequence[DeepSpeedP
         resolve_open_dimension(config, world, "dp_shard")
         config.check(world)
     if world % layers:
-        raise ArgumentError(f"{key}={layers} does not divide the {world} processes of this world")
+        raise ArgumentError(f"number of processes ({world}) is not divisible by {key} ({layers})")
     if layers > 1:
         for plugin in plugins:
             if plugin.hf_ds_config.is_zero3():
@@ -238,7 +238,7 @@ def _device(config: Mapping[str, Any], section: str) -> Any:
 
 
 def share_groups(engine: Any) -> None:
-    """Give the Adagrad that DeepSpeed builds again at stages 1 to 3 the groups whose rates a scheduler changes."""
+    """Assign the basic optimizer's groups, whose rates a scheduler changes, to DeepSpeed's Adagrad of stages 1 to 3."""
     optimizer = engine.optimizer
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer

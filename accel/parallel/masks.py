@@ -215,8 +215,8 @@ def _create_mask(
         )
     if attention_mask is not None and attention_mask.shape[-1] != total:
         raise ArgumentError(
-            f"{_CALL}: an attention_mask of shape {tuple(attention_mask.shape)}, where the sequence has {total} and "
-            f"a process {q_length}: pass a mask of the sequence, or name it in buffers"
+            f"{_CALL}: attention_mask has shape {tuple(attention_mask.shape)} (sequence: {total}, this process: "
+            f"{q_length}): pass a mask of the sequence, or name it in buffers"
         )
     _check_mask_function(mask_function, q_length)
     packed, region.packed = region.packed, None

@@ -94,7 +94,7 @@ def _check_sizes(plugin: MegatronLMPlugin, processes: int) -> None:
         if processes % size:
             factors = " × ".join(f"{name} ({getattr(plugin, name)})" for name in names)
             raise ArgumentError(
-                f"MegatronLMPlugin: {factors} is {size}, which does not divide this world's {processes} process(es)"
+                f"MegatronLMPlugin: number of processes ({processes}) is not divisible by {factors} = {size}"
             )
 
 

@@ -93,7 +93,7 @@ def resolve_open_dimension(config: ParallelismConfig, world: int, open_dimension
     product = config.total_size // config.sizes[open_dimension]
     if world % product:
         listing = " × ".join(f"{name}_size={size}" for name, size in config.sizes.items() if size > 1)
-        raise ArgumentError(f"ParallelismConfig: {listing} does not divide the {world} processes of this world")
+        raise ArgumentError(f"ParallelismConfig: number of processes ({world}) is not divisible by {listing}")
     setattr(config, f"{open_dimension}_size", world // product)
 
 

@@ -53,7 +53,7 @@ def _plan_of_transformers(model: Any, size: int) -> dict[str, str]:
     for name in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(config, name, None)
         if isinstance(heads, int) and heads % size:
-            raise ArgumentError(f"tp_size={size} does not divide the {heads} {name} of the {type(model).__name__}")
+            raise ArgumentError(f"{name} ({heads}) of the {type(model).__name__} is not divisible by tp_size ({size})")
     parts = {**dict(model.named_modules()), **dict(model.named_parameters())}  # lists tied parameters once
     plan = {name: style for name, style in model._expand_parallel_plan(dict(model.tp_plan)).items() if name in parts}
     adapted = next((name for name in plan if hasattr(parts[name], "base_layer")), None)

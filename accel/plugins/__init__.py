@@ -235,7 +235,7 @@ class ProfileKwargs(KwargsHandler):
             if name not in _SCHEDULE:
                 known = ", ".join(_SCHEDULE)
                 raise ArgumentError(
-                    f"ProfileKwargs(schedule_option=…): {name!r} is none of {known}{nearest(name, _SCHEDULE)}"
+                    f"ProfileKwargs(schedule_option=…): {name!r} is not one of {known}{nearest(name, _SCHEDULE)}"
                 )
 
     def build(self) -> profile:

@@ -241,7 +241,7 @@ def _named(value: Any, names: tuple[str, ...], source: str) -> str:
     if word.isdigit() and 1 <= int(word) <= len(names):
         return names[int(word) - 1]
     if word not in names:
-        raise ArgumentError(f"{source}: {value!r} is none of {', '.join(names)}{nearest(word, names)}")
+        raise ArgumentError(f"{source}: {value!r} is not one of {', '.join(names)}{nearest(word, names)}")
     return word
 
 

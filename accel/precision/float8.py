@@ -52,8 +52,8 @@ class Float8(LowPrecision):
                     layer.config = config
         if not has_ao_layers(model):
             raise PrecisionError(
-                f"mixed_precision='fp8': the {name} has no layer to convert, which is a linear one other than the "
-                "first and the last with sizes that 16 divides: use 'bf16', or AORecipeKwargs(module_filter_func=…)"
+                f"mixed_precision='fp8': the {name} has no layer to convert: a linear one other than the first and "
+                "the last, with sizes divisible by 16. Use 'bf16', or AORecipeKwargs(module_filter_func=…)"
             )
         if self.device.type == "cuda" and not compiled:
             logger.warning_once(

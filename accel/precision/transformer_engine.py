@@ -65,7 +65,7 @@ class TransformerEngine(LowPrecision):
         if not has_transformer_engine_layers(model):
             raise PrecisionError(
                 f"mixed_precision='fp8': the {type(model).__name__} has no layer to convert for Transformer Engine: a "
-                "linear one with sizes that 16 divides, or a LayerNorm. Use 'bf16'"
+                "linear one with sizes divisible by 16, or a LayerNorm. Use 'bf16'"
             )
 
     def wrap_forward(self, model: nn.Module, autocast: bool = True) -> None:

@@ -82,9 +82,9 @@ def caller_of(
 def require(role: Role) -> Callable[..., Caller]:
     """Return a dependency: the caller, who must have at least this role."""
 
-    def check(caller: Annotated[Caller, Depends(caller_of)]) -> Caller:
+    def check(request: Request, caller: Annotated[Caller, Depends(caller_of)]) -> Caller:
         if not caller.may(role):
-            raise forbidden(caller, f"it needs the role {role}")
+            raise forbidden(caller, f"{request.method} {request.url.path} requires role {role}")
         return caller
 
     return check
@@ -97,7 +97,7 @@ Owner = Annotated[Caller, Depends(require("owner"))]
 
 def forbidden(caller: Caller, reason: str) -> Problem:
     """Return the error for what the caller's role does not allow."""
-    return Problem(403, f"{caller.name} ({caller.role}) may not do that: {reason}", audited=True)
+    return Problem(403, f"{reason}; {caller.name} is a {caller.role}", audited=True)
 
 
 def record_refusal(request: Request, detail: str) -> None:
@@ -160,7 +160,7 @@ def _row_of(connection: Connection, secret: str) -> RowMapping:
     """Return the row of a valid token, with its user's role. Raises Problem with status 401."""
     match = _TOKEN.match(secret)
     if match is None or _checksum(secret[:-6]) != match["sum"]:
-        raise Problem(401, "that is not a token of accel: is it complete?", headers=_CHALLENGE)
+        raise Problem(401, "malformed token: copy all of it", headers=_CHALLENGE)
     query = select(token, user.c.role).join(user).where(token.c.id == match["id"])
     row = connection.execute(query).mappings().one_or_none()
     if row is None or not hmac.compare_digest(row["hash"], _hash(secret)):

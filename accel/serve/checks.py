@@ -83,7 +83,7 @@ def _check_tls(settings: Settings) -> str:
 def _check_target(settings: Settings, name: str) -> str:
     target = offered_targets(settings)[name].resolve(settings, {}).target
     if not isinstance(target, SupportsCheck):
-        return "it has nothing to check before a job"
+        return "this kind has no checks"
     report = target.check(0)
     if report.failures:
         raise ConfigError("; ".join(report.failures))

@@ -1,4 +1,4 @@
-"""The rows of jobs. A row has who asked for what; what became of it is a copy of the job's record in the store."""
+"""Rows of jobs: the request, its submitter, and a copy of the job's record."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def find(context: ServeContext, job_id: str) -> Row | None:
 def require_own(caller: Caller, row: Row) -> None:
     """Raise Problem with status 403 unless the caller has submitted the job, or is an owner of the server."""
     if not (caller.may("owner") or (caller.may("submitter") and row["owner"] == caller.name)):
-        raise auth.forbidden(caller, f"it is a job of {row['owner']}")
+        raise auth.forbidden(caller, f"job belongs to {row['owner']}")
 
 
 def record_of(context: ServeContext, job_id: str) -> Record | None:
@@ -105,7 +105,7 @@ def request_of(row: Row) -> tuple[JobSpec, dict[str, Any]]:
 
 
 def copy_record(context: ServeContext, row: Row, record: Record) -> bool:
-    """Bring the row up to date with the record; return True if its state or message has changed."""
+    """Update the row from the record; return True if its state or message has changed."""
     status = record.status
     values = {
         "nodes": record.nodes, "native_id": record.native_id, "started_at": record.started_at,

@@ -95,7 +95,9 @@ def check(context: ServeContext, caller: Caller, job_id: str, request: JobReques
     """Check all of the request but what `admit` of the target does; change nothing. Raises what `submit` raises."""
     spec = request.spec
     if spec.code != ".":
-        raise Problem(422, "spec.code: it is the client's; the server knows code by its digest", "body.spec.code")
+        raise Problem(
+            422, "spec.code must be '.': upload the code (PATCH /code/DIGEST) and send its digest", "body.spec.code"
+        )
     workdir = os.path.normpath(spec.workdir)
     if os.path.isabs(workdir) or workdir.split(os.sep)[0] == os.pardir:
         raise Problem(422, f"workdir {spec.workdir} is not inside the code", "body.spec.workdir")
@@ -186,7 +188,7 @@ def _check_after(context: ServeContext, spec: JobSpec) -> None:
 def _write_secrets(directory: Path, request: JobRequest) -> None:
     needed = {name for name, reference in request.spec.secrets.items() if reference.startswith(_RESOLVED_HERE)}
     for name in sorted(needed ^ set(request.secrets)):
-        reason = "its value must be sent beside the request" if name in needed else "no secret of the job needs a value"
+        reason = "send its value in `secrets`" if name in needed else "no secret of the job needs a value"
         raise Problem(422, f"secret {name}: {reason}", "body.secrets")
     try:
         for name in needed:

@@ -45,7 +45,7 @@ LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {
 
 @dataclass(frozen=True)
 class _Needs:
-    """Packages of which a tracker needs one; messages name the first."""
+    """The packages of a tracker, which needs any one of them; messages name the first."""
 
     packages: tuple[str, ...] = ()
 
@@ -170,7 +170,7 @@ def _tracker_by_name(selector: Any) -> LoggerType | str:
     if name is None or name not in LOGGER_TYPE_TO_CLASS:
         known = [*LOGGER_TYPE_TO_CLASS, LoggerType.ALL.value]
         description = repr(name) if name is not None else f"{selector!r} ({type(selector).__name__})"
-        raise ArgumentError(f"log_with={description} is none of {', '.join(known)}{nearest(str(selector), known)}")
+        raise ArgumentError(f"log_with={description} is not one of {', '.join(known)}{nearest(str(selector), known)}")
     if name not in LoggerType.list():
         return name
     kind = LoggerType(name)

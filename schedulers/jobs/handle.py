@@ -351,7 +351,8 @@ class Job:
         if status.state is State.SUBMITTING and not self.record.warning:
             host, pid = self.record.submitter
             self.record.warning = (
-                f"process {pid} on {host} is submitting it: it is cancelled once target {self.target} has it"
+                f"process {pid} on {host} is submitting job {self.id}: "
+                f"accel cancels it once target {self.target} confirms it"
             )
         self.record.warning = self.record.warning or self._unrecorded
         return status

@@ -148,7 +148,7 @@ def _missing(record: Record, answer: Answer) -> Status:
     if limit_s and record.absent_since is None:
         record.append("absent")
     if limit_s and answer.at - (record.absent_since or answer.at) <= limit_s:
-        hint = "; which backend has it is not recorded, so it counts as lost only after a day" if unidentified else ""
+        hint = "; its backend was not recorded, so it counts as lost after a day" if unidentified else ""
         record.warning = f"target {record.target} does not know the job{hint}"
         return record.status
     message = f"target {record.target} no longer knows the job, and it left no result"

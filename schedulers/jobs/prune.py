@@ -58,8 +58,8 @@ def prune(
 
     A target that cannot be reached keeps its data, and the rest goes on. Of a job that another machine submitted,
     only the record here goes, unless the job is named (`ids`): that machine may still need its logs. Each backend is
-    queried once, and what still runs there is kept, whatever its status; so is a job whose end nobody has stated, if
-    its backend cannot tell.
+    queried once, and what still runs there is kept regardless of its status; so is a job whose end nobody has stated,
+    if its backend cannot tell.
 
     With `force`, the jobs of `ids` are deleted in any state, unless they run in their directories. A line says where
     each may still run; what its target stores of it stays. Raises StoreError.
@@ -100,7 +100,7 @@ def _kind(path: str) -> str:
 def _running(records: Sequence[Record], shared: dict[str, Target]) -> dict[str, str]:
     """Return why each of these jobs may still run. Queries each backend once.
 
-    A backend that cannot tell, or is another, keeps only the jobs of which no backend has stated the end.
+    A backend that cannot tell, or is another, keeps only jobs whose end no backend has stated.
     """
     reasons: dict[str, str] = {}
     for group in grouped(records, poll_key):
@@ -140,12 +140,12 @@ def _doubt(record: Record, answer: str | SchedulerError | None, backends: Mappin
     except OtherBackend as error:
         return str(error).partition(";")[0]
     if record.status.reason is Reason.LOST and is_unidentified(record):
-        return f"target {record.target} did not know it, but nothing shows that it was sent there"
+        return f"target {record.target} does not know job {record.id}, which may never have been sent"
     return ""
 
 
 def _clear(records: Sequence[Record | CorruptRecord], shared: dict[str, Target], *, include_adopted: bool) -> list[str]:
-    """Have the targets delete what they store of these jobs. Return a line for each thing that stays."""
+    """Have the targets delete what they store of these jobs. Return a line for each thing that was not deleted."""
     clearable: list[Record] = []
     skipped = []
     for record in records:
@@ -166,5 +166,5 @@ def _clear(records: Sequence[Record | CorruptRecord], shared: dict[str, Target],
                 skipped += target.clear({record.id: record.native_id for record in group})
         except (SchedulerError, OSError) as error:
             count = f"{len(group)} job{'s' * (len(group) > 1)}"
-            skipped.append(f"target {group[0].target}: {error}; its data of {count} stays")
+            skipped.append(f"target {group[0].target}: {error}; data of {count} not deleted")
     return skipped

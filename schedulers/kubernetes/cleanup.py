@@ -106,7 +106,8 @@ def clear(api: Api, options: KubernetesOptions, jobs: Sequence[Native]) -> list[
             except SchedulerError as error:
                 remaining |= {native.job_id: str(error) for native in batch if native.job_id not in remaining}
     return [
-        f"{api.label} keeps job {job}: {problem.removeprefix(f'{api.label}: ')}" for job, problem in remaining.items()
+        f"job {job} not deleted on {api.label}: {problem.removeprefix(f'{api.label}: ')}"
+        for job, problem in remaining.items()
     ]
 
 

@@ -76,7 +76,7 @@ def warnings(options: KubernetesOptions, labels: Mapping[str, str]) -> list[str]
     kind = labels.get(TPU_LABEL)
     if options.tpu_topology is None or kind is None or kind in _MACHINES:
         return []
-    return [f"--accelerator {kind} is none of {', '.join(_MACHINES)}{nearest(kind, _MACHINES)}"]
+    return [f"--accelerator {kind} is not one of {', '.join(_MACHINES)}{nearest(kind, _MACHINES)}"]
 
 
 def selector(options: KubernetesOptions) -> dict[str, str]:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from ..clean_env import outside_any_job
 from ..config import secrets
 from ..errors import SchedulerError, SpecError, StoreError, SubmitError, Unreachable
-from ..job import Cursor, JobSpec, LogLine, Reason, State, Status
+from ..job import Cursor, JobSpec, LogLine, Reason, State, Status, check_cpu
 from ..node.logs import last_line
 from ..printable import one_line
 from ..processes import JOB_MARK, end_all, python_module, signal_name, with_variable
@@ -57,8 +57,7 @@ class LocalTarget:
     def plan(self, spec: JobSpec, job_id: str) -> Plan:
         """Return the supervisor's instructions and the command that starts it. Raises SpecError."""
         _check(spec)
-        if self._options.cpu and spec.resources.gpus:
-            raise SpecError(f"target {self.name} trains on the CPU (cpu: true), and the job asks for GPUs: drop one")
+        check_cpu(spec, self._options.cpu, self.name)
         command = self._launch_command(spec, str(self._jobs / job_id / "logs"))
         settings = {
             "schema": SCHEMA,

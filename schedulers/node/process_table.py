@@ -61,7 +61,7 @@ def may_signal(pid: int) -> bool:
 
 def others_warning(pids: Iterable[int]) -> str:
     """Return a warning that names these processes of the job, which only another user may end."""
-    return f"processes of the job still run that only another user may end: {', '.join(map(str, sorted(pids)))}"
+    return f"processes of the job belong to another user and still run: {', '.join(map(str, sorted(pids)))}"
 
 
 def as_exit_code(returncode: int) -> int:

@@ -123,7 +123,7 @@ def _problems(spec: JobSpec, options: SageMakerOptions) -> Iterator[str]:
     if options.python.startswith("~"):
         yield f"python: {options.python}: an image has no home directory. Write an absolute path"
     if bool(options.subnets) != bool(options.security_group_ids):
-        yield "subnets and security_group_ids go together"
+        yield "set both subnets and security_group_ids, or neither"
     if options.enable_managed_spot_training:
         if options.keep_alive_period_in_seconds is not None:
             yield "keep_alive_period_in_seconds: spot instances have no warm pools"

@@ -52,7 +52,7 @@ class Answer:
         try:
             return json.loads(self.body)
         except ValueError:
-            raise Unreachable("the answer is not from accel serve: is the URL right?") from None
+            raise Unreachable("reply is not from accel serve: check the URL") from None
 
 
 class RequestRefused(SpecError):

@@ -11,7 +11,7 @@ from typing import Any
 from ..config import secrets
 from ..errors import SpecError
 from ..hosts.jobs.options import module_lines
-from ..job import FUNCTION_TARGETS, JobSpec
+from ..job import FUNCTION_TARGETS, JobSpec, check_cpu
 from . import sbatch_options as sbatch
 from .options import DIRECTIVES, SlurmOptions
 
@@ -28,21 +28,20 @@ def check(spec: JobSpec, options: SlurmOptions, name: str) -> None:
         raise SpecError(f"{subject}: {FUNCTION_TARGETS}")
     if spec.image is not None and options.container is None:
         raise SpecError(f"{subject}: --image needs container: pyxis, apptainer or singularity")
-    if options.cpu and spec.resources.gpus:
-        raise SpecError(f"{subject} trains on the CPU (cpu: true), and the job asks for GPUs: drop one")
+    check_cpu(spec, options.cpu, name)
     if spec.grace_s > _MAX_WARNING_S:
         raise SpecError(f"--grace {spec.grace_s:g}: Slurm sends the warning at most {_MAX_WARNING_S} s before the end")
     gres_gpus = _gpus_in(options.gres)
     if spec.resources.gpus and gres_gpus not in (None, spec.resources.gpus):
         raise SpecError(
-            f"{subject}: gres asks for {gres_gpus} GPUs on each node, and --gpus for {spec.resources.gpus}: keep one"
+            f"{subject}: gres requests {gres_gpus} GPUs per node, and --gpus {spec.resources.gpus}: keep one"
         )
     _check_gpu_type(spec.resources.accelerator, "--accelerator", options, subject)
     _check_gpu_type(options.gpu_type, "gpu_type:", options, subject)
     gpu_options = sbatch.among(options.sbatch, sbatch.GPUS)
     if gpu_options and (spec.resources.gpus or gres_gpus is not None):
         other_option = "gres" if gres_gpus is not None else "--gpus"
-        raise SpecError(f"{subject}: sbatch: {gpu_options[0]} and {other_option} both ask for GPUs: keep one")
+        raise SpecError(f"{subject}: sbatch: {gpu_options[0]} and {other_option} both request GPUs: keep one")
     for flag, names in (("--memory", sbatch.MEMORY), ("--cpus", sbatch.CPUS)):
         amount = spec.resources.memory_gb if flag == "--memory" else spec.resources.cpus
         if amount is not None and (keys := sbatch.among(options.sbatch, names)):
@@ -95,7 +94,7 @@ class JobScript:
         """Return the batch script.
 
         after: the Slurm ids of the jobs that must succeed first.
-        tasks: the number of jobs in one array, of which this is the first.
+        tasks: the number of jobs in the array; this job is the first.
         """
         options = self.options
         lines = ["#!/bin/bash", *(_line(name, value) for name, value in self._directives(after, tasks))]

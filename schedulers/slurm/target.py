@@ -333,7 +333,9 @@ class SlurmTarget:
         if self._options.login is None:
             return []
         remaining = self._query_jobs("clear", jobs)
-        return [f"{self._options.login} keeps job {job_id}: {problem}" for job_id, problem in remaining.items()]
+        return [
+            f"job {job_id} not deleted on {self._options.login}: {problem}" for job_id, problem in remaining.items()
+        ]
 
     def close(self) -> None:
         """Close the connection to the login node. It is reopened when needed."""

@@ -123,7 +123,7 @@ def _slice_problems(options: TpuOptions) -> Iterator[str]:
     if len(chosen) > 1:
         yield f"{' and '.join(chosen)} are given: keep one of name, accelerator_type, type with topology"
     if (options.type is None) != (options.topology is None):
-        yield "type and topology go together, as type: v4, topology: 2x2x4"
+        yield "set both type and topology, as in type: v4, topology: 2x2x4"
     if options.name is not None:
         extra = [key for key in _CREATED_ONLY if getattr(options, key)]
         if extra:

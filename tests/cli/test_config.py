@@ -96,7 +96,7 @@ SEVERAL = "place: several\ndevice: cpu\nnum_machines: 2"
     [
         ("device: tpu", "answers.yaml:1: device: 'tpu' is not one of gpu, cpu"),
         ("device: cpu\nnum_proceses: 2", "answers.yaml:2: no question 'num_proceses'; did you mean 'num_processes'?"),
-        ("device: cpu\n\nfsdp_version: 2", "answers.yaml:3: fsdp_version is not asked after the other answers"),
+        ("device: cpu\n\nfsdp_version: 2", "answers.yaml:3: fsdp_version does not apply to the other answers"),
         ("place: several\ndevice: cpu", "answers.yaml: no answer to main_process_ip"),
         ("[1]", "answers.yaml:1: must hold answers"),
         ("device: [", "--answers: answers.yaml:1"),
@@ -115,7 +115,7 @@ SEVERAL = "place: several\ndevice: cpu\nnum_machines: 2"
         ("place: several\nnum_machines: 0", "answers.yaml:2: num_machines: '0': it must be a number from 1 on, or"),
         (
             f"{SEVERAL}\nmain_process_ip: h\nnum_processes: 3",
-            "answers.yaml:5: num_processes: 3 cannot be spread evenly",
+            "answers.yaml:5: num_processes: 3 is not divisible by the number",
         ),
         (f"{SEVERAL}\nmachine_rank: 5", "answers.yaml:4: machine_rank: 5 is not one of 0 … 1"),
         (

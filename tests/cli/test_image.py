@@ -249,7 +249,7 @@ def test_a_docker_without_its_daemon_is_passed_over(project: Accel, tmp_path: Pa
         (["build"], "accel image: build needs --tag: the name of the image"),
         (["build", "nowhere", "--tag", "t"], "accel image: build: directory "),
         (["build", "--tag", "Team/T"], "accel image: --tag 'Team/T' is not a valid image name"),
-        (["build", "--tag", f"t@{DIGEST}"], f"accel image: --tag t@{DIGEST}: the build determines the digest"),
+        (["build", "--tag", f"t@{DIGEST}"], f"accel image: --tag t@{DIGEST} has a digest: give NAME:TAG"),
         (["build", "--tag", "t", "--base", "b", "--variant", "cpu"], "accel image: --base and --variant contradict"),
         (["build", "--tag", "t", "--write", "x"], "accel image: --write needs --push: it writes the digest"),
         (

@@ -90,7 +90,7 @@ def test_a_process_that_only_root_may_end_is_named(accel: Ordinary) -> None:
         accel("wait", job)
         status = json.loads(accel("status", "--json", job))
         assert status["state"] == "succeeded"
-        named = status["message"].removeprefix("processes of the job still run that only another user may end: ")
+        named = status["message"].removeprefix("processes of the job belong to another user and still run: ")
         (pid,) = [int(number) for number in named.split(", ")]
     finally:
         left = [process.pid for process in psutil.process_iter(["exe"]) if process.info["exe"] == str(program)]

@@ -56,7 +56,7 @@ def test_a_launch_reads_back_what_the_file_says(text: str, tmp_path: Path) -> No
         ("{num_machines: two}", "c.yaml: --num_machines 'two': it must be a number from 1 on, or MIN:MAX"),
         (
             "{use_cpu: true, num_processes: 3, num_machines: 2}",
-            "c.yaml: num_processes (3) is not divisible by num_machines (2)",
+            "c.yaml: --num_processes 3 is not divisible by the number of machines (2)",
         ),
     ],
 )

@@ -80,7 +80,7 @@ def test_the_first_is_one_that_failed(ends: list[tuple[int, float, bool]], ended
             1,
             "DistStoreError: Timed out after 601 seconds waiting for clients. 1/2 clients joined.",
             "rendezvous",
-            ["others"],
+            ["other ranks"],
         ),
         (1, "ModuleNotFoundError: No module named 'pandas'", "setup", ["package is missing", "python"]),
         (1, "ImportError: cannot import name 'x' from 'y'", "setup", ["version"]),

@@ -342,10 +342,10 @@ def test_an_initialised_gpu_is_refused_with_the_remedy(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"mixed_precision": "bf61"}, r"mixed_precision=…\): 'bf61' is none of .*; did you mean 'bf16'\?"),
+        ({"mixed_precision": "bf61"}, r"mixed_precision=…\): 'bf61' is not one of .*; did you mean 'bf16'\?"),
         ({"num_processes": 0}, r"notebook_launcher\(num_processes=0\): expects a whole number of 1 or more"),
         ({"num_processes": 2, "node_rank": 2, "num_nodes": 2}, r"node_rank=2\) is not one of 0 … 1"),
-        ({"num_processes": 2, "rdzv_backend": "etcd"}, "'etcd' is none of static, c10d"),
+        ({"num_processes": 2, "rdzv_backend": "etcd"}, "'etcd' is not one of static, c10d"),
         ({"num_processes": 2, "num_nodes": 2, "max_restarts": 1}, "on several nodes needs rdzv_backend='c10d'"),
         ({"num_processes": 2, "use_port": "http"}, "port 'http' is not a number from 0 to 65535"),
         ({"num_processes": 2, "rdzv_endpoint": "nowhere"}, r"rdzv_endpoint='nowhere'\) must be HOST:PORT"),

@@ -60,8 +60,8 @@ MANY = ("--num_machines", "2", "--machine_rank", "1", "--main_process_ip", "node
         (("--cpu", "--multi_gpu"), {}, ["--cpu", "--multi_gpu", "keep one"]),
         (("--multi_gpu",), {}, ["--multi_gpu", "no GPU", "nvidia-smi"]),
         (("--gpu_ids", "0"), {}, ["--gpu_ids 0", "no GPU"]),
-        ((*MANY, "--num_processes", "3"), {}, ["--num_processes 3", "spread evenly over 2 machines", "all of them"]),
-        (("--num_processes", "3", "--num_machines", "2"), {}, ["--num_processes 3", "spread evenly over 2 machines"]),
+        ((*MANY, "--num_processes", "3"), {}, ["--num_processes 3", "not divisible", "machines (2)"]),
+        (("--num_processes", "3", "--num_machines", "2"), {}, ["--num_processes 3 is not divisible by"]),
         (("--num_machines", "two"), {}, ["--num_machines", "'two'", "MIN:MAX"]),
         (("--num_machines", "²"), {}, ["--num_machines", "'²'"]),
         (("--num_machines", "0"), {}, ["--num_machines", "from 1"]),
@@ -176,7 +176,7 @@ def test_the_schedulers_topology() -> None:
     assert planned("--main_process_ip", "other", **env).address == "other"
     assert run.start_message == ""  # by node 0 alone
     first = planned("--num_processes", "8", **{**env, "ACCEL_NODE_RANK": "0"})
-    assert first.start_message == "4 nodes, node 0 at head:29500, as the job's environment (ACCEL_NODES) says"
+    assert first.start_message == "4 nodes, node 0 at head:29500, from the job's environment (ACCEL_NODES)"
     assert planned(**{**env, "ACCEL_NODE_RANK": "0", "ACCEL_LAUNCH_EVENTS": "e"}).start_message == ""
     # A pod's log begins with the launcher's line on every node: else its beginning was rotated away.
     for pod in (env, {"ACCEL_JOB_ID": "j1"}):

@@ -234,8 +234,8 @@ def _mistakes() -> list[str]:
 
 def test_mistakes_are_one_line() -> None:
     assert run_one(_mistakes) == [
-        "mixed_precision='fp8': the Sequential has no layer to convert, which is a linear one other than the first and "
-        "the last with sizes that 16 divides: use 'bf16', or AORecipeKwargs(module_filter_func=…)",
+        "mixed_precision='fp8': the Sequential has no layer to convert: a linear one other than the first and "
+        "the last, with sizes divisible by 16. Use 'bf16', or AORecipeKwargs(module_filter_func=…)",
         "mixed_precision='fp8' with MS-AMP, which is no longer developed, is not supported: use torchao "
         "(AORecipeKwargs, ACCELERATE_FP8_BACKEND=AO)",
         "kwargs_handlers: MSAMPRecipeKwargs and AORecipeKwargs are two ways to compute in 8 bits: pass one",
@@ -249,7 +249,7 @@ def test_mistakes_are_one_line() -> None:
     [
         ("msamp", "MS-AMP, which is no longer developed, is not supported: use torchao"),
         ("te", "Transformer Engine is not installed: pip install 'transformer-engine\\[pytorch]'"),
-        ("t", "environment variable ACCELERATE_FP8_BACKEND: 'T' is none of AO, TE, MSAMP"),
+        ("t", "environment variable ACCELERATE_FP8_BACKEND: 'T' is not one of AO, TE, MSAMP"),
     ],
 )
 def test_a_library_that_cannot_be_used_is_one_line(backend: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,9 +75,9 @@ def test_the_batched_hook_works_or_is_refused_before_training() -> None:
 
 
 def test_hooks_that_do_not_exist_are_named() -> None:
-    with pytest.raises(ArgumentError, match=r"'powersgd' is none of .*; did you mean 'power_sgd'"):
+    with pytest.raises(ArgumentError, match=r"'powersgd' is not one of .*; did you mean 'power_sgd'"):
         DistributedDataParallelKwargs(comm_hook="powersgd")
-    with pytest.raises(ArgumentError, match=r"comm_wrapper=…\): 'power_sgd' is none of no, fp16, bf16"):
+    with pytest.raises(ArgumentError, match=r"comm_wrapper=…\): 'power_sgd' is not one of no, fp16, bf16"):
         DistributedDataParallelKwargs(comm_wrapper=DDPCommunicationHookType.POWER_SGD)
 
 

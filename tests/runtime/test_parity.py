@@ -241,7 +241,7 @@ def test_ways_of_training_that_are_not_here_are_named() -> None:
         "deepspeed_plugin must be a DeepSpeedPlugin, or a dict of them by name, not object",
         "select_deepspeed_plugin('b') needs a run under DeepSpeed, this is NO",
         "get_deepspeed_plugin('b') needs a run under DeepSpeed, this is NO",
-        "mixed_precision: 'fp9' is none of no, fp8, fp16, bf16; did you mean 'fp8'?",
+        "mixed_precision: 'fp9' is not one of no, fp8, fp16, bf16; did you mean 'fp8'?",
     ]
 
 
@@ -277,7 +277,7 @@ def test_comparing_versions() -> None:
     assert accel.world.versions.is_torch_version(">=", "2.0")
     assert not accel.world.versions.is_torch_version("<", "2.0")
     assert accel.world.versions.compare_versions(Version("1.10"), ">", "1.9")
-    with pytest.raises(ValueError, match=r"operation: '=>' is none of >, >=, ==, !=, <=, <"):
+    with pytest.raises(ValueError, match=r"operation: '=>' is not one of >, >=, ==, !=, <=, <"):
         accel.world.versions.compare_versions("torch", "=>", "1")
     with pytest.raises(ArgumentError, match="no-such-package is not installed: pip install no-such-package"):
         accel.world.versions.compare_versions("no-such-package", ">", "1")

@@ -110,7 +110,7 @@ def test_logging_knows_the_process_and_the_caller() -> None:
 
 
 def test_a_level_that_does_not_exist_is_named() -> None:
-    with pytest.raises(ArgumentError, match=r"log_level: 'INFOO' is none of .*; did you mean 'INFO'?"):
+    with pytest.raises(ArgumentError, match=r"log_level: 'INFOO' is not one of .*; did you mean 'INFO'?"):
         get_logger("x", "infoo")
 
 

@@ -151,7 +151,7 @@ def _errors() -> list[str]:
 def test_errors_are_one_line_with_the_nearest_name() -> None:
     assert run_one(_errors) == [
         "PartialState(tiemout=…) is unknown; did you mean 'timeout'?",
-        "mixed_precision: 'bf61' is none of no, fp8, fp16, bf16; did you mean 'bf16'?",
+        "mixed_precision: 'bf61' is not one of no, fp8, fp16, bf16; did you mean 'bf16'?",
         "mixed_precision='bf16': this process already uses 'no': pass it to the first Accelerator or AcceleratorState",
         "PartialState has no attribute 'proces_index'; did you mean 'process_index'?",
     ]
@@ -164,7 +164,7 @@ def _precision_from_env() -> str:
 def test_precision_comes_from_the_environment_and_is_checked() -> None:
     assert run_one(_precision_from_env, env={"ACCELERATE_MIXED_PRECISION": "bf16"}) == "bf16"
     ended = outcomes(_precision_from_env, processes=1, env={"ACCELERATE_MIXED_PRECISION": "half"})[0]
-    assert ended.message == "environment variable ACCELERATE_MIXED_PRECISION: 'half' is none of no, fp8, fp16, bf16"
+    assert ended.message == "environment variable ACCELERATE_MIXED_PRECISION: 'half' is not one of no, fp8, fp16, bf16"
 
 
 def _decorated() -> list[Any]:

@@ -253,7 +253,7 @@ def _spec(**fields: object) -> Body:
         ({"digest": "0" * 64}, f"the code {'0' * 64} was not sent: PATCH /code/DIGEST", "body.digest"),
         ({"traget": "local"}, "body: unknown key 'traget'", "body.traget"),
         (_spec(resources={"gpu": 1}), "body.spec.resources: unknown key 'gpu'", "body.spec.resources.gpu"),
-        (_spec(code="/etc"), "spec.code: it is the client's; the server knows code by its digest", "body.spec.code"),
+        (_spec(code="/etc"), "spec.code must be '.': upload the code (PATCH /code/DIGEST)", "body.spec.code"),
         (_spec(workdir="a/../../b"), "workdir a/../../b is not inside the code", "body.spec.workdir"),
         (_spec(after=["1k2m"]), "after: the server has no job '1k2m'", "body.spec.after"),
         (_spec(argv=["trian.py"]), "trian.py", ""),
@@ -261,7 +261,7 @@ def _spec(**fields: object) -> Body:
         (_spec(cpus=2), "body.spec: unknown key 'cpus'", "body.spec.cpus"),
         (_spec(resources={"cpus": 4096}), "--cpus 4096: this process may use", ""),
         (_spec(options={"cpuu": True}), "did you mean 'cpu'?", ""),
-        (_spec(secrets={"T": "env:A"}), "secret T: its value must be sent beside the request", "body.secrets"),
+        (_spec(secrets={"T": "env:A"}), "secret T: send its value in `secrets`", "body.secrets"),
         ({"secrets": {"T": "1"}}, "secret T: no secret of the job needs a value", "body.secrets"),
         (_spec(secrets={"T": "secret:a/b"}), "--secret T: the local target reads env:NAME and file:PATH only", ""),
         (_spec(options={"cpu": float("inf")}), "NaN and infinite numbers are not allowed", "body"),
@@ -417,7 +417,7 @@ class TestSeveralUsers:
         job_id = _put(bob, body)["id"]
         assert "was not sent" in _put(eve, body, status=422)["detail"]  # a digest gives nobody the code of others
         _put(eve, body, job_id, 409)
-        assert _put(vic, body, status=403)["detail"].endswith("it needs the role submitter")
+        assert _put(vic, body, status=403)["detail"].endswith("requires role submitter; vic is a viewer")
         refused = _put(bob, body | {"spec": {"argv": ["train.py"], "options": {"pod_patch": {}}}}, status=422)
         assert refused["detail"] == "--option pod_patch: target lab lets you set queue"
         row = owner.get("/api/v1/audit").json()[0]

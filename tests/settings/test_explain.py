@@ -72,7 +72,7 @@ def columns(line: str) -> list[str]:
 @pytest.mark.parametrize(
     ("env", "words", "said"),
     [
-        (STEP, "--num_processes 3", "--num_processes 3 cannot be spread evenly over 2 machines"),
+        (STEP, "--num_processes 3", "--num_processes 3 is not divisible by the number of machines (2)"),
         ({}, "--multi_gpu", "--multi_gpu: this machine shows no GPU"),
         ({}, "--main_process_port 99999", "--main_process_port 99999: the highest port is 65535"),
         ({}, "--num_processes 1000000000", "--num_processes 1000000000: this machine can run at most "),
@@ -82,7 +82,7 @@ def columns(line: str) -> list[str]:
             "--num_processes 2000000000, 1000000000 of them here: this machine can run at most ",
         ),
         ({}, "--tee 7 --log_dir l", "--tee takes 0 to 3"),
-        ({}, "--config_file c.yaml", "--num_processes 3 (c.yaml:1) cannot be spread evenly over 2 machines: it counts"),
+        ({}, "--config_file c.yaml", "--num_processes 3 (c.yaml:1) is not divisible by the number of machines (2)"),
     ],
 )
 def test_what_a_launch_refuses_is_not_explained(

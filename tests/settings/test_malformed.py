@@ -24,7 +24,7 @@ FLAGS = [
     ("--num_processes two @", "--num_processes: expects a whole number of 1 or more, not 'two'"),
     ("--num_processes 0 @", "--num_processes: expects a whole number of 1 or more, not '0'"),
     ("--num_processes -2 @", "--num_processes: expects a whole number of 1 or more, not '-2'"),
-    ("--num_processes 3 --num_machines 2 --machine_rank 0 --main_process_ip h @", "--num_processes 3 cannot be spread"),
+    ("--num_processes 3 --num_machines 2 --machine_rank 0 --main_process_ip h @", "--num_processes 3 is not divisible"),
     ("--num_machines two @", "--num_machines 'two': it must be a number from 1 on, or MIN:MAX"),
     ("--num_machines 2 @", "2 machines need --machine_rank and --main_process_ip"),
     ("--num_machines 2:4 --main_process_ip h @", "--num_machines MIN:MAX needs --rdzv_backend c10d"),
@@ -118,7 +118,7 @@ SCHEDULER = [
     ("--num_machines 3 --machine_rank 1 --main_process_ip n1 @", "--num_machines 3 contradicts step 0 of Slurm job 7"),
     ("--machine_rank 0 @", "--machine_rank 0 contradicts step 0 of Slurm job 7, where this is node 1"),
     ("--main_process_ip n2 @", "--main_process_ip n2 contradicts step 0 of Slurm job 7, where that is node 1"),
-    ("--num_processes 3 @", "--num_processes 3 cannot be spread evenly over 2 machines"),
+    ("--num_processes 3 @", "--num_processes 3 is not divisible by the number of machines (2)"),
 ]
 CONFIG = [
     ("config defualt", "unknown action 'defualt': use default or update; did you mean 'default'?"),

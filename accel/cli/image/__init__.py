@@ -148,7 +148,7 @@ def _directory(args: Namespace) -> Path:
     elif args.kaniko_image is None:
         raise UsageError(_COMMAND, "--builder kaniko needs --kaniko-image: a kaniko image that the cluster can pull")
     elif args.write:
-        raise UsageError(_COMMAND, "--write: kaniko's digest is known once its pod has ended: set image: then")
+        raise UsageError(_COMMAND, "--write is not supported with kaniko: set `image:` once the pod has ended")
     return directory
 
 

@@ -49,7 +49,7 @@ class Build:
 def check_tag(text: str) -> str:
     """Return the text if it is a valid image name. Raises SpecError."""
     if "@" in text:
-        raise SpecError(f"--tag {text}: the build determines the digest: give a name and a tag: team/train:1")
+        raise SpecError(f"--tag {text} has a digest: give NAME:TAG")
     if not _REFERENCE.match(text):
         raise SpecError(f"--tag {text!r} is not a valid image name: [HOST[:PORT]/]name[:tag], in lower case")
     return text

@@ -25,7 +25,7 @@ def show_code(digest: Digest, caller: Submitter, context: Context) -> Response:
         return Response(headers={"Accel-Complete": "true"})
     offset = code.received(context, digest, caller.name)
     if not offset:
-        raise Problem(404, "there is no such code")
+        raise Problem(404, f"code {digest} not found")
     return Response(headers={"Accel-Complete": "false", "Accel-Offset": str(offset)})
 
 

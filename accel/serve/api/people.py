@@ -150,7 +150,7 @@ def post_token(body: NewToken, caller: Viewer, context: Context) -> Created:
     """Create a token: for the caller, or by an owner for any user, who is created if need be."""
     name = body.user or caller.name
     if name != caller.name and not caller.may("owner"):
-        raise forbidden(caller, "tokens of others need the role owner")
+        raise forbidden(caller, "tokens of others require role owner")
     with context.database.write() as connection:
         role = people.role_of(connection, name)
         if not role:

@@ -40,7 +40,7 @@ def clear_jobs(hosts: Hosts, jobs: Sequence[Native]) -> list[str]:
     for outcome in hosts.pool.map(clear_host, list(by_host)):
         count = len(by_host[outcome.host])
         if outcome.error is not None:
-            lines.append(f"{outcome.error}; what it has of {count} job{'s' if count > 1 else ''} stays there")
+            lines.append(f"{outcome.error}; data of {count} job{'s' if count > 1 else ''} not deleted")
         elif outcome.value:
             listing = ", ".join(f"{job} ({reason})" for job, reason in outcome.value.items())
             lines.append(f"{outcome.host}: not removed there: {listing}")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ...config import secrets
 from ...convert import as_integer, as_text
 from ...errors import SchedulerError, SpecError, StoreError, Unreachable
-from ...job import Cursor, JobSpec, LogLine, Status
+from ...job import Cursor, JobSpec, LogLine, Status, check_cpu
 from ...store import atomic_files
 from ...target import CheckReport, DiscoveredJob, Plan, TargetContext, parse_ids, require_answers
 from ..bundle import PROGRAM
@@ -71,7 +71,7 @@ class HostsTarget(abc.ABC):
         return snapshot.pack(Path(plan.settings["code"]), self._jobs.parent).path
 
     def _host_count(self, requested: int, hosts: Sequence[Host]) -> int:
-        """Return the number of nodes of a job that requests so many. Raises SpecError if the hosts are too few."""
+        """Return `requested`, the node count. Raises SpecError if the hosts are too few."""
         from .placement import check_host_count
 
         check_host_count(hosts, requested, self._options.spares, self.name)
@@ -309,7 +309,7 @@ class HostsTarget(abc.ABC):
         return [Native.parse(native_id) for native_id in native_ids if native_id is not None]
 
     def check(self, gpus: int = 0) -> CheckReport:
-        """Examine all hosts of the target, as the submit of a job with so many GPUs per node would.
+        """Check all hosts as for a job with `gpus` GPUs per node.
 
         Raises SchedulerError if the target has no hosts.
         """
@@ -424,8 +424,7 @@ class HostsTarget(abc.ABC):
             raise SpecError(f"target {self.name}: --after is not supported; submit the job once those have ended")
         if spec.resources.accelerator is not None:
             raise SpecError(f"target {self.name}: --accelerator needs a kind of target that can choose machines")
-        if options.cpu and spec.resources.gpus:
-            raise SpecError(f"target {self.name} trains on the CPU (cpu: true), and the job asks for GPUs: drop one")
+        check_cpu(spec, options.cpu, self.name)
         secrets.check(spec.secrets, self.a_target)
 
     def _describe_choice(self, spec: JobSpec) -> str:

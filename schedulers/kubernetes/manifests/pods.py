@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ...errors import SpecError, nearest
-from ...job import JobSpec
+from ...job import JobSpec, check_cpu
 from .. import names, tpu_slices
 from ..options import VENDORS, KubernetesOptions, Volume, gpu_resource, is_word
 from . import code_delivery as delivery
@@ -55,8 +55,7 @@ def check(spec: JobSpec, options: KubernetesOptions, name: str) -> None:
         raise SpecError(
             f"{subject}: --after is not supported on Kubernetes; submit the job when those of --after have ended"
         )
-    if options.cpu and spec.resources.gpus:
-        raise SpecError(f"{subject} trains on the CPU (cpu: true), and the job asks for GPUs: drop one")
+    check_cpu(spec, options.cpu, name)
     if spec.resources.accelerator is not None:
         if not spec.resources.gpus:
             raise SpecError(f"{subject}: --accelerator needs --gpus")

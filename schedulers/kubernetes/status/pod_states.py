@@ -37,8 +37,9 @@ _LAUNCH_LINE = re.compile(r"accel launch: \d+ nodes, node 0 at ")
 _CAUSES: Mapping[str, Reason] = {
     "memory is full": Reason.OUT_OF_MEMORY,
     "the memory limit of its control group was reached": Reason.OUT_OF_MEMORY,
-    "a port that the program wants is in use": Reason.RENDEZVOUS,
-    "a rank waited for others that did not come": Reason.RENDEZVOUS,
+    "a port that the program ": Reason.RENDEZVOUS,
+    "a rank timed out waiting for other ranks": Reason.RENDEZVOUS,
+    "a rank waited for others that did not come": Reason.RENDEZVOUS,  # as older images report it
     "a package is ": Reason.SETUP,
     "this torch does not fit the GPU or driver": Reason.SETUP,
     "the program uses a GPU that this process does not see": Reason.SETUP,

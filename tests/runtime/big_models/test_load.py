@@ -298,7 +298,7 @@ def test_arguments_that_cannot_be_followed(tmp_path: Path, arguments: dict[str, 
 
 
 def test_a_strategy_that_is_none(tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match=r"device_map: 'blanced' is none of auto.*did you mean 'balanced'"):
+    with pytest.raises(ArgumentError, match=r"device_map: 'blanced' is not one of auto.*did you mean 'balanced'"):
         load_checkpoint_and_dispatch(empty(), tmp_path, "blanced")
 
 

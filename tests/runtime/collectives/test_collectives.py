@@ -403,7 +403,7 @@ def test_what_cannot_travel_is_named() -> None:
     assert told == [
         "LeafError: gather: str at ['a'][1] is not a tensor: use gather_object for objects",
         "CollectiveError: reduce: a boolean tensor has no mean: convert it, for instance with .int()",
-        "ArgumentError: reduction: 'median' is none of sum, mean, max, none; did you mean 'mean'?",
+        "ArgumentError: reduction: 'median' is not one of sum, mean, max, none; did you mean 'mean'?",
         "CollectiveError: reduce: complex numbers have no order, hence no max",
         "LeafError: gather_object: process 0 passed a int: pass a list of objects",
         "ArgumentError: concatenate: nothing to join",

@@ -265,7 +265,7 @@ def test_what_cannot_be_split_is_one_line() -> None:
     first, second = run(_sizes)
     assert first == second == {
         "stage 3": "DeepSpeed: tp_size=2 is for stages 0 to 2: set zero_stage=2 or tp_size=1",
-        "world": "ParallelismConfig: tp_size=4 does not divide the 2 processes of this world",
+        "world": "ParallelismConfig: number of processes (2) is not divisible by tp_size=4",
         "file": "tp_size is 2, but tensor_parallel.autotp_size is 4 in the DeepSpeed configuration: remove one of the "
                 "two",
         "text": "tensor_parallel.autotp_size is 'two' in the DeepSpeed configuration: it must be a number of processes",

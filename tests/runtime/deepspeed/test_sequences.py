@@ -191,7 +191,7 @@ def test_what_cannot_be_split_is_one_line() -> None:
     assert first == second == {
         "cp": "ParallelismConfig(cp_size=2) and deepspeed_plugin: use sp_size",
         "both": "DeepSpeed: tp_size=2 and sp_size=2: an engine splits layers or sequences, not both",
-        "world": "ParallelismConfig: sp_size=4 does not divide the 2 processes of this world",
+        "world": "ParallelismConfig: number of processes (2) is not divisible by sp_size=4",
         "no model of transformers": "sp_size under DeepSpeed needs a model of transformers, not a Linear",
         "eager": "sp_size under DeepSpeed: LlamaForCausalLM computes attention by 'eager': load it with "
                  "attn_implementation='sdpa'",
@@ -258,12 +258,12 @@ def test_batches_that_cannot_be_split_are_one_line() -> None:
         "no model yet": "deepspeed_ulysses_dl_adapter: prepare the model and its optimizer first",
         "not prepared": "deepspeed_ulysses_dl_adapter: pass a loader that accelerator.prepare has returned",
         "labels": "sp_size under DeepSpeed: a batch must be a dict with input_ids and labels: this one has input_ids",
-        "length": "sp_size under DeepSpeed: 2 processes do not divide a sequence of 7: pad it to 8",
+        "length": "sp_size under DeepSpeed: sequence length (7) is not divisible by sp_size (2): pad it to 8",
         "other tensor": "sp_size under DeepSpeed: images of shape (2, 3) cannot be split as input_ids of shape (2, 8): "
                         "leave it out of the batch",
         "left padding": "sp_size under DeepSpeed: attention_mask has padding before tokens, which is not masked: pad "
                         "on the right",
-        "packed": "sp_size under DeepSpeed: position_ids start anew within a row, and 'sdpa' would attend across "
+        "packed": "sp_size under DeepSpeed: position_ids restart within a row, and 'sdpa' would attend across "
                   "packed sequences: use flash attention",
         "not split": "sp_size under DeepSpeed: the batches of this loader are not split: prepare it in one call with "
                      "the model, or by deepspeed_ulysses_dl_adapter(loader, model)",

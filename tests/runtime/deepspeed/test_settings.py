@@ -167,11 +167,11 @@ def test_warming_up_reaches_the_rate_of_each_group(placeholder: bool) -> None:
 
 
 _MISTAKES: list[tuple[Any, str]] = [
-    (lambda: DeepSpeedPlugin(zero_stage=4), "DeepSpeedPlugin(zero_stage=…): '4' is none of 0, 1, 2, 3"),
+    (lambda: DeepSpeedPlugin(zero_stage=4), "DeepSpeedPlugin(zero_stage=…): '4' is not one of 0, 1, 2, 3"),
     (lambda: DeepSpeedPlugin(gradient_clipping=-1), "gradient_clipping=…): -1 is neither a number of 0 or more nor"),
     (lambda: DeepSpeedPlugin(gradient_accumulation_steps=0), "0 is neither a positive integer nor 'auto'"),
-    (lambda: DeepSpeedPlugin(offload_optimizer_device="gpu"), "'gpu' is none of none, cpu, nvme"),
-    (lambda: DeepSpeedPlugin(zero3_save_16bit_model="maybe"), "'maybe' is none of true, false"),  # type: ignore[arg-type]
+    (lambda: DeepSpeedPlugin(offload_optimizer_device="gpu"), "'gpu' is not one of none, cpu, nvme"),
+    (lambda: DeepSpeedPlugin(zero3_save_16bit_model="maybe"), "'maybe' is not one of true, false"),  # type: ignore[arg-type]
     (lambda: DeepSpeedPlugin(offload_optimizer_device="nvme"), "needs offload_optimizer_nvme_path"),
     (lambda: DeepSpeedPlugin(zero_stage=0, offload_optimizer_device="cpu"), "is for stages 1 to 3, not zero_stage=0"),
     (lambda: DeepSpeedPlugin(enable_msamp=True), "MS-AMP is abandoned: use mixed_precision='bf16'"),
@@ -202,7 +202,7 @@ _MISTAKES: list[tuple[Any, str]] = [
     (lambda: AcceleratorState(cpu=True, deepspeed_plugin=DeepSpeedPlugin()).select_deepspeed_plugin("a"),
      "there is one plug-in, without a name"),
     (lambda: AcceleratorState(cpu=True, deepspeed_plugin={"a": DeepSpeedPlugin()}).get_deepspeed_plugin("b"),
-     "'b' is none of a"),
+     "'b' is not one of a"),
 ]  # fmt: skip
 
 

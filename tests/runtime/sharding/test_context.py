@@ -430,7 +430,7 @@ def _local_sgd() -> None:
 
 BLOCK = "maybe_context_parallel: "
 CASES: list[tuple[Callable[[], Any], str]] = [
-    (_odd, BLOCK + "buffers[1] has a sequence of 9 (dimension 1), which 2 × cp_size=2 does not divide: pad it to 12"),
+    (_odd, BLOCK + "buffers[1]: sequence length (9, dimension 1) is not divisible by 2 × cp_size (2): pad it to 12"),
     (_no_dimension, BLOCK + "buffers[1] of shape (8,) has no dimension 1"),
     (_other_length, BLOCK + "buffers[1] has a sequence of 16 and buffers[0] of 8: they must be equal"),
     (_no_dims, BLOCK + "1 buffers and 0 buffer_seq_dims: pass one for each"),
@@ -448,7 +448,7 @@ CASES: list[tuple[Callable[[], Any], str]] = [
     (_later, "backward: activations are computed again after the block of maybe_context_parallel, where keys are not "
              "gathered: call accelerator.backward(loss) in the block"),
     (_heads, "scaled_dot_product_attention: 3 heads cannot be shared equally by sp_size=2 processes"),
-    (_odd_sp, BLOCK + "buffers[0] has a sequence of 9 (dimension 1), which sp_size=2 does not divide: pad it to 10"),
+    (_odd_sp, BLOCK + "buffers[0]: sequence length (9, dimension 1) is not divisible by sp_size (2): pad it to 10"),
     (_cut_mask_sp, "scaled_dot_product_attention: a mask of shape (4, 8) in a block of maybe_context_parallel: its "
                    "last dimensions must be (8, 8) or (1, 8); for causal attention pass is_causal=True"),
     (_adapter, "deepspeed_ulysses_dl_adapter: sp_size is DeepSpeed's only with a deepspeed_plugin: pass one, or cut "
@@ -462,7 +462,7 @@ CASES: list[tuple[Callable[[], Any], str]] = [
                           "'allgather'"),
     (lambda: _ring(None, is_causal=True, dropout_p=0.5), "TorchContextParallelConfig('alltoall') does not support "
                                                          "dropout: use 'allgather'"),
-    (_strategy, "TorchContextParallelConfig(cp_comm_strategy=…): 'ring' is none of allgather, alltoall"),
+    (_strategy, "TorchContextParallelConfig(cp_comm_strategy=…): 'ring' is not one of allgather, alltoall"),
     (_handler, "ParallelismConfig(cp_handler=…) must be a TorchContextParallelConfig, not str"),
     (_local_sgd, "LocalSGD needs a complete sequence on each process: it does not support cp_size and sp_size"),
 ]  # fmt: skip

@@ -377,8 +377,8 @@ MISTAKES: list[tuple[Callable[[], None], str]] = [
                      "in buffers"),
     (_rotary, "rotary positions of LlamaModel depend on the length of sequences above 8, and this one has 16: set "
               "another rope_type"),
-    (_other_mask, "an attention_mask of shape (2, 12), where the sequence has 16 and a process 8: pass a mask of the "
-                  "sequence, or name it in buffers"),
+    (_other_mask, "attention_mask has shape (2, 12) (sequence: 16, this process: 8): pass a mask of the sequence, or "
+                  "name it in buffers"),
     (_not_cut, "LlamaForCausalLM got a sequence of 16, and a process has 8 of 16: name its inputs in buffers"),
     (_not_prepared, "a model of transformers (llama) was not prepared, and would count positions from 0 on each "
                     "process: pass it to accelerator.prepare"),

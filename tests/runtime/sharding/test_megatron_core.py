@@ -212,7 +212,9 @@ def test_a_run_resumes_to_the_bit(two: list[dict[str, Any]]) -> None:
 def test_sizes_that_do_not_fit_are_one_line(two: list[dict[str, Any]]) -> None:
     for seen in two:
         world, heads, layers, config = seen["refused"]
-        assert "tp_degree (3) × pp_degree (1) × context_parallel_size (1) is 3, which does not divide" in world
+        assert (
+            "processes (2) is not divisible by tp_degree (3) × pp_degree (1) × context_parallel_size (1) = 3" in world
+        )
         assert "num_attention_heads (3) must be a multiple of tensor_model_parallel_size (2)" in heads
         assert "layers" in layers
         assert "tp_degree=2), but the model's TransformerConfig has tensor_model_parallel_size=1" in config

@@ -289,7 +289,7 @@ def test_scripts(tmp_path: Path) -> None:
 
 def test_a_module_and_groups_of_the_script() -> None:
     seen = run_one(_modules)
-    assert "does not divide this world's 1 process(es)" in seen["refused"][0]
+    assert "number of processes (1) is not divisible by" in seen["refused"][0]
     assert "Linear is no MegatronModule" in seen["refused"][1]
     assert seen["own"][-1][0] < 5
     assert seen["decays"] == [0.0, 0.1]

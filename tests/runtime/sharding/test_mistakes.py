@@ -159,7 +159,7 @@ def _no_value() -> Any:
 
 CASES: list[tuple[Callable[[], Any], str]] = [
     (_sizes, "ParallelismConfig: dp_replicate_size=2 × dp_shard_size=2 is 4, but this world has 2 processes"),
-    (_divides, "ParallelismConfig: dp_replicate_size=3 does not divide the 2 processes of this world"),
+    (_divides, "ParallelismConfig: number of processes (2) is not divisible by dp_replicate_size=3"),
     (_no_plan, "ParallelismConfig(tp_size=2): the Decoder has no tp_plan: set model.tp_plan = {'layers.*.up': "
                "'colwise', 'layers.*.down': 'rowwise'} with the names of its layers"),
     (_no_layer, "tp_plan: 'blocks.*.upp' names no module; did you mean 'blocks.2.up'?"),

@@ -160,23 +160,23 @@ def test_a_precision_is_a_name_a_policy_or_its_fields() -> None:
         wanted,
     ):
         assert Plugin(mixed_precision_policy=said).mixed_precision_policy == wanted
-    with pytest.raises(ArgumentError, match="'fp6' is none of fp32, no, bf16, fp16"):
+    with pytest.raises(ArgumentError, match="'fp6' is not one of fp32, no, bf16, fp16"):
         Plugin(mixed_precision_policy="fp6")
-    with pytest.raises(ArgumentError, match=r"'parm_dtype' is none of .* did you mean 'param_dtype'"):
+    with pytest.raises(ArgumentError, match=r"'parm_dtype' is not one of .* did you mean 'param_dtype'"):
         Plugin(mixed_precision_policy={"parm_dtype": "bf16"})
 
 
 @pytest.mark.parametrize(
     ("variable", "value", "words"),
     [
-        ("VERSION", "3", "environment variable FSDP_VERSION: '3' is none of 1, 2"),
-        ("SHARDING_STRATEGY", "ful_shard", "SHARDING_STRATEGY: 'ful_shard' is none of FULL_SHARD, .*mean"),
-        ("RESHARD_AFTER_FORWARD", "fals", "AFTER_FORWARD: 'fals' is none of FULL_SHARD"),
+        ("VERSION", "3", "environment variable FSDP_VERSION: '3' is not one of 1, 2"),
+        ("SHARDING_STRATEGY", "ful_shard", "SHARDING_STRATEGY: 'ful_shard' is not one of FULL_SHARD, .*mean"),
+        ("RESHARD_AFTER_FORWARD", "fals", "AFTER_FORWARD: 'fals' is not one of FULL_SHARD"),
         ("STATE_DICT_TYPE", "LOCAL_STATE_DICT", "LOCAL_STATE_DICT holds flat parameters: use SHARDED_STATE_DICT"),
         (
             "AUTO_WRAP_POLICY",
             "SIZE",
-            "FSDP_AUTO_WRAP_POLICY: 'SIZE' is none of TRANSFORMER_BASED_WRAP, SIZE",
+            "FSDP_AUTO_WRAP_POLICY: 'SIZE' is not one of TRANSFORMER_BASED_WRAP, SIZE",
         ),
         ("OFFLOAD_PARAMS", "perhaps", "FSDP_OFFLOAD_PARAMS='perhaps' is neither yes nor no"),
         ("MIN_NUM_PARAMS", "many", "FSDP_MIN_NUM_PARAMS='many'"),
@@ -201,7 +201,7 @@ def test_sizes_are_read_and_are_1_otherwise(monkeypatch: pytest.MonkeyPatch) -> 
     )
     with pytest.raises(ArgumentError, match=r"ParallelismConfig\(tp_size=0\): expects a whole number of 1 or more"):
         ParallelismConfig(tp_size=0)
-    with pytest.raises(ArgumentError, match=r"ParallelismConfig\(cp_backend=…\): 'ring' is none of torch"):
+    with pytest.raises(ArgumentError, match=r"ParallelismConfig\(cp_backend=…\): 'ring' is not one of torch"):
         ParallelismConfig(cp_backend="ring")
     with pytest.raises(ArgumentError, match="pass the config to an Accelerator first"):
         config.get_device_mesh()
@@ -215,7 +215,7 @@ def test_settings_of_split_sequences_are_read_and_checked(monkeypatch: pytest.Mo
     monkeypatch.setenv("PARALLELISM_CONFIG_SP_SEQ_LENGTH", "64")
     assert DeepSpeedSequenceParallelConfig() == DeepSpeedSequenceParallelConfig(64, False, None)
     monkeypatch.setenv("PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION", "eager")
-    with pytest.raises(ArgumentError, match="variable PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION: 'eager' is none of"):
+    with pytest.raises(ArgumentError, match="PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION: 'eager' is not one of"):
         ParallelismConfig(sp_size=2)
 
 

@@ -132,7 +132,7 @@ SPREAD = (
 )
 MISTAKES: dict[int, list[tuple[Callable[[str], None], str]]] = {  # by the number of processes
     2: [
-        (_heads, "tp_size=2 does not divide the 1 num_key_value_heads of the LlamaForCausalLM"),
+        (_heads, "num_key_value_heads (1) of the LlamaForCausalLM is not divisible by tp_size (2)"),
         (_spread, SPREAD),
         (_sharded, "prepare: from_pretrained has sharded the FSDPLlamaForCausalLM over 2 processes: pass "
                    "parallelism_config=ParallelismConfig(dp_shard_size=2) to the Accelerator"),

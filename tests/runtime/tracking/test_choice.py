@@ -79,9 +79,9 @@ def test_all_leaves_out_what_has_no_directory(nothing_installed: None, caplog: p
 @pytest.mark.parametrize(
     ("log_with", "said"),
     [
-        ("wandbb", "log_with='wandbb' is none of aim, comet_ml, mlflow, tensorboard, wandb, clearml, dvclive, swanlab, "
-         "trackio, jsonl, all; did you mean 'wandb'?"),
-        ([3, "jsonl"], "log_with=3 (int) is none of"),
+        ("wandbb", "log_with='wandbb' is not one of aim, comet_ml, mlflow, tensorboard, wandb, clearml, dvclive, "
+         "swanlab, trackio, jsonl, all; did you mean 'wandb'?"),
+        ([3, "jsonl"], "log_with=3 (int) is not one of"),
         (int, "log_with takes a subclass of GeneralTracker, got <class 'int'>"),
         ("jsonl", "log_with='jsonl' needs a directory: pass Accelerator(project_dir=…) or "
          "ProjectConfiguration(logging_dir=…)"),

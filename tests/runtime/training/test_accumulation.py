@@ -380,7 +380,7 @@ def test_arguments_that_cannot_be_used_are_named() -> None:
         "Accelerator(mixed_precison=…) is unknown; did you mean 'mixed_precision'?",
         "Accelerator(fsdp_plugin=…) must be a FullyShardedDataParallelPlugin, not object",
         "kwargs_handlers: GradScalerKwargs is given twice",
-        f"kwargs_handlers: str is none of {handlers}",
+        f"kwargs_handlers: str is not one of {handlers}",
         "gradient accumulation steps must be a positive integer, got 0",
         "pass gradient_accumulation_steps or gradient_accumulation_plugin, not both",
     ]

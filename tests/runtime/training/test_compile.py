@@ -168,12 +168,12 @@ def test_the_environment_asks_for_compilation() -> None:
     assert run_one(_from_env) == {}
     told = outcomes(_from_env, processes=1, env={"ACCELERATE_DYNAMO_BACKEND": "inducter"})[0]
     assert told.error == "ArgumentError"
-    assert told.message.startswith("environment variable ACCELERATE_DYNAMO_BACKEND: 'INDUCTER' is none of NO, EAGER")
+    assert told.message.startswith("environment variable ACCELERATE_DYNAMO_BACKEND: 'INDUCTER' is not one of NO, EAGER")
     assert told.message.endswith("did you mean 'INDUCTOR'?")
 
 
 def test_a_plugin_that_cannot_be_used_is_named() -> None:
-    with pytest.raises(ArgumentError, match=r"mode=…\): 'fast' is none of default"):
+    with pytest.raises(ArgumentError, match=r"mode=…\): 'fast' is not one of default"):
         TorchDynamoPlugin(backend="eager", mode="fast")
     with pytest.raises(ArgumentError, match="pass mode='max-autotune' or options, not both"):
         TorchDynamoPlugin(mode="max-autotune", options={"epilogue_fusion": True})

@@ -70,8 +70,8 @@ def test_an_error_passes_and_writes_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"activities": ["gpu"]}, "'gpu' is none of cpu, xpu, mtia, cuda, hpu; did you mean"),
-        ({"schedule_option": {"warmpu": 1}}, "'warmpu' is none of .*; did you mean 'warmup'"),
+        ({"activities": ["gpu"]}, "'gpu' is not one of cpu, xpu, mtia, cuda, hpu; did you mean"),
+        ({"schedule_option": {"warmpu": 1}}, "'warmpu' is not one of .*; did you mean 'warmup'"),
     ],
 )
 def test_what_cannot_be_asked(options: dict[str, Any], said: str) -> None:
@@ -90,7 +90,7 @@ def test_only_what_differs_from_the_defaults_is_passed_on(monkeypatch: pytest.Mo
     monkeypatch.setenv("ACCELERATE_FP8_OPT_LEVEL", "O1")
     assert MSAMPRecipeKwargs().opt_level == "O1"
     assert MSAMPRecipeKwargs().to_kwargs() == {"opt_level": "O1"}
-    with pytest.raises(ArgumentError, match="opt_level: 'O3' is none of O1, O2"):
+    with pytest.raises(ArgumentError, match="opt_level: 'O3' is not one of O1, O2"):
         MSAMPRecipeKwargs("O3")
 
 

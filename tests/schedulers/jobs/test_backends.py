@@ -115,7 +115,7 @@ def test_the_first_backend_that_knows_an_old_record_is_its_own(place: Place) -> 
     elsewhere(place)
     for _ in range(2):
         assert job.status().state is State.QUEUED
-        assert "it counts as lost only after a day" in job.record.warning
+        assert "so it counts as lost after a day" in job.record.warning
         before_long_ago(job)
     assert job.record.backend == ""
     (place.home / "forgetful").unlink()

@@ -138,7 +138,7 @@ def test_a_cancel_on_another_machine_takes_effect_once_the_job_is_found(place: P
     events = job.record.directory / "events.jsonl"
     events.write_text(events.read_text().replace(os.uname().nodename, "another-host").replace(boot_id(), "1"))
     assert job.cancel(wait=False).state is State.SUBMITTING
-    assert "it is cancelled once target finding has it" in job.record.warning
+    assert "accel cancels it once target finding confirms it" in job.record.warning
     assert not any(call.startswith(("find", "cancel")) for call in place.calls())
     before_long_ago(job)
     rows = events.read_text().replace('"created_at": ', '"created_at": 1e9, "was": ')
@@ -169,10 +169,8 @@ def submitting(place: Place, hang: str) -> Iterator[tuple[subprocess.Popen[str],
 def test_a_submit_cancels_its_job_when_it_was_cancelled_meanwhile(place: Place, moment: str) -> None:
     with submitting(place, moment) as (process, job):
         assert job.cancel(wait=False).state is State.SUBMITTING
-        warning = (
-            f"process {process.pid} on {os.uname().nodename} is submitting it: it is cancelled once target finding"
-        )
-        assert job.record.warning == f"{warning} has it"
+        warning = f"process {process.pid} on {os.uname().nodename} is submitting job {job.id}: accel cancels it"
+        assert job.record.warning == f"{warning} once target finding confirms it"
         os.close(os.open(place.home / "hang", os.O_WRONLY))
         assert process.communicate(timeout=60)[0] == f"{job.id}\n"
         assert process.returncode == 0

@@ -12,7 +12,7 @@ from tests.schedulers.kubernetes.shapes import condition, pod, terminated, waiti
 
 _DISK = "The node was low on resource: ephemeral-storage. Threshold quantity: 1Gi, available: 900Mi."
 
-_GREETING = "accel launch: 2 nodes, node 0 at run1-master-0:29500, as the training operator says\n"
+_GREETING = "accel launch: 2 nodes, node 0 at run1-master-0:29500, from the training operator\n"
 _DISRUPTED = "Pod team/run1-0-x has condition DisruptionTarget matching FailJob rule at index 1"
 
 

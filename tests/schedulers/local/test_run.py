@@ -201,7 +201,7 @@ def test_submitting_twice_starts_one_supervisor(submit: Submit, home: Path) -> N
         ({"nodes": 2}, "one machine"),
         ({"secrets": {"A": "vault:x"}}, "env:NAME and file:PATH"),
         ({"options": {"concurrency": 0}}, "1 or more"),
-        ({"options": {"cpu": True}, "gpus": 1}, "drop one"),
+        ({"options": {"cpu": True}, "gpus": 1}, "and --gpus contradict each other: keep one"),
         ({"options": {"concurency": 1}}, "concurrency"),
         ({"secrets": {"A": "env:NOT_SET_ANYWHERE"}}, "secret A: NOT_SET_ANYWHERE is not set"),
         ({"secrets": {"A": "file:/not/there"}}, "secret A: /not/there: No such file"),

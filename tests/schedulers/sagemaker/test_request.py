@@ -119,7 +119,7 @@ def test_what_only_aws_can_tell_is_open() -> None:
         ({"enable_network_isolation": True, "subnets": ("s",), "security_group_ids": ("g",)},
          {"secrets": {"T": "ssm:token"}}, "--secret: the container has no network under enable_network_isolation"),
         ({"enable_network_isolation": True, "requirements": "r.txt"}, {}, "requirements: pip has no network"),
-        ({"subnets": ("subnet-1",)}, {}, "subnets and security_group_ids go together"),
+        ({"subnets": ("subnet-1",)}, {}, "set both subnets and security_group_ids, or neither"),
         ({"enable_managed_spot_training": True}, {}, "enable_managed_spot_training needs max_wait"),
         ({"max_wait_time_in_seconds": 5}, {}, "max_wait_time_in_seconds needs enable_managed_spot"),
     ],

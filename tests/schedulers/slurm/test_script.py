@@ -108,7 +108,7 @@ def test_gpus_are_asked_for_once() -> None:
     given = options(gres="gpu:h100:4,nvme:1")
     script.check(spec, given, "big")
     assert "#SBATCH --gres=gpu:h100:4,nvme:1\n" in job_script(spec, given).render()
-    with pytest.raises(SpecError, match=r"gres asks for 2 GPUs on each node, and --gpus for 4"):
+    with pytest.raises(SpecError, match=r"gres requests 2 GPUs per node, and --gpus 4: keep one"):
         script.check(spec, options(gres="gpu:2"), "big")
 
 
@@ -118,8 +118,8 @@ def test_gpus_are_asked_for_once() -> None:
         ({"accelerator": "a100"}, {"gres": "gpu:4"}, "--accelerator a100, and gres: gpu:4 requests the GPUs"),
         ({"accelerator": "a100"}, {"gres": "nvme:1,gpu:h100:4"}, "write gres: gpu:a100:4"),
         ({}, {"gres": "gpu:4", "gpu_type": "a100"}, "gpu_type: a100, and gres: gpu:4"),
-        ({"gpus": 4}, {"sbatch": {"gpus_per_node": 4}}, "sbatch: gpus_per_node and --gpus both ask for GPUs"),
-        ({}, {"sbatch": {"gpus": 4}, "gres": "gpu:4"}, "sbatch: gpus and gres both ask for GPUs"),
+        ({"gpus": 4}, {"sbatch": {"gpus_per_node": 4}}, "sbatch: gpus_per_node and --gpus both request GPUs"),
+        ({}, {"sbatch": {"gpus": 4}, "gres": "gpu:4"}, "sbatch: gpus and gres both request GPUs"),
         ({"accelerator": "a100"}, {"gres": "gpu:a100:4,nvme:1"}, ""),
         ({"accelerator": "a100"}, {"gres": "nvme:1"}, ""),
     ],

@@ -81,7 +81,7 @@ def test_a_host_that_cannot_be_asked_is_named_and_stops_nothing(
     assert sorted(said.stdout.split()) == sorted(job.id for job in jobs)
     lines = [line for line in said.stderr.splitlines() if "node2" in line]
     assert len(lines) == 1
-    assert lines[0].endswith("what it has of 2 jobs stays there")
+    assert lines[0].endswith("; data of 2 jobs not deleted")
     assert list_jobs(refresh=False) == []
     assert not list((top(ssh_hosts) / "jobs").iterdir())
     assert len(list((top(ssh_hosts, "node2") / "jobs").iterdir())) == 2

@@ -77,7 +77,7 @@ def test_options_that_cannot_be_meant(options: dict[str, Any], said: str) -> Non
         ({"hosts": "a"}, {"image": "x"}, "--image needs another kind of target"),
         ({"hosts": "a"}, {"after": ("x",)}, "--after is not supported; submit the job once"),
         ({"hosts": "a"}, {"secrets": {"A": "vault:x"}}, "--secret A: an ssh target reads env:NAME and file:PATH"),
-        ({"hosts": "a", "cpu": True}, {"resources": Resources(gpus=1)}, "trains on the CPU (cpu: true)"),
+        ({"hosts": "a", "cpu": True}, {"resources": Resources(gpus=1)}, "and --gpus contradict each other: keep one"),
         ({"hosts": "a,-oProxyCommand=x"}, {}, "'-oProxyCommand=x' is not a host name"),
     ],
 )

@@ -160,7 +160,7 @@ def test_without_googles_client_the_package_is_named(monkeypatch: pytest.MonkeyP
         ({"name": None}, {}, "target pod: no name of a slice: set it in accel.yaml, or --option name=…"),
         ({"accelerator_type": "v4-8"}, {}, "name and accelerator_type are given: keep one of name,"),
         ({"spot": True}, {}, "spot: only for slices that accel creates; pod1 exists already"),
-        ({"name": None, "type": "v4"}, {}, "type and topology go together, as type: v4, topology: 2x2x4"),
+        ({"name": None, "type": "v4"}, {}, "set both type and topology, as in type: v4, topology: 2x2x4"),
         ({"name": None, "type": "v5lite", "topology": "4x4"}, {}, "type: 'v5lite' is not one of v2, v3, v4, v5litepod"),
         ({**CREATED, "version": None}, {}, "no runtime version: set version: in accel.yaml (gcloud compute tpus"),
         ({**CREATED, "spot": True, "reserved": True}, {}, "spot and reserved are both given: keep one"),

@@ -228,7 +228,7 @@ def test_gpus_of_other_makes(gpu: str, resource: str, label: str) -> None:
     [
         ({}, {"after": ("x",)}, "target k: --after is not supported on Kubernetes"),
         ({"image": None}, {}, "target k: no container image: use --image"),
-        ({"cpu": True}, {"resources": Resources(gpus=1)}, "trains on the CPU (cpu: true), and the job asks for GPUs"),
+        ({"cpu": True}, {"resources": Resources(gpus=1)}, "cpu: true in target k and --gpus contradict each other"),
         ({}, {"resources": Resources(accelerator="h100")}, "--accelerator needs --gpus"),
         (
             {"accelerators": {"h100": {"a": "b"}}},
