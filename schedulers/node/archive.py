@@ -81,6 +81,8 @@ def _write(tar: tarfile.TarFile, member: tarfile.TarInfo, path: str, mode: int) 
             os.fchmod(fd, mode)
         if member.mtime:
             os.utime(path, (member.mtime, member.mtime))
+    except FileExistsError:
+        raise tarfile.ExtractError(f"{member.name!r} is in the archive twice") from None
     except OSError as error:
         error.filename = error.filename or path  # writes do not name their file
         raise
