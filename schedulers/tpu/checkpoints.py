@@ -23,7 +23,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +33,7 @@ _DRAFT = re.compile(r"\..+\.(?:draft|old|gone)-[0-9a-f]{8}")
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
 _NODE = re.compile(r"node-(\d+)")
 _PAUSE_S = 1.0
-_MAX_WORKERS = 4
+_TRANSFER = {"worker_type": "thread", "max_workers": 4, "raise_exception": True}
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
 
@@ -62,31 +61,39 @@ class Bucket:
         self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
         try:
             from google.cloud import storage
-            from google.cloud.storage.retry import DEFAULT_RETRY
+            from google.cloud.storage import transfer_manager
         except ImportError:
             raise BucketError(
                 f"{uri}: google-cloud-storage is not installed: pip install 'accel-launch[gcs]'"
             ) from None
-        self._retry = DEFAULT_RETRY
+        self._transfers = transfer_manager
         with self._translated_errors():
             self._bucket = storage.Client().bucket(name)
 
-    def put(self, name: str, path: str) -> None:
-        """Upload a file. Raises FileNotFoundError if it no longer exists."""
+    def upload(self, folder: str, names: Sequence[str], directory: str) -> None:
+        """Upload these files of a directory. Raises FileNotFoundError if one no longer exists."""
         with self._translated_errors(FileNotFoundError):
-            self._bucket.blob(self._prefix + name).upload_from_filename(path, retry=self._retry)
+            self._transfers.upload_many_from_filenames(
+                self._bucket, names, directory, blob_name_prefix=f"{self._prefix}{folder}/", **_TRANSFER
+            )
+
+    def download(self, folder: str, names: Sequence[str], directory: str) -> None:
+        """Download these files to a directory, which this creates."""
+        with self._translated_errors():
+            self._transfers.download_many_to_path(
+                self._bucket, names, directory, blob_name_prefix=f"{self._prefix}{folder}/", **_TRANSFER
+            )
 
     def put_manifest(self, name: str, content: bytes, nodes: int) -> None:
         """Upload the manifest, which completes the copy of one of `nodes` hosts."""
         with self._translated_errors():
             blob = self._bucket.blob(self._prefix + name)
             blob.metadata = {"nodes": str(nodes)}
-            blob.upload_from_string(content, "application/json", retry=self._retry)
+            blob.upload_from_string(content, "application/json")
 
-    def get(self, name: str, path: str) -> None:
-        os.makedirs(os.path.dirname(path), exist_ok=True)
+    def read(self, name: str) -> bytes:
         with self._translated_errors():
-            self._bucket.blob(self._prefix + name).download_to_filename(path)
+            return bytes(self._bucket.blob(self._prefix + name).download_as_bytes())
 
     def sizes(self, folder: str = "") -> dict[str, int]:
         return {name: int(blob.size) for name, blob in self._blobs(folder)}
@@ -150,19 +157,13 @@ def _restore_save(bucket: Bucket, root: str, node: int, save: Save, nodes: int) 
     draft = os.path.join(os.path.dirname(destination), f".{os.path.basename(destination)}.draft-{save.token}")
     shutil.rmtree(draft, ignore_errors=True)
     folder = save.folder(source_node)
-    manifest = os.path.join(draft, f"{MANIFEST}.part")
-    bucket.get(f"{folder}/{MANIFEST}", manifest)
-    names = _files(Path(manifest).read_bytes())
-
-    def get(name: str) -> None:
-        path = os.path.join(draft, *name.split("/"))
-        bucket.get(f"{folder}/{name}", path)
-        if os.path.getsize(path) != names[name]:
-            raise BucketError(f"{bucket.uri}: {folder}/{name} does not have the {names[name]} bytes of its manifest")
-
-    with ThreadPoolExecutor(_MAX_WORKERS) as pool:
-        list(pool.map(get, names))
-    os.rename(manifest, os.path.join(draft, MANIFEST))
+    manifest = bucket.read(f"{folder}/{MANIFEST}")
+    sizes = _files(manifest)
+    bucket.download(folder, list(sizes), draft)
+    for name, size in sizes.items():
+        if os.path.getsize(os.path.join(draft, name)) != size:
+            raise BucketError(f"{bucket.uri}: {folder}/{name} does not have the {size} bytes of its manifest")
+    Path(draft, MANIFEST).write_bytes(manifest)  # last: a draft with its manifest counts as complete
     os.rename(draft, destination)
     return True
 
@@ -202,9 +203,7 @@ class Uploads:
         sizes = self._bucket.sizes(destination)
         if f"{destination}/{MANIFEST}" not in sizes:
             pending = [name for name, size in _files(content).items() if sizes.get(f"{destination}/{name}") != size]
-            objects = [f"{destination}/{name}" for name in pending]
-            with ThreadPoolExecutor(_MAX_WORKERS) as pool:
-                list(pool.map(self._bucket.put, objects, [os.path.join(folder, name) for name in pending]))
+            self._bucket.upload(destination, pending, folder)
             if Path(folder, MANIFEST).read_bytes() != content:
                 return  # another save took its place: files of both may have been read
             self._bucket.put_manifest(f"{destination}/{MANIFEST}", content, self._nodes)
