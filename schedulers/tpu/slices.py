@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import shlex
 import subprocess
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from .api import Api
 
 _GCLOUD_S = 120.0
-_MAX_WORKERS = 32
 _READY = "READY"
 _KEYS = "ssh-keys"
 _KEY_ACCEPTED_S = 60.0  # for the guest agent to install it
@@ -118,7 +117,7 @@ def write_config(folder: Path, tpu: Slice, keys: Sequence[Sequence[str]], option
     """
     blocks, known_hosts = [], []
     login = [f"{name} {value}" for name, value in (("User", options.user), ("Port", options.port)) if value is not None]
-    for number, (host, address) in enumerate(zip(tpu.hosts, tpu.addresses, strict=True)):
+    for number, address in enumerate(tpu.addresses):
         worker_keys = keys[number] if number < len(keys) else ()
         if not worker_keys:
             raise ConfigError(
@@ -127,66 +126,55 @@ def write_config(folder: Path, tpu: Slice, keys: Sequence[Sequence[str]], option
             )
         alias = f"tpu.{tpu.node_id}-{number}"
         known_hosts += [f"{alias} {key}" for key in worker_keys]
-        blocks.append([f"Host {host.name}", f"HostName {address}", *login, f"HostKeyAlias {alias}",
-                       f"UserKnownHostsFile {_quoted(folder / 'known_hosts')}"])  # fmt: skip
-    _write(folder, blocks, known_hosts, options)
+        files = f"UserKnownHostsFile {_quoted(folder / 'known_hosts')}"
+        blocks.append([f"HostName {address}", *login, f"HostKeyAlias {alias}", files])
+    _write(folder, tpu, blocks, known_hosts, options)
 
 
 def write_gcloud_config(folder: Path, tpu: Slice, options: TpuOptions, project: str, subject: str) -> None:
     """Write gcloud's SSH configuration of a slice's workers. Raises ConfigError, SchedulerError."""
-    lines = _gcloud(tpu, options, project, subject)
-    if len(lines) != len(tpu.addresses):
-        raise SchedulerError(f"{subject}: gcloud names {len(lines)} of {len(tpu.addresses)} workers of {tpu.name}")
     blocks = []
-    for host, argv in zip(tpu.hosts, lines, strict=True):
+    for argv in _gcloud(tpu, options, project, subject):
         user, _, address = argv[argv.index("--") - 1].rpartition("@")
-        block = [f"Host {host.name}", f"HostName {address}", *([f"User {user}"] if user else [])]
-        block += [
-            f"IdentityFile {_quoted(Path(argv[index + 1]))}" for index, argument in enumerate(argv) if argument == "-i"
-        ]
-        block += [argv[index + 1].replace("=", " ", 1) for index, argument in enumerate(argv) if argument == "-o"]
-        blocks.append(block)
-    _write(folder, blocks, [], options)
+        arguments = list(itertools.pairwise(argv))
+        blocks.append([
+            f"HostName {address}", *([f"User {user}"] if user else []),
+            *(f"IdentityFile {_quoted(Path(value))}" for flag, value in arguments if flag == "-i"),
+            *(value.replace("=", " ", 1) for flag, value in arguments if flag == "-o"),
+        ])  # fmt: skip
+    _write(folder, tpu, blocks, [], options)
 
 
 def _gcloud(tpu: Slice, options: TpuOptions, project: str, subject: str) -> list[list[str]]:
     """Return the `ssh` command that gcloud would run for each worker.
 
-    The first call makes gcloud install its key on the workers. The host keys are recorded next; like gcloud, this
-    accepts unknown ones if the API has none.
+    The first call makes gcloud install its key on the workers, and record their host keys. It accepts unknown ones if
+    the API has none.
     """
     name = f"{options.user}@{tpu.name}" if options.user else tpu.name
-    base = ["gcloud", "compute", "tpus", "tpu-vm", "ssh", name, "--zone", str(options.zone), "--project", project]
-    base += ["--command", "true", *(["--internal-ip"] if options.internal_ips else [])]
+    argv = ["gcloud", "compute", "tpus", "tpu-vm", "ssh", name, "--zone", str(options.zone), "--project", project]
+    argv += ["--command", "true", "--worker", "all", *(["--internal-ip"] if options.internal_ips else [])]
     try:
-        for worker_options in (["--worker", "0"], ["--worker", "all", "--dry-run"]):
+        for more in ([], ["--dry-run"]):
             completed = subprocess.run(
-                [*base, *worker_options], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_GCLOUD_S
+                [*argv, *more], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_GCLOUD_S
             )
             if completed.returncode != 0:
                 raise SchedulerError(f"{subject}: gcloud cannot reach {tpu.name}: {one_line(completed.stderr)}")
-        lines = [shlex.split(line) for line in completed.stdout.splitlines() if line.split(" ", 1)[0].endswith("ssh")]
-        with ThreadPoolExecutor(max_workers=_MAX_WORKERS, thread_name_prefix="gcloud") as pool:
-            for number, error in enumerate(pool.map(_problem, lines)):
-                if error:
-                    raise SchedulerError(f"{subject}: worker {number} of {tpu.name}: {error}")
     except FileNotFoundError:
         install = "needs the Google Cloud CLI (https://cloud.google.com/sdk)"
         raise ConfigError(f"{subject}: transport: gcloud {install}") from None
     except subprocess.TimeoutExpired:
         raise SchedulerError(f"{subject}: gcloud did not reach {tpu.name} within {_GCLOUD_S:g} s") from None
-    return lines
+    return [shlex.split(line) for line in completed.stdout.splitlines() if line.split(" ", 1)[0].endswith("ssh")]
 
 
-def _problem(argv: Sequence[str]) -> str:
-    command = [argv[0], "-o", "StrictHostKeyChecking=accept-new", *argv[1:]]  # ssh uses an option's first value
-    completed = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_GCLOUD_S)
-    return one_line(completed.stderr) if completed.returncode else ""
-
-
-def _write(folder: Path, blocks: Sequence[Sequence[str]], known_hosts: Sequence[str], options: TpuOptions) -> None:
+def _write(
+    folder: Path, tpu: Slice, blocks: Sequence[Sequence[str]], known_hosts: Sequence[str], options: TpuOptions
+) -> None:
     """Write the workers first, since the first match counts, and then the user's configuration for all hosts."""
-    text = "\n".join("\n    ".join(block) for block in blocks)
+    hosts = zip(tpu.hosts, blocks, strict=True)
+    text = "\n".join("\n    ".join([f"Host {host.name}", *block]) for host, block in hosts)
     includes = [options.ssh_config] if options.ssh_config else ["~/.ssh/config", "/etc/ssh/ssh_config"]
     text += "\nMatch all\n" + "".join(f"    Include {_quoted(Path(os.path.expanduser(path)))}\n" for path in includes)
     try:
