@@ -83,7 +83,7 @@ def upload_result(settings: dict[str, Any]) -> bool:
     """Upload the job's result if there is a bucket for it. Return False if that must be retried."""
     for directory in directories(settings) if settings["result"] else []:
         with contextlib.suppress(FileNotFoundError), open(os.path.join(directory, "exit.json"), "rb") as file:
-            return request("POST", settings["result"], file.read())
+            return request("PUT", settings["result"], file.read())
     return True
 
 

@@ -26,8 +26,9 @@ _INSTALL = "needs Google's client for TPUs: pip install 'accel-launch[tpu]'"
 _LOGIN = "gcloud auth application-default login"
 _REPLY_TIMEOUT_S = 30.0
 _CHANGE_S = 120.0
-ENDPOINT = "https://tpu.googleapis.com"
 _BAD_REQUEST, _NOT_FOUND, _CONFLICT = 400, 404, 409
+# Resources, as the client's methods name them -> as paths and permissions do.
+_PLURALS = {"node": "nodes", "queued_resource": "queuedResources", "operation": "operations"}
 # Codes of an operation's error (google.rpc.Code).
 _EXHAUSTED = 8  # a stockout or a quota
 _REFUSALS = frozenset((3, 5, 6, 7, 9, 11, 12, 16))  # with any other, the same request may succeed later
@@ -49,9 +50,9 @@ class Retryable(TpuApiError):
     """A creation failed, and the same request may succeed later. `reason`: NO_CAPACITY, or NONE."""
 
 
-def endpoint() -> str:
-    """Return the API's URL."""
-    return os.environ.get("CLOUDSDK_API_ENDPOINT_OVERRIDES_TPU", "").rstrip("/") or ENDPOINT
+def _endpoint() -> str | None:
+    """Return the API's URL if the user has set one."""
+    return os.environ.get("CLOUDSDK_API_ENDPOINT_OVERRIDES_TPU", "").rstrip("/") or None
 
 
 def _message_of(message: str) -> str:
@@ -59,8 +60,8 @@ def _message_of(message: str) -> str:
     return one_line(re.sub(r"\A[A-Z]+ https?://\S+: ", "", message))
 
 
-def _kind(queued: bool) -> str:
-    return "queuedResources" if queued else "nodes"
+def _resource(queued: bool) -> str:
+    return "queued_resource" if queued else "node"
 
 
 def state_name(resource: Any) -> str:
@@ -108,18 +109,18 @@ class Api:
 
         Raises TpuApiError, Unreachable, ConfigError.
         """
+        return self._call(f"get_{_resource(queued)}", _NOT_FOUND, name=self._path(name, queued=queued))
+
+    def _call(self, method: str, expected: int = 0, **parameters: Any) -> Any:
+        """Call a method of Google's client, such as `get_node`. Returns None for a reply with the code `expected`."""
+        verb, _, resource = method.partition("_")
         try:
-            return self._call("get", queued, name=self._path(name, queued=queued))
+            with self._translated_errors(f"tpu.{_PLURALS[resource]}.{verb}"):
+                return getattr(self._client, method)(**parameters, timeout=_REPLY_TIMEOUT_S)
         except TpuApiError as error:
-            if error.code != _NOT_FOUND:
+            if error.code != expected:
                 raise
             return None
-
-    def _call(self, verb: str, queued: bool, **parameters: Any) -> Any:
-        """Call `VERB_node`, or `VERB_queued_resource`."""
-        with self._translated_errors(f"tpu.{_kind(queued)}.{verb}"):
-            method = getattr(self._client, f"{verb}_{'queued_resource' if queued else 'node'}")
-            return method(**parameters, timeout=_REPLY_TIMEOUT_S)
 
     def host_keys(self, name: str) -> list[list[str]]:
         """Return each worker's host keys that the API has, as `ssh-ed25519 AAAA…`. Raises what `get` raises."""
@@ -154,42 +155,35 @@ class Api:
         return [created for created in slices if created.job_id]
 
     def _list(self, *, queued: bool) -> dict[str, Any]:
-        with self._translated_errors(f"tpu.{_kind(queued)}.list"):
+        with self._translated_errors(f"tpu.{_PLURALS[_resource(queued)]}.list"):
             list_all = self._client.list_queued_resources if queued else self._client.list_nodes
             resources = list_all(parent=self.parent, timeout=_REPLY_TIMEOUT_S)
             return {resource.name.rpartition("/")[2]: resource for resource in resources}
 
-    def read(self, url: str) -> bytes | None:
-        """Return an object of a bucket, or None. Raises what `get` raises."""
+    def read(self, url: str) -> Any:
+        """Return an object of a bucket, which is JSON, or None. Raises what `get` raises."""
         with self._translated_errors("read the bucket"):
             from google.auth.transport.requests import AuthorizedSession
 
             reply = AuthorizedSession(self._credentials[0]).get(url, timeout=_REPLY_TIMEOUT_S)
-            return bytes(reply.content) if reply.ok else None
+            return reply.json() if reply.ok else None
 
     def create(self, name: str, body: Mapping[str, Any], *, queued: bool) -> str:
         """Create a node or a queued resource. Return the operation's name, or "" if it exists already.
 
         Raises Retryable, and what `get` raises.
         """
-        kind, resource = (self._library.QueuedResource, "queued_resource") if queued else (self._library.Node, "node")
+        kind, resource = self._library.QueuedResource if queued else self._library.Node, _resource(queued)
         request = {"parent": self.parent, f"{resource}_id": name, resource: kind.from_json(json.dumps(body))}
-        try:
-            return str(self._call("create", queued, request=request).operation.name)
-        except TpuApiError as error:
-            if error.code != _CONFLICT:
-                raise
-            return ""
+        created = self._call(f"create_{resource}", _CONFLICT, request=request)
+        return "" if created is None else str(created.operation.name)
 
     def check_creation(self, operation: str) -> None:
         """Raise Retryable or TpuApiError for a creation that has failed. Raises what `get` raises."""
-        try:
-            with self._translated_errors("tpu.operations.get"):
-                error = self._client.get_operation(request={"name": operation}, timeout=_REPLY_TIMEOUT_S).error
-        except TpuApiError as refusal:
-            if refusal.code != _NOT_FOUND:
-                raise
+        reply = self._call("get_operation", _NOT_FOUND, request={"name": operation})
+        if reply is None:
             return
+        error = reply.error
         if error.code == _EXHAUSTED:
             raise self._exhausted(error.message)
         if error.code:
@@ -206,13 +200,12 @@ class Api:
         """Delete the node, or the queued resource with its node. Raises what `get` raises."""
         request = {"name": self._path(name, queued=queued), **({"force": True} if queued else {})}
         try:
-            self._call("delete", queued, request=request)
+            self._call(f"delete_{_resource(queued)}", _NOT_FOUND, request=request)
         except TpuApiError as error:
-            if error.code not in (_NOT_FOUND, _CONFLICT, _BAD_REQUEST):
+            if error.code not in (_CONFLICT, _BAD_REQUEST):
                 raise
             existing = self.get(name, queued=queued)  # gone, being deleted, or not deletable now
-            state = existing and state_name(existing.state if queued else existing)
-            if state not in (None, "DELETING"):
+            if existing and state_name(existing.state if queued else existing) != "DELETING":
                 raise Unreachable(f"{error}; {name} cannot be deleted yet") from None
 
     @functools.cached_property
@@ -240,18 +233,16 @@ class Api:
 
     @functools.cached_property
     def _client(self) -> Any:
-        options = {} if endpoint() == ENDPOINT else {"api_endpoint": endpoint()}
+        options = {"api_endpoint": _endpoint()}
         with self._translated_errors("create a client"):
-            return self._library.TpuClient(
-                transport="rest", credentials=self._credentials[0], client_options=options or None
-            )
+            return self._library.TpuClient(transport="rest", credentials=self._credentials[0], client_options=options)
 
     @property
     def parent(self) -> str:
         return f"projects/{self.project}/locations/{self._options.zone}"
 
     def _path(self, name: str, *, queued: bool = False) -> str:
-        return f"{self.parent}/{_kind(queued)}/{name}"
+        return f"{self.parent}/{_PLURALS[_resource(queued)]}/{name}"
 
     @contextlib.contextmanager
     def _translated_errors(self, permission: str) -> Iterator[None]:
@@ -297,25 +288,24 @@ def node_id(job_id: str, attempt: int) -> str:
     return f"accel-{job_id}-{attempt}"
 
 
-def request_body(options: TpuOptions, job_id: str, attempt: int, *, parent: str, script: str) -> dict[str, Any]:
-    """Return the request's body. `parent`: the zone's path in the API; `script`: the startup script's text."""
-    name = node_id(job_id, attempt)
+def request_body(options: TpuOptions, job_id: str, attempt: int, *, project: str, script: str) -> dict[str, Any]:
+    """Return the request's body. `script`: the startup script's text."""
+    name, parent = node_id(job_id, attempt), f"projects/{project}/locations/{options.zone}"
+    path = f"{parent}/{_PLURALS[_resource(options.queued)]}/{name}{'?force=true' if options.queued else ''}"
     settings = {
         "job": job_id,
         "root": options.root,
-        "url": f"{endpoint()}/v2/{parent}/{_kind(options.queued)}/{name}{'?force=true' if options.queued else ''}",
+        "url": f"{_endpoint() or 'https://tpu.googleapis.com'}/v2/{path}",
         "arrive_s": ARRIVE_S + options.start_timeout_s,
         "silent_s": SILENT_S,
         "ended_s": ENDED_S,
         "others_s": OTHERS_S,
-        "result": result_url(options, name, job_id, upload=True),
+        "result": result_url(options, name, job_id),
     }
     guard_metadata = {} if options.keep else dict(zip(OWN_METADATA, (script, json.dumps(settings)), strict=True))
     node = _node(options, job_id, guard_metadata)
     if not options.queued:
-        return node | _without_empty(
-            {"schedulingConfig": _without_empty({"spot": options.spot, "reserved": options.reserved})}
-        )
+        return node
     return {
         "tpu": {"nodeSpec": [{"parent": parent, "nodeId": name, "node": node}]},
         **({"spot": {}} if options.spot else {"guaranteed": {"reserved": True}} if options.reserved else {}),
@@ -323,20 +313,18 @@ def request_body(options: TpuOptions, job_id: str, attempt: int, *, parent: str,
     }
 
 
-def result_url(options: TpuOptions, name: str, job_id: str, *, upload: bool = False) -> str:
-    """Return the URL of the job's result on the slice, in the bucket of `checkpoint_uri`; "" without one."""
+def result_url(options: TpuOptions, name: str, job_id: str) -> str:
+    """Return the URL, to read and to write, of the job's result in the bucket of `checkpoint_uri`; "" without one."""
     if options.checkpoint_uri is None:
         return ""
-    bucket, _, prefix = options.checkpoint_uri.removeprefix("gs://").replace("{id}", job_id).partition("/")
-    file = urllib.parse.quote(f"{prefix.strip('/')}/{name}.json", safe="")
+    folder = options.checkpoint_uri.removeprefix("gs://").replace("{id}", job_id).rstrip("/")
     storage = os.environ.get("STORAGE_EMULATOR_HOST") or "https://storage.googleapis.com"
-    if upload:
-        return f"{storage}/upload/storage/v1/b/{bucket}/o?uploadType=media&name={file}"
-    return f"{storage}/storage/v1/b/{bucket}/o/{file}?alt=media"
+    return f"{storage}/{urllib.parse.quote(folder)}/{name}.json"
 
 
 def _node(options: TpuOptions, job_id: str, guard_metadata: dict[str, str]) -> dict[str, Any]:
     shape = {"type": GENERATIONS[options.type], "topology": options.topology} if options.type else None
+    scheduling = {} if options.queued else {"spot": options.spot, "reserved": options.reserved}
     scopes = [scope if "/" in scope else _SCOPES + scope for scope in options.scopes or ("cloud-platform",)]
     return _without_empty({
         "acceleratorType": options.accelerator_type,
@@ -349,6 +337,7 @@ def _node(options: TpuOptions, job_id: str, guard_metadata: dict[str, str]) -> d
         "tags": list(options.tags),
         "metadata": {"enable-guest-attributes": "TRUE", **options.metadata, **guard_metadata},  # where host keys are
         "dataDisks": [_disk(disk) for disk in options.data_disk],
+        "schedulingConfig": _without_empty(scheduling),
     })  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from ..errors import SchedulerError, SpecError, StoreError, UnknownJob, Unreacha
 from ..hosts.remote_files import host_program
 from ..job import Cursor, JobSpec, LogLine, Reason, State, Status
 from ..store import atomic_files
+from ..store.record import Record, read_record
 from ..target import CheckReport, DiscoveredJob, JobSummary, Plan, TargetContext, require_answers
 from . import api, slices
 from . import options as tpu_options
@@ -43,36 +44,30 @@ _CANCELLED = Status(state=State.CANCELLED, reason=Reason.USER)
 class _Slice:
     """The progress of a job's slice.
 
-    job_id:    not in the file.
-    attempt:   of the job, when the slice was requested.
-    latest:    the newest attempt seen on it.
+    record:    the job's, in the store; not in the file.
+    project:   where the slice is.
     began:     when it was first requested.
+    attempt:   of the job, when the slice was requested.
     operation: the operation that creates it, if known.
     again_at:  when it is requested again after a stockout.
     ready_at:  when a client first saw it READY; 0 before.
-    preempted: it must be deleted, and the next one requested.
-    failed_at: when its hosts first failed, perhaps because it was preempted; 0 before.
     left:      the number of slices that the ranks have left after a warning.
     end:       how the job ended; the slice is then to be deleted.
-    project:   where it is; "" in files of earlier versions.
     """
 
-    job_id: str
+    record: Record
+    project: str
+    began: float
     attempt: int = 0
-    latest: int = 0
-    began: float = 0.0
     operation: str = ""
     again_at: float = 0.0
     ready_at: float = 0.0
-    preempted: bool = False
-    failed_at: float = 0.0
     left: int = 0
     end: dict[str, Any] | None = None
-    project: str = ""
 
     @property
     def name(self) -> str:
-        return node_id(self.job_id, self.attempt)
+        return node_id(self.record.id, self.attempt)
 
 
 @dataclass(frozen=True)
@@ -110,7 +105,8 @@ class CreatedSlices(SliceTarget):
         """Return the plan of `HostsTarget.plan`, with the slice that is created."""
         plan, options, name = super().plan(spec, job_id), self._options, node_id(job_id, 0)
         file, resource_type = ("queued-resource.json", "queued resource") if options.queued else ("node.json", "TPU VM")
-        request = self._body(job_id, 0, options.project or "{project}", "{schedulers/node/tpu_slice.py}")
+        script = "{schedulers/node/tpu_slice.py}"
+        request = api.request_body(options, job_id, 0, project=options.project or "{project}", script=script)
         last = ("keep" if options.keep else "delete", name, "after the job")
         first = (("create", resource_type, name, "in", str(options.zone)), ("wait", "until it is READY"))
         files = {file: json.dumps(request, indent=2) + "\n", **plan.files}
@@ -128,44 +124,38 @@ class CreatedSlices(SliceTarget):
                 if state is None:
                     with contextlib.suppress(FileExistsError):  # the job runs the code of this moment
                         os.link(self._snapshot_path(plan), self._file(job_id, CODE))
-                    state = _Slice(job_id=job_id, began=time.time(), project=self._api.project)
+                    state = _Slice(record=self._record(job_id), project=self._api.project, began=time.time())
                     self._write(state)
                 if not state.ready_at and state.end is None:
                     self._create(state)
         except SchedulerError as error:
             return error
-        return f"accel-{job_id}/{job_id}"
+        return _native_id(job_id)
 
     def backends(self, jobs: Mapping[str, str | None]) -> Mapping[str, str]:
         """Return each slice's project and zone. Raises ConfigError, StoreError."""
-        projects = {job_id: self._api_of(self._read(job_id)).project for job_id in jobs}
-        return {job_id: f"project={project}/{self._options.zone}" for job_id, project in projects.items()}
+        return {job: f"project={self._api_of(self._read(job)).project}/{self._options.zone}" for job in jobs}
 
     def poll(self, native_ids: Sequence[str]) -> Mapping[str, Status]:
         """Perform each job's next step; return the statuses. Raises Unreachable, with the answers so far.
 
         Of jobs of other machines, only the slices are looked at.
         """
-        here = [native_id for native_id in native_ids if Path(self._jobs, native_id.rpartition("/")[2]).is_dir()]
         with ThreadPoolExecutor(max_workers=_MAX_WORKERS, thread_name_prefix="slices") as pool:
-            outcomes = dict(zip(here, pool.map(self._polled, here), strict=True))
-        if elsewhere := [native_id for native_id in native_ids if native_id not in outcomes]:
-            outcomes |= self._polled_elsewhere(elsewhere)
+            outcomes = dict(zip(native_ids, pool.map(self._polled, native_ids), strict=True))
+        if elsewhere := [native_id for native_id, outcome in outcomes.items() if outcome is None]:
+            newest = self._newest()
+            outcomes |= {native_id: _status_of(newest.get(_job(native_id))) for native_id in elsewhere}
         unreachable = {key: str(outcome) for key, outcome in outcomes.items() if isinstance(outcome, SchedulerError)}
         statuses = {key: outcome for key, outcome in outcomes.items() if isinstance(outcome, Status)}
         return require_answers(statuses, unreachable)
 
-    def _polled_elsewhere(self, native_ids: Sequence[str]) -> dict[str, Status | SchedulerError | None]:
-        """Return the statuses of jobs of other machines by their slices; None for a job without one."""
-        try:
-            newest = self._newest()
-            return {native_id: _status_of(newest.get(_job(native_id))) for native_id in native_ids}
-        except SchedulerError as error:
-            return dict.fromkeys(native_ids, error)
-
     def _polled(self, native_id: str) -> Status | SchedulerError | None:
+        """Return a job's status, or the error of its poll; None for a job of another machine."""
         try:
             job_id = _job(native_id)
+            if not (self._jobs / job_id).is_dir():
+                return None
             with self._slice_lock(job_id) as acquired:
                 state = self._read(job_id)
                 if state is None:
@@ -185,11 +175,9 @@ class CreatedSlices(SliceTarget):
     def _step(self, state: _Slice) -> Status:
         if state.end is not None:
             return self._delete(state)
-        if state.preempted:
-            return self._next(state)
         stage, message = self._stage(state)
-        placement = self._placement(state)
-        if self._cancelled(state.job_id) and (placement is None or stage in ("gone", "preempted")):
+        placement, cancelled = self._placement(state), state.record.cancel_requested
+        if cancelled and (placement is None or stage in ("gone", "preempted")):
             return self._end(state, _CANCELLED)
         if stage == "preempted":
             return self._next(state)
@@ -209,61 +197,46 @@ class CreatedSlices(SliceTarget):
             self._write(state)
         status = None if placement is None else placement.poll()
         if placement is None or status is None:
-            return self._end(state, _CANCELLED) if self._cancelled(state.job_id) else self._start(state)
-        if status.attempt > state.latest:
-            state.latest = status.attempt
-            self._write(state)
+            return self._end(state, _CANCELLED) if state.record.cancel_requested else self._start(state)
         if not status.state.final:
-            if self._cancelled(state.job_id):
+            if state.record.cancel_requested:
                 placement.target.cancel(placement.native_id)
             return status
-        if status.reason is Reason.PREEMPTED:
-            return self._move_on(state, status)
-        if (pending := self._unless_preempted(state, status, State.RUNNING)) is not None:
+        if (pending := self._unless_preempted(state, status)) is not None:
             return pending
-        self._archive_logs(state.job_id, placement)
+        self._archive_logs(state, placement)
         return self._end(state, status)
 
-    def _unless_preempted(self, state: _Slice, failed: Status, pending: State) -> Status | None:
+    def _unless_preempted(self, state: _Slice, failed: Status) -> Status | None:
         """Return None if a failure is the job's end, or the job's status if its slice was preempted, or may have been.
 
-        The hosts of a preempted slice fail before the API reports it: until then the job is `pending`.
+        The hosts of a preempted slice fail before the API reports it: until then the job runs.
         """
-        if not (self._options.spot and state.ready_at and failed.reason in _OF_PREEMPTION):
+        if not (self._options.spot and failed.reason in _OF_PREEMPTION):
             return None
         stage, _ = self._stage(state)
         if stage == "preempted":
             return self._next(state)
-        if stage != "ready" or failed.reason not in _OF_LOST_HOSTS:
+        recent = time.time() - failed.observed_at < _STALE_STATUS_S
+        if stage != "ready" or failed.reason not in _OF_LOST_HOSTS or not recent:
             return None
-        if not state.failed_at:
-            state.failed_at = failed.observed_at
-            self._write(state)
-        if time.time() - state.failed_at >= _STALE_STATUS_S:
-            return None
-        return replace(failed, state=pending, message=f"{failed.message}; was it preempted?")
+        return replace(failed, state=State.RUNNING, message=f"{failed.message}; was it preempted?")
 
     def _result_in_bucket(self, state: _Slice, message: str) -> Status:
         """Return the job's end from the bucket, after the slice has deleted itself."""
-        url = result_url(self._options, state.name, state.job_id)
+        url = result_url(self._options, state.name, state.record.id)
         result = self._api.read(url) if url else None
         if result is None:
             message += " before the job's result was read; checkpoint_uri stores the result, keep: true keeps the slice"
             return self._fail(state, Reason.LOST, message)
-        try:
-            status = Status.from_json(json.loads(result))
-        except ValueError as error:
-            message += f", and its result in the bucket is damaged: {error}"
-            return self._fail(state, Reason.LOST, message)
-        finish = self._move_on if status.reason is Reason.PREEMPTED else self._end
-        return finish(state, status)
+        return self._end(state, Status.of_result(result, " in the bucket"))
 
     def _start(self, state: _Slice) -> Status:
         target, reached = self._target(state), False
         try:
             target.wait_reachable()
             reached = True
-            plan = self._plan(state.job_id)
+            plan = state.record.plan()
             settings = json.loads(plan.files["settings.json"]) | {"attempt": state.attempt}
             target.submit(replace(plan, files={"settings.json": json.dumps(settings)}))
             return _queued(state, f"starting on {state.name}")
@@ -272,95 +245,90 @@ class CreatedSlices(SliceTarget):
             early = not reached and time.time() - state.ready_at < self._options.start_timeout_s
             if early or isinstance(error, Unreachable):
                 return _queued(state, str(error))
-            reason = getattr(error, "reason", Reason.SETUP)
-            failed = Status(state=State.FAILED, reason=reason, attempt=state.latest, message=str(error))
-            return self._unless_preempted(state, failed, State.QUEUED) or self._end(state, failed)
+            failed = _failed(state, getattr(error, "reason", Reason.SETUP), str(error))
+            return self._unless_preempted(state, failed) or self._end(state, failed)
 
     def _await(self, state: _Slice, stage: str, message: str) -> Status:
         """Return the status of a job whose slice is not READY. Request a missing one, unless there can be none."""
         if stage == "waits" and (state.ready_at or self._options.queued):  # a queued resource expires by itself
             return _queued(state, message)
-        name, now, limit = state.name, time.time(), self._options.valid_until_duration
-        slice_api = self._api_of(state)
+        now, limit, slice_api = time.time(), self._options.valid_until_duration, self._api_of(state)
         try:
             if state.operation:
                 slice_api.check_creation(state.operation)
             if now >= state.began + (tpu_options.seconds(limit) or 0):
-                return self._fail(state, Reason.NO_CAPACITY, f"no capacity for {name} within {limit}")
-            if stage == "waits":
-                return _queued(state, message)
-            if now >= state.again_at:
+                return self._fail(state, Reason.NO_CAPACITY, f"no capacity for {state.name} within {limit}")
+            if stage == "gone" and now >= state.again_at:
                 self._create(state)
         except api.Retryable as failure:
             if stage == "waits":  # the failed creation has left it
-                slice_api.delete(name, queued=self._options.queued)
+                slice_api.delete(state.name, queued=self._options.queued)
             pause = min(max(now - state.began, _RETRY_PAUSES_S[0]), _RETRY_PAUSES_S[1])
             state.operation, state.again_at = "", now + pause
             self._write(state)
             return replace(_queued(state, str(failure)), reason=failure.reason)
         except api.TpuApiError as refusal:
             return self._fail(state, refusal.reason, str(refusal))
-        reason = Reason.NO_CAPACITY if state.again_at else Reason.NONE
-        return replace(_queued(state, f"{name} is requested"), reason=reason)
-
-    def _move_on(self, state: _Slice, status: Status) -> Status:
-        """Move ranks that were warned and left a checkpoint to the next slice, at most 10 times."""
-        if state.left == _MAX_MOVES:
-            message = f"the ranks have left {state.left + 1} slices after preemption warnings"
-            return self._end(state, replace(status, message=message))
-        state.left += 1
-        return self._next(state)
+        message = message if stage == "waits" else f"{state.name} is requested"
+        return replace(_queued(state, message), reason=Reason.NO_CAPACITY if state.again_at else Reason.NONE)
 
     def _next(self, state: _Slice) -> Status:
-        """Delete a preempted slice and request the next."""
-        if self._cancelled(state.job_id):
-            return self._end(state, _CANCELLED)
-        if not state.preempted:
-            state.preempted = True
-            self._write(state)
-        name = state.name
-        self._api_of(state).delete(name, queued=self._options.queued)
-        Path(self._placement_path(state.job_id)).unlink(missing_ok=True)
-        attempt = max(state.attempt, state.latest) + 1
-        state = _Slice(
-            job_id=state.job_id, attempt=attempt, latest=attempt, began=time.time(), left=state.left,
-            project=state.project,
-        )  # fmt: skip
-        self._write(state)
-        status = self._await(state, "gone", "")
+        """Request the next slice in place of a preempted one, which `_create` deletes."""
+        Path(self._placement_path(state.record.id)).unlink(missing_ok=True)
+        attempt = max(state.attempt, state.record.status.attempt) + 1
+        following = _Slice(
+            record=state.record, project=state.project, began=time.time(), attempt=attempt, left=state.left
+        )
+        self._write(following)
+        status = self._step(following)
         if status.state.final:
             return status
-        return replace(status, reason=Reason.PREEMPTED, message=f"{name} was preempted; {status.message}")
+        return replace(status, reason=Reason.PREEMPTED, message=f"{state.name} was preempted; {status.message}")
 
     def _fail(self, state: _Slice, reason: Reason, message: str) -> Status:
-        failed = Status(state=State.FAILED, reason=reason, attempt=state.latest, message=message)
-        return self._end(state, failed)
+        return self._end(state, _failed(state, reason, message))
 
     def _end(self, state: _Slice, status: Status) -> Status:
+        """End the job; but ranks that were warned and left a checkpoint get the next slice, at most 10 times."""
+        if status.reason is Reason.PREEMPTED:
+            if state.left < _MAX_MOVES:
+                state.left += 1
+                return self._next(state)
+            message = f"the ranks have left {state.left + 1} slices after preemption warnings"
+            status = replace(status, message=message)
         state.end = status.to_json()
         self._write(state)
         return self._delete(state)
 
     def _delete(self, state: _Slice) -> Status:
         """Delete the job's slices, unless the last is kept. Return the job's end. Raises Unreachable to try again."""
-        status, name = Status.from_json(state.end), state.name
-        keep_last = self._options.keep and bool(state.ready_at)
-        # All of them: the deletion of an earlier one may have failed.
-        for attempt in reversed(range(state.attempt + (not keep_last))):
-            try:
-                self._api_of(state).delete(node_id(state.job_id, attempt), queued=self._options.queued)
-            except api.TpuApiError as error:
-                status = _with_message(status, str(error))
+        status, keep_last = Status.from_json(state.end), self._options.keep and bool(state.ready_at)
+        try:
+            self._delete_attempts(state, state.attempt + (not keep_last))
+        except api.TpuApiError as error:
+            status = _with_message(status, str(error))
         if keep_last:
             since = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(state.ready_at))
-            return _with_message(status, f"slice {name} is up since {since} (keep: accel prune deletes it)")
+            return _with_message(status, f"slice {state.name} is up since {since} (keep: accel prune deletes it)")
         return status
+
+    def _delete_attempts(self, state: _Slice, end: int) -> None:
+        """Delete the slices of the attempts before `end`; not all attempts have one."""
+        for attempt in reversed(range(end)):
+            self._api_of(state).delete(node_id(state.record.id, attempt), queued=self._options.queued)
+
+    def _create(self, state: _Slice) -> None:
+        self._delete_attempts(state, state.attempt)
+        project, script = state.project, host_program("tpu_slice").decode()
+        request = api.request_body(self._options, state.record.id, state.attempt, project=project, script=script)
+        state.operation = self._api_of(state).create(state.name, request, queued=self._options.queued)
+        self._write(state)
 
     # Other operations of the target.
 
-    def _archive_logs(self, job_id: str, placement: JobPlacement) -> None:
+    def _archive_logs(self, state: _Slice, placement: JobPlacement) -> None:
         """Archive the lines that the hosts have now."""
-        path = self._file(job_id, "slice.log")
+        path = self._file(state.record.id, "slice.log")
         with open(f"{path}.new", "wb") as file, contextlib.suppress(Unreachable):
             for line in placement.lines(Cursor()):
                 file.write(json.dumps(dataclasses.asdict(line)).encode() + b"\n")
@@ -386,10 +354,8 @@ class CreatedSlices(SliceTarget):
         placement = self._current_placement(native_id)
         if placement is None:
             return None
-        cursor = since.moved({})
-        host_cursor = placement.target.tail_at(placement.native_id, since.below(placement.prefix), count)
-        cursor.move((host_cursor or Cursor()).under(placement.prefix))
-        return cursor
+        cursor = placement.target.tail_at(placement.native_id, since.below(placement.prefix), count)
+        return None if cursor is None else cursor.under(placement.prefix)
 
     def wait(self, native_id: str, timeout_s: float) -> bool | None:
         """As `HostsTarget.wait`; None if the job has no hosts."""
@@ -398,30 +364,22 @@ class CreatedSlices(SliceTarget):
 
     def cancel(self, native_id: str) -> None:
         """Cancel a running job gracefully. Delete the slice if no job runs there or its hosts are unreachable."""
-        job_id = _job(native_id)
-        state = self._read(job_id)
-        if state is None:
-            return
-        Path(self._file(job_id, "slice.cancel")).touch()  # for a client that is about to start it
         placement = self._current_placement(native_id)
         if placement is not None:
             with contextlib.suppress(Unreachable):
                 placement.target.cancel(placement.native_id)
                 return
-        if state.end is None:
+        state = self._read(_job(native_id))
+        if state is not None and state.end is None:
             self._api_of(state).delete(state.name, queued=self._options.queued)
 
     def find(self, job_id: str) -> DiscoveredJob | None:
-        """Find a job of this machine whose slice exists or was requested."""
+        """Find a job of this machine whose slice was to be requested: the next poll does that if it was not."""
         state = self._read(job_id)
         if state is None:
             name = node_id(job_id, 0)
             raise UnknownJob(f"no job {job_id} here; to find it by its slice, use a tpu target with name: {name}")
-        if state.end is None and self._stage(state)[0] == "gone":
-            return None
-        plan = self._plan(job_id)
-        spec = JobSpec.from_json(json.loads(plan.files["settings.json"])["spec"])
-        return DiscoveredJob(native_id=f"accel-{job_id}/{job_id}", spec=spec, plan=plan)
+        return DiscoveredJob(native_id=_native_id(job_id), spec=state.record.spec(), plan=state.record.plan())
 
     def running(self, jobs: Mapping[str, str | None]) -> Mapping[str, str | SchedulerError]:
         """Return the slices of those jobs whose end no client has seen. Lists the slices of each project once."""
@@ -451,7 +409,7 @@ class CreatedSlices(SliceTarget):
         """List the jobs of the zone's slices that accel created, from any machine."""
         return [
             JobSummary(
-                job_id=job_id, native_id=f"accel-{job_id}/{job_id}", name=created.name, created_at=created.created_at,
+                job_id=job_id, native_id=_native_id(job_id), name=created.name, created_at=created.created_at,
                 nodes=hosts_of(created.accelerator_type or None, None, None) or 1,
             )
             for job_id, created in self._newest().items()
@@ -479,9 +437,8 @@ class CreatedSlices(SliceTarget):
 
     def _api_of(self, state: _Slice | None) -> api.Api:
         """Return a client for the project of the slice, which may not be the one that the environment selects now."""
-        if state is None or state.project in ("", self._options.project):
-            return self._api
-        return self._apis.setdefault(state.project, api.Api(replace(self._options, project=state.project), self.name))
+        project = self._api.project if state is None else state.project
+        return self._apis.setdefault(project, api.Api(replace(self._options, project=project), self.name))
 
     def _candidates(self) -> str:
         return f"the hosts of the slice in {self._options.zone}"
@@ -492,62 +449,42 @@ class CreatedSlices(SliceTarget):
         return slices.stage(name, slice_api.get(name), queued)
 
     def _target(self, state: _Slice) -> SliceTarget:
-        name = state.name
-        if name not in self._targets:
-            options = tpu_options.existing(self._options, name)
-            if state.project:
-                options = replace(options, project=state.project)
-            self._targets[name] = SliceTarget(replace(self._context, options=options))
-        return self._targets[name]
+        if state.name not in self._targets:
+            options = replace(self._options, name=state.name, project=state.project)
+            self._targets[state.name] = SliceTarget(replace(self._context, options=options))
+        return self._targets[state.name]
 
     def _placement(self, state: _Slice) -> JobPlacement | None:
         """Return where the job is on the slice's hosts; None before it is sent there, and after its end."""
-        native = self._placed_native_id(state.job_id)
-        if native is None or state.end is not None or not native.startswith(f"{state.name}-w"):
+        native = self._placed_native_id(state.record.id)
+        if native is None or state.end is not None:
             return None
         return JobPlacement(self._target(state), native, f"{state.attempt}.")
 
     def _current_placement(self, native_id: str) -> JobPlacement | None:
-        job_id = _job(native_id)
-        state = self._read(job_id)
+        state = self._read(_job(native_id))
         return None if state is None else self._placement(state)
-
-    def _create(self, state: _Slice) -> None:
-        slice_api = self._api_of(state)
-        request = self._body(state.job_id, state.attempt, slice_api.project, host_program("tpu_slice").decode())
-        state.operation = slice_api.create(state.name, request, queued=self._options.queued)
-        try:
-            self._write(state)
-        except StoreError as error:  # the slice is requested
-            raise Unreachable(str(error)) from None
-
-    def _body(self, job_id: str, attempt: int, project: str, script: str) -> dict[str, Any]:
-        parent = f"projects/{project}/locations/{self._options.zone}"
-        return api.request_body(self._options, job_id, attempt, parent=parent, script=script)
-
-    def _plan(self, job_id: str) -> Plan:
-        return Plan.from_json((atomic_files.read_document(self._file(job_id, "plan.json")) or {}).get("plan"))
-
-    def _cancelled(self, job_id: str) -> bool:
-        return os.path.exists(self._file(job_id, "slice.cancel"))
 
     def _slice_lock(self, job_id: str, *, blocking: bool = False) -> contextlib.AbstractContextManager[bool]:
         return atomic_files.exclusive_lock(self._file(job_id, "slice.lock"), blocking=blocking)
+
+    def _record(self, job_id: str) -> Record:
+        return read_record(job_id, str(self._jobs / job_id))
 
     def _read(self, job_id: str) -> _Slice | None:
         path = self._file(job_id, "slice.json")
         document = atomic_files.read_document(path)
         try:
-            return None if document is None else _Slice(**document, job_id=job_id)
+            return None if document is None else _Slice(**document, record=self._record(job_id))
         except TypeError as error:
             raise StoreError(f"{path} is damaged: {error}") from None
 
     def _write(self, state: _Slice) -> None:
-        document = dataclasses.asdict(state)
-        atomic_files.write_document(self._file(document.pop("job_id"), "slice.json"), document)
+        document = {key: value for key, value in vars(state).items() if key != "record"}
+        atomic_files.write_document(self._file(state.record.id, "slice.json"), document)
 
     def _file(self, job_id: str, name: str) -> str:
-        return str(Path(self._jobs) / job_id / name)
+        return str(self._jobs / job_id / name)
 
 
 def _status_of(created: api.CreatedSlice | None) -> Status | None:
@@ -560,15 +497,23 @@ def _status_of(created: api.CreatedSlice | None) -> Status | None:
 
 
 def _queued(state: _Slice, message: str) -> Status:
-    return Status(state=State.QUEUED, attempt=state.latest, message=message)
+    return Status(state=State.QUEUED, attempt=state.attempt, message=message)
+
+
+def _failed(state: _Slice, reason: Reason, message: str) -> Status:
+    return Status(state=State.FAILED, reason=reason, attempt=state.attempt, message=message)
 
 
 def _with_message(status: Status, message: str) -> Status:
     return replace(status, message=f"{status.message}; {message}" if status.message else message)
 
 
+def _native_id(job_id: str) -> str:
+    return f"accel-{job_id}/{job_id}"
+
+
 def _job(native_id: str) -> str:
     job_id = native_id.rpartition("/")[2]
-    if native_id != f"accel-{job_id}/{job_id}":
+    if native_id != _native_id(job_id):
         raise SpecError(f"{native_id!r} is not the id of a job with a slice of its own (accel-JOB/JOB)")
     return job_id

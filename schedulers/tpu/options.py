@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 from ..errors import SpecError, nearest
-from ..hosts.jobs import options as common
 from ..hosts.jobs.options import HostOptions
 from ..job import JobSpec
 from .topology import GENERATIONS, hosts_of
@@ -88,18 +87,11 @@ def check(options: TpuOptions, name: str) -> None:
     """Raise SpecError, which names the key, if an option is invalid."""
     for problem in _slice_problems(options):
         raise SpecError(f"target {name}: {problem}")
-    common.check(options, name)
 
 
 def creates(options: TpuOptions) -> bool:
     """Return True if the target creates a slice for each job."""
     return options.name is None and bool(options.accelerator_type or options.type)
-
-
-def existing(options: TpuOptions, name: str) -> TpuOptions:
-    """Return the options for the slice that was created under this name."""
-    defaults = {key: getattr(TpuOptions(), key) for key in ("accelerator_type", "type", "topology", *_CREATED_ONLY)}
-    return replace(options, **defaults, name=name)
 
 
 def seconds(duration: str) -> int | None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ..errors import SpecError
 from ..hosts.jobs.target import HostsTarget
 from ..job import JobSpec
-from ..target import Plan, TargetContext
+from ..target import Plan
 from . import options as tpu_options
 from . import slices
 from .api import Api
@@ -43,10 +43,6 @@ class SliceTarget(HostsTarget):
     Options: ClassVar[type] = TpuOptions
     in_order: ClassVar[bool] = True
     _options: TpuOptions
-
-    def __init__(self, context: TargetContext) -> None:
-        super().__init__(context)
-        tpu_options.check(self._options, self.name)
 
     def config(self) -> tuple[Path, list[Host]]:
         """Rewrite the SSH configuration of the slice's workers. Return its path, and the workers.

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ..errors import SchedulerError, SpecError, Unreachable
-from ..hosts.jobs.native_id import Native
+from ..errors import SchedulerError, Unreachable
 from ..job import Status
-from ..target import TargetContext, require_answers
+from ..target import TargetContext
 from . import options as tpu_options
 from . import slices
 from .created import CreatedSlices
@@ -18,6 +17,7 @@ class TpuTarget(SliceTarget):
     """A target on an existing slice. For options that describe a slice to create, this makes a CreatedSlices."""
 
     def __new__(cls, context: TargetContext) -> SliceTarget:  # type: ignore[misc]
+        tpu_options.check(context.options, context.name)
         return CreatedSlices(context) if tpu_options.creates(context.options) else super().__new__(cls)
 
     def poll(self, native_ids: Sequence[str]) -> Mapping[str, Status]:
@@ -25,12 +25,10 @@ class TpuTarget(SliceTarget):
         try:
             return super().poll(native_ids)
         except Unreachable as error:
-            silent = dict(error.silent or {})
-            status = self._status_if_over() if silent else None
+            status = self._status_if_over()
             if status is None:
                 raise
-            statuses = dict(error.answers) | {native_id: status for native_id in silent if self._is_mine(native_id)}
-            return require_answers(statuses, {key: why for key, why in silent.items() if key not in statuses})
+            return {**error.answers, **dict.fromkeys(error.silent or (), status)}
 
     def cancel(self, native_id: str) -> None:
         """Cancel the job. Do nothing if the slice is gone."""
@@ -56,9 +54,3 @@ class TpuTarget(SliceTarget):
             return slices.status_if_over(self._slice(), self._options)
         except SchedulerError:
             return None
-
-    def _is_mine(self, native_id: str) -> bool:
-        try:
-            return all(host.name.startswith(f"{self._options.name}-w") for host in Native.parse(native_id).hosts)
-        except SpecError:
-            return False
