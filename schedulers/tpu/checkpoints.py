@@ -59,30 +59,22 @@ class Bucket:
         self.uri = uri
         name, _, prefix = uri.removeprefix("gs://").partition("/")
         self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
-        try:
-            from google.cloud import storage
-            from google.cloud.storage import transfer_manager
-        except ImportError:
-            raise BucketError(
-                f"{uri}: google-cloud-storage is not installed: pip install 'accel-launch[gcs]'"
-            ) from None
-        self._transfers = transfer_manager
+        from google.cloud import storage  # the host checks require it
+        from google.cloud.storage.transfer_manager import download_many_to_path, upload_many_from_filenames
+
+        self._download_many, self._upload_many = download_many_to_path, upload_many_from_filenames
         with self._translated_errors():
             self._bucket = storage.Client().bucket(name)
 
     def upload(self, folder: str, names: Sequence[str], directory: str) -> None:
         """Upload these files of a directory. Raises FileNotFoundError if one no longer exists."""
         with self._translated_errors(FileNotFoundError):
-            self._transfers.upload_many_from_filenames(
-                self._bucket, names, directory, blob_name_prefix=f"{self._prefix}{folder}/", **_TRANSFER
-            )
+            self._upload_many(self._bucket, names, directory, f"{self._prefix}{folder}/", **_TRANSFER)
 
     def download(self, folder: str, names: Sequence[str], directory: str) -> None:
         """Download these files to a directory, which this creates."""
         with self._translated_errors():
-            self._transfers.download_many_to_path(
-                self._bucket, names, directory, blob_name_prefix=f"{self._prefix}{folder}/", **_TRANSFER
-            )
+            self._download_many(self._bucket, names, directory, f"{self._prefix}{folder}/", **_TRANSFER)
 
     def put_manifest(self, name: str, content: bytes, nodes: int) -> None:
         """Upload the manifest, which completes the copy of one of `nodes` hosts."""
@@ -106,14 +98,12 @@ class Bucket:
             node = _NODE.fullmatch(folder)
             if file == MANIFEST and node is not None and not {"", ".", ".."} & {*path, token}:
                 blobs_by_save.setdefault(Save("/".join(path), token), {})[int(node[1])] = blob
-        node_counts = {
-            save: int((blobs[0].metadata or {}).get("nodes", 0)) for save, blobs in blobs_by_save.items() if 0 in blobs
-        }
-        return {
-            save: (count, blobs_by_save[save][0].time_created)
-            for save, count in node_counts.items()
-            if count and blobs_by_save[save].keys() >= set(range(count))
-        }
+        complete = {}
+        for save, blobs in blobs_by_save.items():
+            count = int(blobs[0].metadata["nodes"]) if 0 in blobs else 0
+            if count and blobs.keys() >= set(range(count)):
+                complete[save] = count, blobs[0].time_created
+        return complete
 
     def _blobs(self, folder: str) -> Iterator[tuple[str, Any]]:
         prefix = f"{self._prefix}{folder}/" if folder else self._prefix
@@ -172,10 +162,8 @@ class Uploads:
     """The uploader of this host's checkpoints, as they become complete."""
 
     def __init__(self, bucket: Bucket, root: str, node: int, nodes: int) -> None:
-        self._bucket = bucket
+        self._bucket, self._node, self._nodes = bucket, node, nodes
         self._own_folder = _node_folder(root, node)
-        self._node = node
-        self._nodes = nodes
         self._done: set[Save] = set()
 
     def run(self, finished: threading.Event) -> None:
