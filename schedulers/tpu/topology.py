@@ -47,20 +47,12 @@ def from_worker(env: Mapping[str, str]) -> Topology:
     source = f"TPU_WORKER_HOSTNAMES{f' of the {kind}' if kind else ''}"
     if slices == 1:
         return Topology(node_rank=worker, nodes=len(names), master=names[0], names=tuple(names), source=source)
+    coordinator = env.get("MEGASCALE_COORDINATOR_ADDRESS", "")
+    if not coordinator:
+        raise SpecError(f"environment: MEGASCALE_NUM_SLICES={slices}, but MEGASCALE_COORDINATOR_ADDRESS is not set")
     return Topology(
         node_rank=number(env, "MEGASCALE_SLICE_ID") * len(names) + worker,
         nodes=slices * len(names),
-        master=_coordinator(env),
+        master=re.sub(r":\d+$", "", coordinator),  # host 0 of slice 0, without the port, which is libtpu's own
         source=f"MEGASCALE_NUM_SLICES and {source}",
     )
-
-
-def _coordinator(env: Mapping[str, str]) -> str:
-    """Return host 0 of slice 0, without the port, which is libtpu's own."""
-    address = env.get("MEGASCALE_COORDINATOR_ADDRESS", "")
-    if not address:
-        raise SpecError(
-            "the host is one of several slices (MEGASCALE_NUM_SLICES), but MEGASCALE_COORDINATOR_ADDRESS is not set"
-        )
-    host, colon, port = address.rpartition(":")
-    return host if colon and port.isdecimal() else address
