@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -30,13 +31,14 @@ _READY = "READY"
 _KEYS = "ssh-keys"
 _KEY_ACCEPTED_S = 60.0  # for the guest agent to install it
 _KEY_RETRY_S = 1.0
-# State of a node -> reason and phrase for a job whose hosts do not respond. In other states the job may still run.
-_ENDS: Mapping[str, tuple[Reason, str]] = {
-    "PREEMPTED": (Reason.PREEMPTED, "was preempted"),
-    "TERMINATED": (Reason.PREEMPTED, "was terminated"),
-    "STOPPING": (Reason.NODE_FAILURE, "was stopped"),
-    "STOPPED": (Reason.NODE_FAILURE, "was stopped"),
-    "DELETING": (Reason.NODE_FAILURE, "was deleted"),
+# State of a node -> the stage of a created slice, and reason and phrase for a job whose hosts do not respond. In other
+# states the job may still run.
+_ENDS: Mapping[str, tuple[str, Reason, str]] = {
+    "PREEMPTED": ("preempted", Reason.PREEMPTED, "was preempted"),
+    "TERMINATED": ("preempted", Reason.PREEMPTED, "was terminated"),
+    "STOPPING": ("failed", Reason.NODE_FAILURE, "was stopped"),
+    "STOPPED": ("failed", Reason.NODE_FAILURE, "was stopped"),
+    "DELETING": ("waits", Reason.NODE_FAILURE, "was deleted"),
 }
 
 progress = logging.getLogger("schedulers.progress")
@@ -84,10 +86,10 @@ def ready_slice(tpu: Slice | None, options: TpuOptions, subject: str) -> Slice:
 
 def status_if_over(tpu: Slice | None, options: TpuOptions) -> Status | None:
     """Return how a job on unreachable hosts has ended, or None if the slice may still run it."""
-    reason, phrase = (Reason.NODE_FAILURE, "is gone") if tpu is None else _ENDS.get(tpu.state, (None, ""))
+    state = "" if tpu is None else tpu.state
+    _, reason, phrase = ("gone", Reason.NODE_FAILURE, "is gone") if tpu is None else _ENDS.get(state, ("", None, ""))
     if reason is None:
         return None
-    state = "" if tpu is None else tpu.state
     message = f"the slice {options.name} {phrase}"
     return Status(state=State.FAILED, reason=reason, message=message, native_state=state)
 
@@ -105,9 +107,8 @@ def stage(name: str, node: Any, queued: Any) -> tuple[str, str]:
     if node is None:
         return ("gone", f"{name} is gone") if state is None else ("waits", f"{name} is {state}")
     state = state_name(node)
-    reason, phrase = _ENDS.get(state, (None, f"is {state}"))
-    stages = {Reason.PREEMPTED: "preempted", Reason.NODE_FAILURE: "waits" if state == "DELETING" else "failed"}
-    return "ready" if state == _READY else stages[reason] if reason else "waits", f"{name} {phrase}"
+    stage, _, phrase = _ENDS.get(state, ("ready" if state == _READY else "waits", None, f"is {state}"))
+    return stage, f"{name} {phrase}"
 
 
 def write_config(folder: Path, tpu: Slice, keys: Sequence[Sequence[str]], options: TpuOptions, subject: str) -> None:
@@ -126,8 +127,8 @@ def write_config(folder: Path, tpu: Slice, keys: Sequence[Sequence[str]], option
             )
         alias = f"tpu.{tpu.node_id}-{number}"
         known_hosts += [f"{alias} {key}" for key in worker_keys]
-        files = f"UserKnownHostsFile {_quoted(folder / 'known_hosts')}"
-        blocks.append([f"HostName {address}", *login, f"HostKeyAlias {alias}", files])
+        known_hosts_file = f'UserKnownHostsFile "{folder}/known_hosts"'
+        blocks.append([f"HostName {address}", *login, f"HostKeyAlias {alias}", known_hosts_file])
     _write(folder, tpu, blocks, known_hosts, options)
 
 
@@ -139,7 +140,7 @@ def write_gcloud_config(folder: Path, tpu: Slice, options: TpuOptions, project: 
         arguments = list(itertools.pairwise(argv))
         blocks.append([
             f"HostName {address}", *([f"User {user}"] if user else []),
-            *(f"IdentityFile {_quoted(Path(value))}" for flag, value in arguments if flag == "-i"),
+            *(f'IdentityFile "{value}"' for flag, value in arguments if flag == "-i"),
             *(value.replace("=", " ", 1) for flag, value in arguments if flag == "-o"),
         ])  # fmt: skip
     _write(folder, tpu, blocks, [], options)
@@ -176,17 +177,13 @@ def _write(
     hosts = zip(tpu.hosts, blocks, strict=True)
     text = "\n".join("\n    ".join([f"Host {host.name}", *block]) for host, block in hosts)
     includes = [options.ssh_config] if options.ssh_config else ["~/.ssh/config", "/etc/ssh/ssh_config"]
-    text += "\nMatch all\n" + "".join(f"    Include {_quoted(Path(os.path.expanduser(path)))}\n" for path in includes)
+    text += "\nMatch all\n" + "".join(f'    Include "{os.path.expanduser(path)}"\n' for path in includes)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         atomic_files.replace_file(str(folder / "known_hosts"), "".join(f"{line}\n" for line in known_hosts).encode())
         atomic_files.replace_file(str(folder / "ssh_config"), text.encode())
     except OSError as error:
         raise atomic_files.store_error(error, str(folder), "write") from error
-
-
-def _quoted(path: Path) -> str:
-    return f'"{path}"'
 
 
 # The user's public key in a slice's metadata, from which the workers' guest agent installs it.
@@ -225,9 +222,6 @@ def _public_key_line(pool: Pool, host: Host) -> str | None:
     """Return `user:key` for the first key that SSH would try and whose public half is in a file, or None."""
     settings = pool.settings(host)
     for path in settings.identities:
-        try:
-            text = Path(f"{path}.pub").read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError):
-            continue
-        return f"{settings.user}:{text.strip()}"
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            return f"{settings.user}:{Path(f'{path}.pub').read_text(encoding='utf-8').strip()}"
     return None
