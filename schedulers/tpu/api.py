@@ -27,7 +27,8 @@ _LOGIN = "gcloud auth application-default login"
 _REPLY_TIMEOUT_S = 30.0
 _CHANGE_S = 120.0
 _BAD_REQUEST, _NOT_FOUND, _CONFLICT = 400, 404, 409
-# Resources, as the client's methods name them -> as paths and permissions do.
+# Queued or not -> the resource, as the client's methods name it -> as paths and permissions do.
+_RESOURCES = {False: "node", True: "queued_resource"}
 _PLURALS = {"node": "nodes", "queued_resource": "queuedResources", "operation": "operations"}
 # Codes of an operation's error (google.rpc.Code).
 _EXHAUSTED = 8  # a stockout or a quota
@@ -58,10 +59,6 @@ def _endpoint() -> str | None:
 def _message_of(message: str) -> str:
     """Return an error's message without the request that Google's client puts before it."""
     return one_line(re.sub(r"\A[A-Z]+ https?://\S+: ", "", message))
-
-
-def _resource(queued: bool) -> str:
-    return "queued_resource" if queued else "node"
 
 
 def state_name(resource: Any) -> str:
@@ -109,7 +106,7 @@ class Api:
 
         Raises TpuApiError, Unreachable, ConfigError.
         """
-        return self._call(f"get_{_resource(queued)}", _NOT_FOUND, name=self._path(name, queued=queued))
+        return self._call(f"get_{_RESOURCES[queued]}", _NOT_FOUND, name=self._path(name, queued=queued))
 
     def _call(self, method: str, expected: int = 0, **parameters: Any) -> Any:
         """Call a method of Google's client, such as `get_node`. Returns None for a reply with the code `expected`."""
@@ -124,7 +121,7 @@ class Api:
 
     def host_keys(self, name: str) -> list[list[str]]:
         """Return each worker's host keys that the API has, as `ssh-ed25519 AAAA…`. Raises what `get` raises."""
-        request = self._library.GetGuestAttributesRequest(name=self._path(name), query_path="hostkeys/")
+        request = {"name": self._path(name), "query_path": "hostkeys/"}
         with self._translated_errors("tpu.nodes.getGuestAttributes"):
             reply = self._client.get_guest_attributes(request=request, timeout=_REPLY_TIMEOUT_S)
         return [
@@ -139,23 +136,21 @@ class Api:
             self._client.update_node(request=update, timeout=_REPLY_TIMEOUT_S).result(timeout=_CHANGE_S)
 
     def created_slices(self) -> list[CreatedSlice]:
-        """Return the zone's slices that accel has created, on any machine. Raises what `get` raises.
+        """Return the zone's slices that accel has created, on any machine, the oldest first. Raises what `get` raises.
 
         Where queued resources may not be listed and the target requests none, this returns the nodes only.
         """
-        nodes = self._list(queued=False)
-        queued: dict[str, Any] = {}
+        nodes, queued = self._list(queued=False), {}
         try:
-            queued = self._list(queued=True)
+            queued = {name: resource for name, resource in self._list(queued=True).items() if resource.tpu.node_spec}
         except TpuApiError:
             if self._options.queued:
                 raise
-        queued = {name: resource for name, resource in queued.items() if resource.tpu.node_spec}
         slices = [CreatedSlice.of(name, nodes.get(name), queued.get(name)) for name in queued | nodes]
-        return [created for created in slices if created.job_id]
+        return sorted((created for created in slices if created.job_id), key=lambda created: created.created_at)
 
     def _list(self, *, queued: bool) -> dict[str, Any]:
-        with self._translated_errors(f"tpu.{_PLURALS[_resource(queued)]}.list"):
+        with self._translated_errors(f"tpu.{_PLURALS[_RESOURCES[queued]]}.list"):
             list_all = self._client.list_queued_resources if queued else self._client.list_nodes
             resources = list_all(parent=self.parent, timeout=_REPLY_TIMEOUT_S)
             return {resource.name.rpartition("/")[2]: resource for resource in resources}
@@ -173,7 +168,7 @@ class Api:
 
         Raises Retryable, and what `get` raises.
         """
-        kind, resource = self._library.QueuedResource if queued else self._library.Node, _resource(queued)
+        kind, resource = self._library.QueuedResource if queued else self._library.Node, _RESOURCES[queued]
         request = {"parent": self.parent, f"{resource}_id": name, resource: kind.from_json(json.dumps(body))}
         created = self._call(f"create_{resource}", _CONFLICT, request=request)
         return "" if created is None else str(created.operation.name)
@@ -200,7 +195,7 @@ class Api:
         """Delete the node, or the queued resource with its node. Raises what `get` raises."""
         request = {"name": self._path(name, queued=queued), **({"force": True} if queued else {})}
         try:
-            self._call(f"delete_{_resource(queued)}", _NOT_FOUND, request=request)
+            self._call(f"delete_{_RESOURCES[queued]}", _NOT_FOUND, request=request)
         except TpuApiError as error:
             if error.code not in (_CONFLICT, _BAD_REQUEST):
                 raise
@@ -242,7 +237,7 @@ class Api:
         return f"projects/{self.project}/locations/{self._options.zone}"
 
     def _path(self, name: str, *, queued: bool = False) -> str:
-        return f"{self.parent}/{_PLURALS[_resource(queued)]}/{name}"
+        return f"{self.parent}/{_PLURALS[_RESOURCES[queued]]}/{name}"
 
     @contextlib.contextmanager
     def _translated_errors(self, permission: str) -> Iterator[None]:
@@ -259,8 +254,7 @@ class Api:
         except (login.RefreshError, exceptions.Unauthenticated) as error:
             raise CredentialsExpired(f"{self.label}: the login has expired: {one_line(str(error))}; {_LOGIN}") from None
         except login.GoogleAuthError as error:
-            detail = one_line(str(error))
-            raise ConfigError(f"{self.label}: no Google Cloud credentials: {detail}; {_LOGIN}") from None
+            raise ConfigError(f"{self.label}: no Google Cloud credentials: {one_line(str(error))}; {_LOGIN}") from None
         except exceptions.GoogleAPICallError as error:
             line = f"{self.label}: {permission}: {_message_of(str(error.message or error))}"
             if isinstance(error, exceptions.TooManyRequests) and permission.endswith(".create"):
@@ -291,7 +285,7 @@ def node_id(job_id: str, attempt: int) -> str:
 def request_body(options: TpuOptions, job_id: str, attempt: int, *, project: str, script: str) -> dict[str, Any]:
     """Return the request's body. `script`: the startup script's text."""
     name, parent = node_id(job_id, attempt), f"projects/{project}/locations/{options.zone}"
-    path = f"{parent}/{_PLURALS[_resource(options.queued)]}/{name}{'?force=true' if options.queued else ''}"
+    path = f"{parent}/{_PLURALS[_RESOURCES[options.queued]]}/{name}{'?force=true' if options.queued else ''}"
     settings = {
         "job": job_id,
         "root": options.root,
@@ -323,12 +317,11 @@ def result_url(options: TpuOptions, name: str, job_id: str) -> str:
 
 
 def _node(options: TpuOptions, job_id: str, guard_metadata: dict[str, str]) -> dict[str, Any]:
-    shape = {"type": GENERATIONS[options.type], "topology": options.topology} if options.type else None
     scheduling = {} if options.queued else {"spot": options.spot, "reserved": options.reserved}
     scopes = [scope if "/" in scope else _SCOPES + scope for scope in options.scopes or ("cloud-platform",)]
     return _without_empty({
         "acceleratorType": options.accelerator_type,
-        "acceleratorConfig": shape,
+        "acceleratorConfig": options.type and {"type": GENERATIONS[options.type], "topology": options.topology},
         "runtimeVersion": options.version,
         "networkConfig": _without_empty({"network": options.network, "subnetwork": options.subnetwork})
         | {"enableExternalIps": not options.internal_ips},

@@ -15,6 +15,7 @@ from .topology import GENERATIONS, hosts_of
 _NAME = re.compile(r"[a-z](?:[-a-z0-9]{0,61}[a-z0-9])?")
 _ZONE = re.compile(r"[a-z]+-[a-z]+\d+-[a-z]")
 _URI = re.compile(r"gs://[a-z0-9][a-z0-9._-]{1,61}[a-z0-9](?:/[^\s]*)?")
+_DISK = re.compile(r"(?:mode=[^,]*,)?source=[^,]+(?:,mode=[^,]*)?")
 _DURATION = re.compile(r"(?=\d)(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", re.ASCII)
 # Options of created slices only.
 _CREATED_ONLY = (
@@ -83,9 +84,9 @@ class TpuOptions(HostOptions):
     checkpoint_uri: str | None = None
 
 
-def check(options: TpuOptions, name: str) -> None:
-    """Raise SpecError, which names the key, if an option is invalid."""
-    for problem in _slice_problems(options):
+def check(options: TpuOptions, name: str, spec: JobSpec | None = None) -> None:
+    """Raise SpecError, which names the key, if an option is invalid, or if a slice cannot run the job."""
+    for problem in _problems(options) if spec is None else _job_problems(spec, options):
         raise SpecError(f"target {name}: {problem}")
 
 
@@ -94,15 +95,14 @@ def creates(options: TpuOptions) -> bool:
     return options.name is None and bool(options.accelerator_type or options.type)
 
 
-def seconds(duration: str) -> int | None:
-    """Return the seconds of a duration of gcloud's, such as `1d12h30m`; None if it is invalid."""
+def seconds(duration: str) -> int:
+    """Return the seconds of a duration of gcloud's, such as `1d12h30m`; 0 if it is invalid."""
     match = _DURATION.fullmatch(duration)
-    if match is None:
-        return None
-    return sum(int(count or 0) * unit for count, unit in zip(match.groups(), (86400, 3600, 60, 1), strict=True))
+    counts = match.groups("0") if match is not None else "0000"
+    return sum(int(count) * unit for count, unit in zip(counts, (86400, 3600, 60, 1), strict=True))
 
 
-def _slice_problems(options: TpuOptions) -> Iterator[str]:
+def _problems(options: TpuOptions) -> Iterator[str]:
     for key, pattern in (("zone", _ZONE), ("name", _NAME), ("project", _PROJECT)):
         value = getattr(options, key)
         if value is not None and not pattern.fullmatch(value):
@@ -116,10 +116,9 @@ def _slice_problems(options: TpuOptions) -> Iterator[str]:
         yield f"{' and '.join(chosen)} are given: keep one of name, accelerator_type, type with topology"
     if (options.type is None) != (options.topology is None):
         yield "set both type and topology, as in type: v4, topology: 2x2x4"
-    if options.name is not None:
-        extra = [key for key in _CREATED_ONLY if getattr(options, key)]
-        if extra:
-            yield f"{extra[0]}: only for slices that accel creates; {options.name} exists already"
+    extra = [key for key in _CREATED_ONLY if getattr(options, key)]
+    if options.name is not None and extra:
+        yield f"{extra[0]}: only for slices that accel creates; {options.name} exists already"
     if options.type is not None and options.type not in GENERATIONS:
         yield f"type: {options.type!r} is not one of {', '.join(GENERATIONS)}{nearest(options.type, GENERATIONS)}"
     if options.spot and options.reserved:
@@ -137,18 +136,11 @@ def _slice_problems(options: TpuOptions) -> Iterator[str]:
     if options.data_disk and count > 1:
         yield f"data_disk: only slices of one host support disks, and this one has {count}"
     for disk in options.data_disk:
-        keys = {pair.partition("=")[0] for pair in disk.split(",")}
-        if not {"source"} <= keys <= {"source", "mode"} or not re.search(r"(^|,)source=[^,]", disk):
+        if not _DISK.fullmatch(disk):
             yield f"data_disk: {disk!r} is not like source=projects/P/zones/Z/disks/D,mode=read-write"
 
 
-def check_job(spec: JobSpec, options: TpuOptions, name: str) -> None:
-    """Raise SpecError for a job that a slice cannot run."""
-    for problem in _problems(spec, options):
-        raise SpecError(f"target {name}: {problem}")
-
-
-def _problems(spec: JobSpec, options: TpuOptions) -> Iterator[str]:
+def _job_problems(spec: JobSpec, options: TpuOptions) -> Iterator[str]:
     for key in ("zone",) if creates(options) else ("zone", "name"):
         if getattr(options, key) is None:
             alternative = " (or accelerator_type, for one that is created)" if key == "name" else ""

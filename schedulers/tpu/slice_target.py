@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..errors import SpecError
-from ..hosts.jobs.target import HostsTarget
+from ..hosts.jobs.target import HostsTarget, installed_main
 from ..job import JobSpec
 from ..target import Plan
 from . import options as tpu_options
@@ -28,11 +28,7 @@ _METADATA = "169.254.169.254"  # of each host: https://cloud.google.com/compute/
 CODE = "code.tar"  # in the directory of a job that waits for its slice
 _REACHABLE_WITHIN_S = 60.0
 _TORCH_TPU_PYTHON = (3, 11)
-# Without the program's directory in sys.path: `schedulers` must be the installed package.
-_WITH_CHECKPOINTS = (
-    "import sys; sys.path[:] = [p for p in sys.path if p]; "
-    "from schedulers.tpu.checkpoints import main; sys.exit(main())"
-)
+_WITH_CHECKPOINTS = installed_main("schedulers.tpu.checkpoints")
 
 
 class SliceTarget(HostsTarget):
@@ -81,11 +77,11 @@ class SliceTarget(HostsTarget):
         return tpu.hosts
 
     def _snapshot_path(self, plan: Plan) -> Path:
-        archive = Path(self._jobs) / plan.job_id / CODE
+        archive = self._jobs / plan.job_id / CODE
         return archive if archive.exists() else super()._snapshot_path(plan)
 
     def _candidates(self) -> str:
-        return f"the hosts of {self._options.name} in {self._options.zone}"
+        return f"the hosts of {self._options.name or 'the slice'} in {self._options.zone}"
 
     def _describe_choice(self, spec: JobSpec) -> str:
         return "all of them, by the workers' numbers"
@@ -118,19 +114,18 @@ class SliceTarget(HostsTarget):
         return replace(requirements, python=python, packages=packages)
 
     def _check(self, spec: JobSpec) -> None:
-        tpu_options.check_job(spec, self._options, self.name)
+        tpu_options.check(self._options, self.name, spec)
         super()._check(spec)
 
     def _supervisor_settings(self) -> dict[str, Any]:
         return {"metadata_server": _METADATA}
 
     def _host_count(self, requested: int, hosts: Sequence[Host]) -> int:
+        name = str(self._options.name)
         if requested not in (1, len(hosts)):
-            raise SpecError(
-                f"target {self.name}: --nodes {requested}: {self._options.name} has {len(hosts)} hosts; leave it out"
-            )
+            raise SpecError(f"target {self.name}: --nodes {requested}: {name} has {len(hosts)} hosts; leave it out")
         if self._options.transport == "ssh":
-            slices.install_key(self._api, str(self._options.name), self._hosts.pool, hosts)
+            slices.install_key(self._api, name, self._hosts.pool, hosts)
         return len(hosts)
 
     def _slice(self) -> slices.Slice | None:
@@ -147,5 +142,4 @@ class SliceTarget(HostsTarget):
     @property
     def _folder(self) -> Path:
         project = self._options.project or os.environ.get("CLOUDSDK_CORE_PROJECT") or "default"
-        parts = (project, str(self._options.zone), str(self._options.name))
-        return Path(self._jobs).parent.joinpath("tpu", *parts)
+        return self._jobs.parent.joinpath("tpu", project, str(self._options.zone), str(self._options.name))

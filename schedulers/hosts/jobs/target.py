@@ -32,8 +32,11 @@ SCHEMA = 1
 _SETTINGS = "settings.json"
 _NODE_PYTHON = (3, 8)  # runs schedulers/node
 _UNKNOWN = "{known after the preflight}"
-# Import the installed accel, even if the program's directory has one, too.
-_ACCEL = "import sys; sys.path[:] = [p for p in sys.path if p]; from accel.cli import main; sys.exit(main())"
+
+
+def installed_main(module: str) -> str:
+    """Return Python that runs `main` of an installed module, even if the program's directory has one of that name."""
+    return f"import sys; sys.path[:] = [p for p in sys.path if p]; from {module} import main; sys.exit(main())"
 
 
 class HostsTarget(abc.ABC):
@@ -398,7 +401,7 @@ class HostsTarget(abc.ABC):
 
     def _command(self, spec: JobSpec) -> list[str]:
         """Return the launch command; the supervisors add processes, grace and the options of each attempt."""
-        command = [self._python(), "-c", _ACCEL, "launch", *self._launch_flags()]
+        command = [self._python(), "-c", installed_main("accel.cli"), "launch", *self._launch_flags()]
         command += {"script": [], "module": ["-m"], "command": ["--no_python"]}[spec.entry]
         return [*command, "--", *spec.argv]
 

@@ -101,7 +101,7 @@ def test_cancelled_while_it_runs(tpu: Tpu, create: Submit, tmp_path: Path) -> No
 
 
 def test_without_capacity_it_is_asked_for_again(tpu: Tpu, create: Submit, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("schedulers.tpu.created._RETRY_PAUSES_S", (0.5, 0.5))
+    monkeypatch.setattr("schedulers.tpu.target._RETRY_PAUSES_S", (0.5, 0.5))
     tpu.capacity(False)
     job = create("true")
     until(lambda: job.status().reason is Reason.NO_CAPACITY, "there is no capacity")
@@ -120,7 +120,7 @@ def test_a_creation_that_fails_later(
     tpu: Tpu, create: Submit, monkeypatch: pytest.MonkeyPatch, code: str, expected: State
 ) -> None:
     """A slice is requested again if its creation failed for a reason that may pass. No node is left."""
-    monkeypatch.setattr("schedulers.tpu.created._RETRY_PAUSES_S", (0.5, 0.5))
+    monkeypatch.setattr("schedulers.tpu.target._RETRY_PAUSES_S", (0.5, 0.5))
     tpu.fail("provision", code, "It broke.")
     job = create("true")
     status = job.wait(120)
@@ -259,7 +259,7 @@ def test_what_was_warned_of_maintenance_goes_on_on_the_next_slice(tpu: Tpu, crea
 
 @pytest.mark.long
 def test_ranks_that_leave_every_slice(tpu: Tpu, create: Submit, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("schedulers.tpu.created._MAX_MOVES", 1)
+    monkeypatch.setattr("schedulers.tpu.target._MAX_MOVES", 1)
     job = create("exit 85")
     status = job.wait(120)
     assert (status.state, status.reason, status.attempt) == (State.FAILED, Reason.PREEMPTED, 1), status

@@ -165,7 +165,7 @@ def rows() -> list[Any]:
 def test_nothing_is_left(
     row: Row, tpu: Tpu, home: Path, project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("schedulers.tpu.created._RETRY_PAUSES_S", (0.5, 0.5))
+    monkeypatch.setattr("schedulers.tpu.target._RETRY_PAUSES_S", (0.5, 0.5))
     go, waits = tmp_path / "go", bool(row.happens) or row.then == "cancel"
     (project / "job.sh").write_text('echo up; while [ ! -e "$GO" ]; do sleep 0.1; done\n')
     if not waits:
