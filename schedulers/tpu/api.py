@@ -108,7 +108,7 @@ class Api:
         """
         return self._call(f"get_{_RESOURCES[queued]}", _NOT_FOUND, name=self._path(name, queued=queued))
 
-    def _call(self, method: str, expected: int = 0, **parameters: Any) -> Any:
+    def _call(self, method: str, expected: int, **parameters: Any) -> Any:
         """Call a method of Google's client, such as `get_node`. Returns None for a reply with the code `expected`."""
         verb, _, resource = method.partition("_")
         try:

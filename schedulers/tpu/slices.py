@@ -107,8 +107,8 @@ def stage(name: str, node: Any, queued: Any) -> tuple[str, str]:
     if node is None:
         return ("gone", f"{name} is gone") if state is None else ("waits", f"{name} is {state}")
     state = state_name(node)
-    stage, _, phrase = _ENDS.get(state, ("ready" if state == _READY else "waits", None, f"is {state}"))
-    return stage, f"{name} {phrase}"
+    stage_name, _, phrase = _ENDS.get(state, ("ready" if state == _READY else "waits", None, f"is {state}"))
+    return stage_name, f"{name} {phrase}"
 
 
 def write_config(folder: Path, tpu: Slice, keys: Sequence[Sequence[str]], options: TpuOptions, subject: str) -> None:

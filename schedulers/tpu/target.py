@@ -361,7 +361,7 @@ class CreatedSlices(SliceTarget):
             self._api_of(state).delete(state.name, queued=self._options.queued)
 
     def find(self, job_id: str) -> DiscoveredJob | None:
-        """Find a job of this machine whose slice was to be requested: the next poll does that if it was not."""
+        """Find a job that this machine submits or has submitted. The next poll requests a slice that does not exist."""
         state = self._read(job_id)
         if state is None:
             name = node_id(job_id, 0)
