@@ -1,4 +1,4 @@
-"""Environment variables that a job must not inherit from its submitting process."""
+"""What a job must not inherit: environment variables of its submitting process, and modules of its own directory."""
 
 from __future__ import annotations
 
@@ -41,3 +41,8 @@ def for_sbatch(env: Mapping[str, str], script: str) -> dict[str, str]:
         return outside
     allowed = {f"SBATCH_{name.upper()}" for name in _DEFAULTS if f"\n#SBATCH --{name}=" not in script}
     return {**outside, **{name: value for name, value in env.items() if name in allowed}}
+
+
+def installed_main(module: str) -> str:
+    """Return Python that runs `main` of an installed module, even if the working directory has one of that name."""
+    return f"import sys; sys.path[:] = [p for p in sys.path if p]; from {module} import main; sys.exit(main())"

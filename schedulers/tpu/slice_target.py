@@ -9,8 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from ..clean_env import installed_main
 from ..errors import SpecError
-from ..hosts.jobs.target import HostsTarget, installed_main
+from ..hosts.jobs.target import HostsTarget
 from ..job import JobSpec
 from ..target import Plan
 from . import options as tpu_options

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from ...clean_env import installed_main
 from ...config import secrets
 from ...convert import as_integer, as_text
 from ...errors import SchedulerError, SpecError, StoreError, Unreachable
@@ -32,11 +33,6 @@ SCHEMA = 1
 _SETTINGS = "settings.json"
 _NODE_PYTHON = (3, 8)  # runs schedulers/node
 _UNKNOWN = "{known after the preflight}"
-
-
-def installed_main(module: str) -> str:
-    """Return Python that runs `main` of an installed module, even if the program's directory has one of that name."""
-    return f"import sys; sys.path[:] = [p for p in sys.path if p]; from {module} import main; sys.exit(main())"
 
 
 class HostsTarget(abc.ABC):

@@ -10,6 +10,7 @@ import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from ...clean_env import installed_main
 from ...errors import SpecError, nearest
 from ...job import JobSpec, check_cpu
 from .. import names, tpu_slices
@@ -32,8 +33,6 @@ _DECODE = (
     "import json, os, sys; given = json.loads(sys.argv[1]); os.environ.update(given['env']); "
     "os.execvp(given['argv'][0], given['argv'])"
 )
-# Imports the installed `accel`, even if the working directory has one.
-_ACCEL = "import sys; sys.path[:] = [p for p in sys.path if p]; from accel.cli import main; sys.exit(main())"
 _RESERVED_VARIABLES = frozenset(
     "ACCEL_JOB_ID ACCEL_NODES ACCEL_NODE_RANK ACCEL_MASTER ACCEL_PORT ACCEL_SERVICE ACCEL_POD_UID ACCEL_POD_IP "
     "ACCEL_POD_FAILURES ACCEL_STARTS ACCEL_NODE_0_REPORTS ACCEL_TIME_LIMIT ACCEL_TIME_LIMIT_EXIT ACCEL_SECRETS "
@@ -244,7 +243,7 @@ _LOCK_MEMORY = "ulimit -l 68719476736"
 def command(spec: JobSpec, options: KubernetesOptions, launch: Sequence[str] = ()) -> list[str]:
     """Return a pod's command: `setup`, then `accel launch`, which with several ranks prefixes lines with `[rank N]`."""
     count = processes(spec)
-    arguments = ["accel"] if options.python is None else [options.python, "-c", _ACCEL]
+    arguments = ["accel"] if options.python is None else [options.python, "-c", installed_main("accel.cli")]
     arguments += ["launch", "--num_processes", str(count * spec.nodes), *launch]
     if spec.nodes > 1 or launch:
         arguments += ["--rdzv_conf", f"timeout={options.start_timeout_s:g}"]
