@@ -1,4 +1,4 @@
-"""What a job must not inherit: environment variables of its submitting process, and modules of its own directory."""
+"""Environment variables and modules that a job must not take from its submitting process or its own directory."""
 
 from __future__ import annotations
 
