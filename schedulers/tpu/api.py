@@ -22,7 +22,6 @@ from ..printable import one_line
 from .options import OWN_METADATA, TpuOptions, seconds
 from .topology import GENERATIONS
 
-_INSTALL = "needs Google's client for TPUs: pip install 'accel-launch[tpu]'"
 _LOGIN = "gcloud auth application-default login"
 _REPLY_TIMEOUT_S = 30.0
 _CHANGE_S = 120.0
@@ -215,7 +214,7 @@ class Api:
         try:
             from google.cloud import tpu_v2
         except ImportError:
-            raise ConfigError(f"{self.label}: {_INSTALL}") from None
+            raise ConfigError(f"{self.label}: needs Google's client: pip install 'accel-launch[tpu]'") from None
         return tpu_v2
 
     @functools.cached_property

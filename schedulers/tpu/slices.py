@@ -67,8 +67,7 @@ class Slice:
     @property
     def hosts(self) -> list[Host]:
         """The workers, under their names in the SSH configuration."""
-        workers = range(len(self.addresses))
-        return [Host(name=f"{self.name}-w{number}", source="the TPU's workers") for number in workers]
+        return [Host(name=f"{self.name}-w{i}", source="the TPU's workers") for i in range(len(self.addresses))]
 
 
 def ready_slice(tpu: Slice | None, options: TpuOptions, subject: str) -> Slice:
@@ -90,8 +89,7 @@ def status_if_over(tpu: Slice | None, options: TpuOptions) -> Status | None:
     _, reason, phrase = ("gone", Reason.NODE_FAILURE, "is gone") if tpu is None else _ENDS.get(state, ("", None, ""))
     if reason is None:
         return None
-    message = f"the slice {options.name} {phrase}"
-    return Status(state=State.FAILED, reason=reason, message=message, native_state=state)
+    return Status(state=State.FAILED, reason=reason, message=f"the slice {options.name} {phrase}", native_state=state)
 
 
 def stage(name: str, node: Any, queued: Any) -> tuple[str, str]:
@@ -134,8 +132,10 @@ def write_config(folder: Path, tpu: Slice, keys: Sequence[Sequence[str]], option
 
 def write_gcloud_config(folder: Path, tpu: Slice, options: TpuOptions, project: str, subject: str) -> None:
     """Write gcloud's SSH configuration of a slice's workers. Raises ConfigError, SchedulerError."""
-    blocks = []
-    for argv in _gcloud(tpu, options, project, subject):
+    blocks, lines = [], _gcloud(tpu, options, project, subject)
+    if len(lines) != len(tpu.hosts):
+        raise SchedulerError(f"{subject}: gcloud names {len(lines)} of {len(tpu.hosts)} workers of {tpu.name}")
+    for argv in lines:
         user, _, address = argv[argv.index("--") - 1].rpartition("@")
         arguments = list(itertools.pairwise(argv))
         blocks.append([
@@ -163,8 +163,7 @@ def _gcloud(tpu: Slice, options: TpuOptions, project: str, subject: str) -> list
             if completed.returncode != 0:
                 raise SchedulerError(f"{subject}: gcloud cannot reach {tpu.name}: {one_line(completed.stderr)}")
     except FileNotFoundError:
-        install = "needs the Google Cloud CLI (https://cloud.google.com/sdk)"
-        raise ConfigError(f"{subject}: transport: gcloud {install}") from None
+        raise ConfigError(f"{subject}: transport: gcloud needs the CLI (https://cloud.google.com/sdk)") from None
     except subprocess.TimeoutExpired:
         raise SchedulerError(f"{subject}: gcloud did not reach {tpu.name} within {_GCLOUD_S:g} s") from None
     return [shlex.split(line) for line in completed.stdout.splitlines() if line.split(" ", 1)[0].endswith("ssh")]

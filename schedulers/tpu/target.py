@@ -145,9 +145,12 @@ class CreatedSlices(SliceTarget):
         """
         with ThreadPoolExecutor(max_workers=_MAX_WORKERS, thread_name_prefix="slices") as pool:
             outcomes = dict(zip(native_ids, pool.map(self._polled, native_ids), strict=True))
-        if elsewhere := [native_id for native_id, outcome in outcomes.items() if outcome is None]:
-            newest = {_native_id(created.job_id): created for created in self._api.created_slices()}
-            outcomes |= {native_id: _status_of(newest.get(native_id)) for native_id in elsewhere}
+        elsewhere = [native_id for native_id, outcome in outcomes.items() if outcome is None]
+        try:
+            newest = {created.job_id: created for created in (self._api.created_slices() if elsewhere else [])}
+            outcomes |= {native_id: _status_of(newest.get(_job(native_id))) for native_id in elsewhere}
+        except SchedulerError as error:
+            outcomes |= dict.fromkeys(elsewhere, error)
         unreachable = {key: str(outcome) for key, outcome in outcomes.items() if isinstance(outcome, SchedulerError)}
         statuses = {key: outcome for key, outcome in outcomes.items() if isinstance(outcome, Status)}
         return require_answers(statuses, unreachable)
@@ -255,8 +258,8 @@ class CreatedSlices(SliceTarget):
             if state.operation:
                 slice_api.check_creation(state.operation)
             if now >= state.began + tpu_options.seconds(limit):
-                message = f"no capacity for {state.name} within {limit}"
-                return self._end(state, state.status(State.FAILED, message, Reason.NO_CAPACITY))
+                failed = state.status(State.FAILED, f"no capacity for {state.name} within {limit}", Reason.NO_CAPACITY)
+                return self._end(state, failed)
             if stage == "gone" and now >= state.again_at:
                 self._create(state)
         except api.Retryable as failure:
@@ -288,8 +291,7 @@ class CreatedSlices(SliceTarget):
             if state.left < _MAX_MOVES:
                 state.left += 1
                 return self._next(state)
-            message = f"the ranks have left {state.left + 1} slices after preemption warnings"
-            status = replace(status, message=message)
+            status = replace(status, message=f"the ranks have left {state.left + 1} slices after preemption warnings")
         state.end = status.to_json()
         self._write(state)
         return self._delete(state)
