@@ -8,6 +8,7 @@ writing needs the same little memory for any size.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -15,7 +16,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -46,54 +46,44 @@ class Digest:
 class DurableFile:
     """A new file that is written from start to end, also by `torch.save`, with tensors on ``device``.
 
-    When the ``with`` block ends without an error, everything is on the disk and `digest` is set. Raises
-    `FileExistsError` if the file exists, and `OSError` for a write error, in place of the error that a writer in
-    the block derived from it.
+    After `close` everything is on the disk. Raises `FileExistsError` if the file exists.
     """
-
-    digest: Digest
 
     def __init__(self, path: Path, device: torch.device = _CPU) -> None:
         self._path = str(path)
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         self._checksums: list[int] = []  # of the blocks
-        self._memories = [HostMemory(_BUFFER, device) for _ in range(_BUFFERS)]  # aligned to pages: O_DIRECT
+        self._memory = HostMemory(_BUFFERS * _BUFFER, device)  # aligned to pages: O_DIRECT
         self._offset = self._filled = 0
         # One buffer is filled while a thread writes another. `concurrent.futures` would not do: it accepts no work
         # once the interpreter is exiting, when a background save must still finish.
         self._full: SimpleQueue[tuple[memoryview, int] | None] = SimpleQueue()
         self._free: SimpleQueue[memoryview] = SimpleQueue()
-        for memory in self._memories[1:]:
-            self._free.put(memory.bytes.numpy().data)
-        self._buffer = self._memories[0].bytes.numpy().data
+        for buffer in torch.split(self._memory.bytes, _BUFFER):
+            self._free.put(buffer.numpy().data)
+        self._buffer = self._free.get()
         self._error: OSError | None = None  # the first of the thread
         self._thread = threading.Thread(target=self._write_buffers, name="accel-disk")
         self._thread.start()
 
-    def __enter__(self) -> DurableFile:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> Digest:
+        """Flush everything to the disk. Raises the `OSError` of any write that failed, with the file's name."""
         try:
-            if kind is None and self._filled:
+            if self._filled:
                 self._send()
             self._full.put(None)
             self._thread.join()
-            if self._error is not None and (kind is None or issubclass(kind, Exception)):
+            if self._error is not None:
                 raise self._error
-            if kind is None:
-                os.fsync(self._file)
-                self.digest = Digest(self._offset, "".join(f"{checksum:08x}" for checksum in self._checksums))
-        except OSError as disk_error:
-            disk_error.filename = self._path
+            os.fsync(self._file)
+            return Digest(self._offset, "".join(f"{checksum:08x}" for checksum in self._checksums))
+        except OSError as error:
+            error.filename = self._path
             raise
         finally:
             os.close(self._file)
             del self._buffer
-            for memory in self._memories:
-                memory.free()
+            self._memory.free()
 
     def write(self, data: bytes | memoryview) -> int:
         """Copy ``data`` to a buffer; the caller may change it when this returns."""
@@ -140,43 +130,37 @@ class DurableFile:
         while (job := self._full.get()) is not None:
             try:
                 if self._error is None:
-                    _set_direct(self._file, len(job[0]) == _BUFFER)  # O_DIRECT writes complete sectors only
                     _write_at(self._file, *job)
             except OSError as error:
                 self._error = error
             self._free.put(job[0])
 
 
-def _set_direct(file: int, direct: bool) -> None:
-    if not _DIRECT:
-        return
-    import fcntl
-
-    flags = fcntl.fcntl(file, fcntl.F_GETFL)
-    try:
-        fcntl.fcntl(file, fcntl.F_SETFL, flags | _DIRECT if direct else flags & ~_DIRECT)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # this file system has no O_DIRECT
-            raise
-
-
 def _write_at(file: int, data: memoryview, offset: int) -> None:
+    direct = _DIRECT if len(data) == _BUFFER else 0  # O_DIRECT writes complete sectors only
     while data:
         try:
+            fcntl.fcntl(file, fcntl.F_SETFL, direct)
             written = os.pwrite(file, data, offset)
         except OSError as error:
-            if error.errno != errno.EINVAL or not _DIRECT:
+            if error.errno != errno.EINVAL or not direct:
                 raise
-            _set_direct(file, False)  # the sectors are larger than the buffers' alignment
-            written = os.pwrite(file, data, offset)
-        data, offset = data[written:], offset + written
+            direct = 0  # the file system has none, or the sectors are larger than the buffers' alignment
+        else:
+            data, offset = data[written:], offset + written
 
 
 def write_durably(path: Path, fill: Callable[[DurableFile], Any], device: torch.device = _CPU) -> Digest:
-    """Write the file ``path`` by ``fill``, flush it to the disk, and return its digest; see `DurableFile`."""
-    with DurableFile(path, device) as file:
+    """Write the file ``path`` by ``fill``, flush it to the disk, and return its digest; see `DurableFile`.
+
+    A write error of the system is raised in place of what ``fill`` made of it.
+    """
+    file = DurableFile(path, device)
+    try:
         fill(file)
-    return file.digest
+    finally:
+        digest = file.close()
+    return digest
 
 
 def digest_of(path: Path) -> Digest:
@@ -187,18 +171,15 @@ def digest_of(path: Path) -> Digest:
 
 def block_checksum(path: Path, number: int) -> str:
     """Return the checksum of block ``number`` of a file, as in `Digest`; beyond the end, that of empty data."""
-    checksum = 0
-    position, end = number * BLOCK, (number + 1) * BLOCK
+    checksum, rest = 0, BLOCK
     buffer = memoryview(bytearray(_BUFFER))
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
+    with path.open("rb", buffering=0) as file:
+        file.seek(number * BLOCK)
         if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(file, position, BLOCK, os.POSIX_FADV_SEQUENTIAL)
-        while position < end and (count := os.preadv(file, [buffer[: end - position]], position)):
+            os.posix_fadvise(file.fileno(), file.tell(), BLOCK, os.POSIX_FADV_SEQUENTIAL)
+        while rest and (count := file.readinto(buffer[:rest])):
             checksum = crc32(buffer[:count], checksum)
-            position += count
-    finally:
-        os.close(file)
+            rest -= count
     return f"{checksum:08x}"
 
 
