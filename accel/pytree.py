@@ -28,15 +28,10 @@ def honor_type(obj: Any, generator: Iterator[Any]) -> Any:
 
 def map_nested(function: Callable[[Any], Any], data: Any) -> Any:
     """Apply ``function`` to every leaf of ``data`` and return nested data of the same structure and types."""
-    if isinstance(data, torch.Tensor):
+    items = children(data)
+    if items is None:
         return function(data)
-    if isinstance(data, (list, tuple)):
-        return honor_type(data, (map_nested(function, item) for item in data))
-    if isinstance(data, Mapping):
-        return rebuild_mapping(data, {key: map_nested(function, item) for key, item in data.items()})
-    if is_record(data):
-        return dataclasses.replace(data, **{name: map_nested(function, item) for name, item in fields_of(data)})
-    return function(data)
+    return rebuild(data, {key: map_nested(function, item) for key, item in items.items()})
 
 
 def children(data: Any) -> dict[Any, Any] | None:
@@ -76,19 +71,13 @@ def fields_of(record: Any) -> Iterator[tuple[str, Any]]:
 
 def leaves(data: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield every leaf with its path, such as ``['labels'][0]``, in the order in which `map_nested` visits them."""
-    if isinstance(data, torch.Tensor):
+    items = children(data)
+    if items is None:
         yield path, data
-    elif isinstance(data, (list, tuple)):
-        for index, item in enumerate(data):
-            yield from leaves(item, f"{path}[{index}]")
-    elif isinstance(data, Mapping):
-        for key, item in data.items():
-            yield from leaves(item, f"{path}[{key!r}]")
-    elif is_record(data):
-        for name, item in fields_of(data):
-            yield from leaves(item, f"{path}.{name}")
-    else:
-        yield path, data
+        return
+    by_field = is_record(data) and not isinstance(data, Mapping)
+    for key, item in items.items():
+        yield from leaves(item, f"{path}.{key}" if by_field else f"{path}[{key!r}]")
 
 
 def collect(data: Any, collected: list[Any]) -> None:
@@ -100,19 +89,13 @@ def collect(data: Any, collected: list[Any]) -> None:
                 collected.append(item)
             else:
                 collect(item, collected)
-    elif isinstance(data, torch.Tensor):
-        collected.append(data)
-    elif isinstance(data, (list, tuple)):
-        for item in data:
-            collect(item, collected)
-    elif isinstance(data, Mapping):
-        for item in data.values():
-            collect(item, collected)
-    elif is_record(data):
-        for _, item in fields_of(data):
-            collect(item, collected)
     else:
-        collected.append(data)
+        items = children(data)
+        if items is None:
+            collected.append(data)
+        else:
+            for item in items.values():
+                collect(item, collected)
 
 
 def tensors(data: Any) -> list[torch.Tensor]:
@@ -186,15 +169,11 @@ def _send(data: Any, device: torch.device | str | int, non_blocking: bool, skipp
     # Packed sequences and batches of a tokenizer are tuples and mappings too, but know themselves how to move.
     if hasattr(data, "to"):
         return _move(data, device, non_blocking)
-    if isinstance(data, (list, tuple)):
-        return honor_type(data, (_send(item, device, non_blocking, skipped) for item in data))
-    if isinstance(data, Mapping):
-        sent = {k: v if k in skipped else _send(v, device, non_blocking, skipped) for k, v in data.items()}
-        return rebuild_mapping(data, sent)
-    if is_record(data):
-        changed = {name: _send(item, device, non_blocking, skipped) for name, item in fields_of(data)}
-        return dataclasses.replace(data, **changed)
-    return data
+    items = children(data)
+    if items is None:
+        return data
+    kept = skipped if isinstance(data, Mapping) else ()
+    return rebuild(data, {k: v if k in kept else _send(v, device, non_blocking, skipped) for k, v in items.items()})
 
 
 def _move(leaf: Any, device: torch.device | str | int, non_blocking: bool) -> Any:

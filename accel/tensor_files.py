@@ -10,7 +10,6 @@ import json
 import math
 import operator
 import os
-import pickle
 import struct
 import threading
 import zipfile
@@ -265,17 +264,14 @@ class SafetensorsFile:
                 if not 2 <= length <= min(MAX_HEADER, stat.st_size - 8):
                     raise CheckpointError(f"{self.path} is not a safetensors file, or is truncated")
                 header = json.loads(file.read(length))
-        except OSError as error:
-            raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from error
-        except ValueError as error:
-            raise CheckpointError(f"{self.path} is not a safetensors file: its header is damaged") from error
-        self._source = _Source(self.path, stamp_of(stat))
-        try:
+            self._source = _Source(self.path, stamp_of(stat))
             self.metadata: dict[str, str] = dict(header.pop("__metadata__", None) or {})
             self.tensors = self._located(header, 8 + length, stat.st_size)
             self.aliases = _aliases(self.metadata, self.tensors)
         except CheckpointError:
             raise
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from error
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise CheckpointError(f"{self.path} is not a safetensors file: its header is damaged") from error
         self.tensors |= {alias: self.tensors[name] for alias, name in self.aliases.items()}
@@ -336,23 +332,6 @@ def read_index(path: Path) -> dict[str, Path]:
 
 # Files by `torch.save`. With ``weights_only=True``, no code in them runs.
 
-# What torch's unpickler raises for bytes that are no pickle, or that name types other than those of weights.
-_DAMAGE = (
-    pickle.UnpicklingError,
-    RuntimeError,
-    EOFError,
-    ValueError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    AssertionError,
-    struct.error,
-)
-
-
-class _NotStoredError(Exception):
-    pass
-
 
 def read_object(
     path: Path,
@@ -375,7 +354,7 @@ def read_object(
         with torch.serialization.safe_globals(list(allowed)), path.open("rb", buffering=0) as file:
             if stored:
                 source = _Source(path, stamp_of(os.fstat(file.fileno())))
-                with suppress(_NotStoredError, zipfile.BadZipFile, *_DAMAGE):
+                with suppress(Exception):  # the plain way reports what is damaged
                     return _read_stored(_part_of(file, part), source, part[0] if part else 0, options)
             return torch.load(
                 path if part is None else _part_of(file, part), map_location="cpu", weights_only=True, **options
@@ -384,7 +363,7 @@ def read_object(
         raise CheckpointError(f"{path} is missing") from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
-    except _DAMAGE as error:
+    except Exception as error:  # of torch's unpickler, for bytes that are no pickle or name types other than weights'
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"{path} cannot be loaded as weights only: {reason}") from error
 
@@ -398,7 +377,7 @@ def _part_of(file: Any, part: tuple[int, int] | None) -> Any:
 
 
 def _read_stored(file: Any, source: _Source, base: int, options: Mapping[str, Any]) -> Any:
-    """Load ``file``, which begins at the offset ``base`` of ``source``, with stored tensors."""
+    """Load ``file``, which begins at the offset ``base`` of ``source``, with stored tensors, or raise any exception."""
     records = _records(file)
     file.seek(0)
     loaded = torch.load(file, map_location="meta", weights_only=True, mmap=False, **options)
@@ -408,12 +387,12 @@ def _read_stored(file: Any, source: _Source, base: int, options: Mapping[str, An
         if not isinstance(leaf, torch.Tensor):
             return leaf
         if not _is_plain(leaf) or leaf.is_conj() or leaf.is_neg() or leaf.is_quantized:
-            raise _NotStoredError
+            raise ValueError("it has no elements of its own in the file")
         storage = leaf.untyped_storage()
         # torch computes the offset from the order of the tensors: another archiver may have arranged them otherwise.
         start = getattr(storage, "_checkpoint_offset", None)
         if records.get(start, -1) < storage.nbytes():  # type: ignore[arg-type]
-            raise _NotStoredError
+            raise ValueError("no record of the archive begins there")
         key = start, leaf.storage_offset(), leaf.dtype, leaf.shape, leaf.stride()
         return tensors.setdefault(key, StoredTensor.of(source, base + start, leaf.detach()))  # type: ignore[operator]
 
