@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-import ctypes
 import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ logger = get_logger(__name__)
 
 # The copy.
 
-_PIECE = 8 << 20
+_PIECE = 2 << 20  # elements
 _ALIGNMENT = 64
 _COPIERS = 4
 
@@ -40,14 +40,16 @@ class Staging:
         """
         originals = tensors(value)
         plain = {identity(tensor): tensor for tensor in originals if _is_plain(tensor)}
-        offsets, end = {}, 0
-        for key, tensor in plain.items():
-            offsets[key] = end
-            end += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
+        sizes = [tensor.numel() * tensor.element_size() for tensor in plain.values()]
+        *offsets, end = accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0)
         if end > self._memory.bytes.numel():
             self._memory.free()
             self._memory = HostMemory(end, self._device)
-        copies = {key: self._view(offsets[key], tensor) for key, tensor in plain.items()}
+        copies: dict[Any, torch.Tensor] = {}
+        for offset, (key, tensor) in zip(offsets, plain.items(), strict=True):
+            # Each tensor has its own storage: `torch.save` writes complete storages.
+            memory = self._memory.bytes[offset:].numpy()
+            copies[key] = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel()).view(tensor.shape)
         _fill([(copies[key], tensor) for key, tensor in plain.items()])
         by_id = {id(item): copies[identity(item)] if _is_plain(item) else _copy_of_other(item) for item in originals}
         return copy.deepcopy(value, by_id)
@@ -55,11 +57,6 @@ class Staging:
     def free(self) -> None:
         """Release the buffer; copies that are still referenced keep theirs."""
         self._memory.free()
-
-    def _view(self, offset: int, tensor: torch.Tensor) -> torch.Tensor:
-        # Each tensor has its own storage: `torch.save` writes complete storages.
-        memory = self._memory.bytes[offset:].numpy()
-        return torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel()).view(tensor.shape)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -72,29 +69,20 @@ def _copy_of_other(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _fill(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    moves: list[tuple[int, int, int]] = []
-    devices: set[torch.device] = set()
-    with torch.no_grad():
-        for target, source in pairs:
-            if source.device.type == "cpu" and source.is_contiguous() and not (source.is_conj() or source.is_neg()):
-                length = source.numel() * source.element_size()
-                starts = range(0, length, _PIECE)
-                dst, src = target.data_ptr(), source.data_ptr()
-                moves += [(dst + start, src + start, min(_PIECE, length - start)) for start in starts]
-            else:
-                target.copy_(source, non_blocking=True)
-                devices.add(source.device)
-    _move(moves)
-    for device in devices:
+    """Copy to the first tensor of each pair the second; threads share the page faults of those on the host."""
+    pieces: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for target, source in pairs:
+        if source.device.type == "cpu" and source.is_contiguous():
+            pieces += zip(
+                torch.split(target.view(-1), _PIECE), torch.split(source.detach().view(-1), _PIECE), strict=True
+            )
+        else:
+            target.copy_(source.detach(), non_blocking=True)
+    with ThreadPoolExecutor(min(_COPIERS, os.cpu_count() or 1), "accel-copy") as pool:
+        list(pool.map(lambda piece: piece[0].copy_(piece[1]), pieces))
+    for device in {source.device for _, source in pairs}:
         if device.type in ("cuda", "xpu"):
             getattr(torch, device.type).synchronize(device)
-
-
-def _move(moves: list[tuple[int, int, int]]) -> None:
-    copiers = max(1, min(_COPIERS, os.cpu_count() or 1))
-    with ThreadPoolExecutor(copiers, "accel-copy") as pool:
-        # memmove bypasses the processor's caches, unlike a tensor's copy_; threads share the page faults.
-        list(pool.map(lambda move: ctypes.memmove(*move), moves))
 
 
 # The thread.
