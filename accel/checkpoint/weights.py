@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from accel.checkpoint.file_names import (
 )
 from accel.checkpoint.files import (
     file_order,
+    identity,
     numpy_types,
     refuse_unsavable,
     replacing,
@@ -34,9 +36,9 @@ from accel.checkpoint.files import (
     write_tensors,
 )
 from accel.errors import ArgumentError, CheckpointError
-from accel.parallel.shares import full_tensor, is_sharded
+from accel.parallel.shares import full_tensor
 from accel.state import PartialState
-from accel.tensor_files import SafetensorsFile, StoredTensor, alias_metadata, read_all, read_index, read_object
+from accel.tensor_files import SafetensorsFile, StoredTensor, read_all, read_index, read_object
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B", re.IGNORECASE)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
@@ -62,27 +64,19 @@ def shards(state: Mapping[str, Any], max_bytes: int) -> list[dict[str, Any]]:
     filled = 0
     part_by_memory: dict[Any, dict[str, Any]] = {}
     for name, value in state.items():
-        memory = _memory_of(value)
-        if memory in part_by_memory:
-            part_by_memory[memory][name] = value
-            continue
-        size = value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
-        if parts[-1] and filled + size > max_bytes:
-            parts.append({})
-            filled = 0
-        parts[-1][name] = value
-        filled += size
-        if memory is not None:
-            part_by_memory[memory] = parts[-1]
+        memory = identity(value) if isinstance(value, torch.Tensor) and value.numel() else name
+        size = _bytes_of(value)
+        if memory not in part_by_memory:
+            if parts[-1] and filled + size > max_bytes:
+                parts.append({})
+                filled = 0
+            filled += size
+        part_by_memory.setdefault(memory, parts[-1])[name] = value
     return parts
 
 
-def _memory_of(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or not value.numel():
-        return None
-    if is_sharded(value):
-        return id(value)
-    return value.device, value.untyped_storage().data_ptr()
+def _bytes_of(value: Any) -> int:
+    return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
 
 
 def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -116,37 +110,24 @@ def save_weights(
     write (``writes``) take part in gathering even if the writer fails. Raises `ArgumentError` for values that
     safetensors cannot hold, and for a ``folder`` that is a file.
     """
-    max_bytes = size_in_bytes(max_size)
-    aliases: dict[str, str] = {}
+    parts = shards(state, size_in_bytes(max_size))
+    gathered: Iterator[torch.Tensor] = iter(())
     if safe:
         refuse_unsavable(state, "save_model", ": use safe_serialization=False", ArgumentError)
-        state, aliases = untie(state)
-    parts = shards(state, max_bytes)
-    remaining = iter([value for part in parts for value in file_order(part).values()] if safe else [])
-
-    def write(draft: Path, part: dict[str, Any]) -> None:
-        if safe:
-            tied = {alias: owner for alias, owner in aliases.items() if owner in part}
-            write_tensors(draft, part, alias_metadata(tied), lambda _: full_tensor(next(remaining)))
-        else:
-            write_object(draft, part)
-
+        gathered = (full_tensor(value) for part in parts for value in file_order(untie(part)[0]).values())
     try:
         if folder.is_file():
             raise ArgumentError(f"save_model: {folder} must be a directory, but is a file")
         if writes:
-            _write_parts(parts, folder, safe, write)
+            _write_parts(parts, folder, safe, gathered)
             if not safe and not both:
                 _delete(folder, _files(SAFE_WEIGHTS_PATTERN_NAME))
                 fsync(folder)
     finally:
-        for value in remaining:
-            full_tensor(value)
+        deque(gathered, maxlen=0)
 
 
-def _write_parts(
-    parts: Sequence[dict[str, Any]], folder: Path, safe: bool, write: Callable[[Path, dict[str, Any]], None]
-) -> None:
+def _write_parts(parts: Sequence[dict[str, Any]], folder: Path, safe: bool, gathered: Iterator[torch.Tensor]) -> None:
     pattern = SAFE_WEIGHTS_PATTERN_NAME if safe else WEIGHTS_PATTERN_NAME
     index_name = SAFE_WEIGHTS_INDEX_NAME if safe else WEIGHTS_INDEX_NAME
     names = [shard_name(pattern, number, len(parts)) for number in range(1, len(parts) + 1)]
@@ -154,15 +135,19 @@ def _write_parts(
     _delete(folder, rf"\.{_files(pattern)}\.draft")  # a killed writer's
     with ExitStack() as moves:  # the last entered is moved into place first
         if len(parts) > 1:
-            values = [value for part in parts for value in part.values() if isinstance(value, torch.Tensor)]
-            total = sum(value.numel() * value.element_size() for value in values)
-            weight_map = {key: name for name, part in zip(names, parts, strict=True) for key in part}
+            in_index = [untie(part)[0] if safe else part for part in parts]
+            total = sum(_bytes_of(value) for part in in_index for value in part.values())
+            weight_map = {key: name for name, part in zip(names, in_index, strict=True) for key in part}
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             draft = moves.enter_context(replacing(folder / index_name))
             write_bytes(draft, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
             moves.callback(fsync, folder)
         for name, part in zip(names, parts, strict=True):
-            write(moves.enter_context(replacing(folder / name)), part)
+            draft = moves.enter_context(replacing(folder / name))
+            if safe:
+                write_tensors(draft, part, fetch=lambda _: next(gathered))
+            else:
+                write_object(draft, part)
         for name in (index_name, *([pattern.format(suffix="")] if len(parts) > 1 else [])):
             (folder / name).unlink(missing_ok=True)
         fsync(folder)
@@ -189,30 +174,26 @@ def read_weights(folder: Path, index: int = 0, files: Collection[str] | None = N
     in one file or in shards. Raises `CheckpointError` if there are none, and for an index that names other files.
     """
     names = {entry.name for entry in folder.iterdir()} if files is None else files
-    readers = (
-        (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, _safetensors),
-        (WEIGHTS_NAME, WEIGHTS_INDEX_NAME, _state_dict),
-    )
-    for name, index_name, read in readers:
-        if numbered_name(name, index) in names:
-            return read(folder / numbered_name(name, index))
-        if index == 0 and index_name in names:
-            paths = sorted(set(read_index(folder / index_name).values()))
+    for name, index_name in ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
+        path, index_path = folder / numbered_name(name, index), folder / numbered_name(index_name, index)
+        if path.name in names:
+            return read_state_dict(path)
+        if index_path.name in names:
+            paths = sorted(set(read_index(index_path).values()))
             missing = next((path.name for path in paths if path.name not in names), None)
             if missing is not None:
-                raise CheckpointError(f"{folder / index_name} names {missing}, which the checkpoint does not have")
-            return {key: value for path in paths for key, value in read(path).items()}
+                raise CheckpointError(f"{index_path} names {missing}, which the checkpoint does not have")
+            return {key: value for path in paths for key, value in read_state_dict(path).items()}
     raise CheckpointError(
         f"{folder} has no {numbered_name(SAFE_WEIGHTS_NAME, index)} and no {numbered_name(WEIGHTS_NAME, index)}: "
         "it was saved with fewer objects prepared, or by another program"
     )
 
 
-def _safetensors(path: Path) -> dict[str, Any]:
-    return dict(SafetensorsFile(path).tensors)
-
-
-def _state_dict(path: Path) -> dict[str, Any]:
+def read_state_dict(path: Path) -> dict[str, Any]:
+    """Return the state dict in a file of weights, safetensors or pickle, with stored tensors."""
+    if path.suffix == ".safetensors":
+        return dict(SafetensorsFile(path).tensors)
     state = read_object(path, stored=True)
     if not isinstance(state, dict):
         raise CheckpointError(f"{path} holds a {type(state).__name__}, not a state dict")
