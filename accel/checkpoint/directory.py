@@ -160,22 +160,15 @@ def _listed(folder: Path) -> set[str]:
 
 def recover(final: Path) -> str | None:
     """Finish what a killed writer left of publishing ``final``; return one line about it if there was something."""
-    finished = next((draft.name for draft in drafts(final) if _finish(draft, final)), None)
-    return f"{final} was being replaced when its writer was killed: restored {finished}" if finished else None
-
-
-def _finish(draft: Path, final: Path) -> bool:
-    """Publish ``draft`` if it is whole, given up, and not older than the checkpoint in ``final``."""
-    if not (draft / MANIFEST).exists() or (draft.parent != final and (final / MANIFEST).exists()):
-        return False
-    with suppress(OSError, CheckpointError):
-        lock = _lock(draft)
-        if lock is not None:
-            with lock:
-                if _is_whole(draft, final):
-                    publish(draft, final, lock)
-                    return True
-    return False
+    for draft in drafts(final):
+        older = draft.parent != final and (final / MANIFEST).exists()
+        with suppress(OSError, CheckpointError):
+            if (draft / MANIFEST).exists() and not older and (lock := _lock(draft)) is not None:
+                with lock:
+                    if _is_whole(draft, final):
+                        publish(draft, final, lock)
+                        return f"{final} was being replaced when its writer was killed: restored {draft.name}"
+    return None
 
 
 def _is_whole(draft: Path, final: Path) -> bool:
