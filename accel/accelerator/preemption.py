@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 
 from accel.accelerator.run import Part
-from accel.checkpoint.all_ranks import new_gloo_group
 from accel.errors import StateError
 from accel.logging import get_logger
 from accel.state import AcceleratorState
+from accel.world.process_group import new_group
 
 logger = get_logger(__name__)
 
@@ -120,7 +120,7 @@ class Agreement:
     def _exchange(self) -> None:
         now = time.monotonic()
         if self._group is None:
-            self._group = new_gloo_group()
+            self._group = new_group(backend="gloo")
         if self._work is not None:
             self._work.wait()
             warned, negative_interval = self._votes.tolist()

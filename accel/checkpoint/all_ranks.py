@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -12,7 +13,6 @@ import torch.distributed as dist
 from accel import collectives
 from accel.errors import AccelError, CheckpointError, CollectiveError
 from accel.state import PartialState
-from accel.world.process_group import new_group
 
 Result = TypeVar("Result")
 _ROLL_CALL = timedelta(seconds=20)
@@ -56,42 +56,23 @@ def call_roll(operation: str) -> None:
     verdict = f"accel/call/{number}"
     keys = [f"{verdict}/{operation}/{rank}" for rank in range(state.num_processes)]
     if state.is_main_process:
-        missing = _missing(store, keys[1:])
+        with suppress(RuntimeError):  # the time is up
+            store.wait(keys[1:], _ROLL_CALL)
+        arrived = store.check(keys[1:])
+        missing = [str(rank) for rank, key in enumerate(keys) if rank and not arrived and not store.check([key])]
         problem = f"process {', '.join(missing)} did not within {_ROLL_CALL.seconds} s" if missing else ""
         store.set(verdict, problem)
         if not missing:
             store.delete_key(f"accel/call/{number - 1}")  # every process has read it
     else:
-        problem = _read_verdict(store, keys[state.process_index], verdict)
+        store.set(keys[state.process_index], "")
+        try:
+            problem = store.get(verdict).decode()
+            store.delete_key(keys[state.process_index])
+        except RuntimeError:
+            problem = "the main process did not"
     if problem:
         raise CollectiveError(
             f"every process must call {operation}, but {problem}: call it outside of code for one process, and "
             "wait_for_everyone() before it if processes arrive far apart"
         )
-
-
-def _missing(store: Any, keys: list[str]) -> list[str]:
-    """Return the ranks, at the ends of ``keys``, whose keys are not in the store in time."""
-    try:
-        store.wait(keys, _ROLL_CALL)
-        return []
-    except RuntimeError:
-        return [key.rpartition("/")[2] for key in keys if not store.check([key])]
-
-
-def _read_verdict(store: Any, key: str, verdict: str) -> str:
-    store.set(key, "")
-    try:
-        problem: str = store.get(verdict).decode()
-    except RuntimeError:
-        return "the main process did not"
-    store.delete_key(key)
-    return problem
-
-
-def new_gloo_group() -> Any:
-    """Create a gloo process group of all processes for background work; return ``None`` in a world of one.
-
-    All processes must call it. Its collectives never mix with those of the default group.
-    """
-    return new_group(backend="gloo") if PartialState().use_distributed else None

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
-from itertools import compress
+from itertools import chain, compress
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -18,7 +19,7 @@ import torch
 from torch import nn
 
 from accel.checkpoint.file_names import rank_of_chunks
-from accel.checkpoint.files import identity
+from accel.checkpoint.files import identity, split_dense
 from accel.errors import CheckpointError
 from accel.parallel.shares import count_versions, is_sharded, share
 from accel.pytree import join_tensors, leaves, meta_tensors, split_tensors
@@ -113,6 +114,12 @@ class Chunks:
         return saved
 
     @classmethod
+    def of_state(cls, state: Mapping[str, Any], folder: str) -> tuple[Chunks, dict[str, Any]]:
+        """Create from the dense tensors of a full state dict; return also the rest of it."""
+        tensors, rest = split_dense(state)
+        return cls.single_chunk(tensors, folder), rest
+
+    @classmethod
     def in_folder(cls, folder: Path, files: Collection[str]) -> Chunks:
         """Open the files of chunks among the ``files`` of a checkpoint. Raises `CheckpointError` for a damaged one."""
         saved = cls(str(folder), [name for name in sorted(files) if rank_of_chunks(name) is not None])
@@ -133,6 +140,11 @@ class Chunks:
 
     def __contains__(self, name: str) -> bool:
         return name in self.shapes
+
+    def own(self, name: str) -> str | None:
+        """Return the name of this process's version of a tensor or, without one, of the main process's, if saved."""
+        names = (own_name(name, PartialState().num_processes), name)
+        return next((saved for saved in names if saved in self), None)
 
     def under(self, prefix: str) -> list[str]:
         """Return the names that begin with ``prefix``, without it."""
@@ -180,34 +192,32 @@ class Chunks:
             raise CheckpointError(
                 f"{self.folder}: {missing} elements of {name} are missing{self._missing_ranks_hint()}"
             )
-        return partial(_copy, parts)
+
+        @torch.no_grad()
+        def copy() -> None:
+            for target, data, place in parts:
+                target.copy_(cut(data if isinstance(data, torch.Tensor) else data.open(), place))
+
+        return copy
 
     def fill(self, name: str, tensor: torch.Tensor) -> None:
         """Do at once what `plan` plans."""
         self.plan(name, tensor)()
 
     def _missing_ranks_hint(self) -> str:
-        parts = [name.split("/") for name in self._files]
-        nodes = sorted({node.removeprefix("node_") for _, node, _ in parts}, key=int)
-        ranks = sorted({rank_of_chunks(name) or 0 for name in self._files})
-        if not parts:
+        if not self._files:
             return ""
+        numbers = [re.findall(r"\d+", name) for name in self._files]
+        nodes, ranks = (", ".join(sorted(set(column), key=int)) for column in zip(*numbers, strict=True))
         return (
-            f": it has only the chunks of rank {', '.join(map(str, ranks))} on node {', '.join(nodes)}. Load it with "
-            "the processes that saved it, or save to a file system that all nodes share"
+            f": it has only the chunks of rank {ranks} on node {nodes}. Load it with the processes that saved it, or "
+            "save to a file system that all nodes share"
         )
 
 
 def _check_shape(source: str, name: str, saved: Sequence[int], present: Sequence[int]) -> None:
     if tuple(saved) != tuple(present):
         raise CheckpointError(f"{source}: {name} has shape {tuple(saved)}, but {tuple(present)} in this run")
-
-
-@torch.no_grad()
-def _copy(parts: Sequence[tuple[torch.Tensor, Any, tuple[slice, ...]]]) -> None:
-    """Copy to each tensor the given place of a chunk."""
-    for target, data, place in parts:
-        target.copy_(cut(data if isinstance(data, torch.Tensor) else data.open(), place))
 
 
 def _slices(common: Sequence[tuple[int, int]], start: Dims) -> tuple[slice, ...]:
@@ -219,6 +229,18 @@ def _slices(common: Sequence[tuple[int, int]], start: Dims) -> tuple[slice, ...]
 # Optimizer state is keyed by parameter names, so that the order of parameters may differ.
 
 NameOf: TypeAlias = Callable[[torch.Tensor], str]
+
+
+def names_of(parameters: Iterable[tuple[str, torch.Tensor]], problem: str) -> NameOf:
+    """Return a function that names each of ``parameters``; of others it says the ``problem``, `CheckpointError`."""
+    names = {id(parameter): name for name, parameter in parameters}
+
+    def name_of(parameter: torch.Tensor) -> str:
+        if id(parameter) not in names:
+            raise CheckpointError(f"the optimizer has a parameter of shape {tuple(parameter.shape)} that {problem}")
+        return names[id(parameter)]
+
+    return name_of
 
 
 def split_optimizer(optimizer: Any, name_of: NameOf) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -241,26 +263,18 @@ def _by_name(state: Any, optimizer: Any, name_of: NameOf) -> Any:
     """Return a state dict of ``optimizer`` with names in place of parameter numbers, if it has those."""
     if "param_groups" not in state:
         return state
-    saved_sizes, sizes = (
-        [len(group["params"]) for group in groups] for groups in (state["param_groups"], optimizer.param_groups)
-    )
-    if saved_sizes != sizes:
-        raise ValueError(f"its groups have {saved_sizes} parameters, but {sizes} in this run")
-    names = {
-        number: name_of(parameter)
-        for saved, present in zip(state["param_groups"], optimizer.param_groups, strict=True)
-        for number, parameter in zip(saved["params"], present["params"], strict=True)
-    }
-    return _renamed(state, names, [[names[number] for number in group["params"]] for group in state["param_groups"]])
+    saved = [group["params"] for group in state["param_groups"]]
+    present = [group["params"] for group in optimizer.param_groups]
+    if [*map(len, saved)] != [*map(len, present)]:
+        raise ValueError(f"its groups have {[*map(len, saved)]} parameters, but {[*map(len, present)]} in this run")
+    names = dict(zip(chain(*saved), map(name_of, chain(*present)), strict=True))
+    return _renamed(state, names, [[names[number] for number in group] for group in saved])
 
 
 def _renamed(state: Mapping[str, Any], names: Mapping[Any, Any], params: Iterable[list[Any]]) -> dict[str, Any]:
     groups = [{**group, "params": keys} for group, keys in zip(state["param_groups"], params, strict=True)]
-    return {
-        **state,
-        "state": {names.get(key, key): entry for key, entry in state["state"].items()},
-        "param_groups": groups,
-    }
+    entries = {names.get(key, key): entry for key, entry in state["state"].items()}
+    return {**state, "state": entries, "param_groups": groups}
 
 
 def plan_optimizer(
@@ -299,17 +313,15 @@ def plan_optimizer(
     by_shape = {tuple(parameter.shape): parameter for parameter in parameters.values()}
     current = dict(leaves(_by_name(optimizer.state_dict(), optimizer, name_of)))
 
+    def filled(path: str, shape: tuple[int, ...]) -> torch.Tensor:
+        owner = owners.get(path)
+        # Also state that was not sharded because its parameter was not, under tensor parallelism.
+        sharded = path not in versions or (versions[path] == 1 and owner is not None and shape == owner.shape)
+        like = by_shape.get(shape, any_parameter) if owner is None else owner
+        return _filled(saved, keys[path], like, current.get(path), plain=not sharded)
+
     def load() -> None:
-        values = {
-            path: _filled(
-                saved,
-                keys[path],
-                owners.get(path, by_shape.get(tuple(place.shape), any_parameter)),
-                current.get(path),
-                plain=path in versions and not _is_whole(place, versions[path], owners.get(path)),
-            )
-            for path, place in places.items()
-        }
+        values = {path: filled(path, tuple(place.shape)) for path, place in places.items()}
         state = join_tensors(tree, values)
         if saved_groups is not None:
             numbers = {name: number for number, name in enumerate(parameters)}
@@ -317,11 +329,6 @@ def plan_optimizer(
         optimizer.load_state_dict(state)
 
     return load
-
-
-def _is_whole(saved: torch.Tensor, versions: int, parameter: Any) -> bool:
-    """Return True for state that was not sharded because ``parameter`` was not, under tensor parallelism."""
-    return versions == 1 and parameter is not None and saved.shape == parameter.shape
 
 
 def _check_groups(saved: Sequence[Mapping[str, Any]], named: Sequence[Mapping[str, Any]], folder: str) -> None:
@@ -335,15 +342,13 @@ def _check_groups(saved: Sequence[Mapping[str, Any]], named: Sequence[Mapping[st
 
 def _upgraded(outline: Mapping[str, Any], saved: Chunks, prefix: str) -> tuple[dict[str, Any], Chunks, str]:
     """Return the outline and chunks of an older accel in today's form: it kept scalars in the outline."""
-    chunked = {name: outline["chunked"].get(name, ()) for name in outline["state"]}
-    state = {
-        name: {**entry, **{key: torch.empty((), device="meta") for key in chunked[name]}}
-        for name, entry in outline["state"].items()
-    }
-    items = {f"['state'][{name!r}][{key!r}]": f"{prefix}{name}:{key}" for name in chunked for key in chunked[name]}
-    tree = {"state": state, "param_groups": outline["param_groups"]}
+    state, items = {}, {}
+    for name, entry in outline["state"].items():
+        keys = outline["chunked"].get(name, ())
+        state[name] = {**entry, **{key: torch.empty((), device="meta") for key in keys}}
+        items.update({f"['state'][{name!r}][{key!r}]": f"{prefix}{name}:{key}" for key in keys})
     chunks = saved.renamed({path: name for path, name in items.items() if name in saved})
-    return {"tree": tree, "versions": {}}, chunks, ""
+    return {"tree": {"state": state, "param_groups": outline["param_groups"]}, "versions": {}}, chunks, ""
 
 
 def _filled(saved: Chunks, name: str, parameter: Any, current: Any, *, plain: bool) -> torch.Tensor:
@@ -377,8 +382,8 @@ def plan_full_optimizer(optimizer: Any, state: Mapping[str, Any], folder: Path) 
 def plan_module(
     module: nn.Module,
     saved: Chunks,
+    extra: Mapping[str, Any],
     prefix: str = "",
-    extra: Mapping[str, Any] | None = None,
     *,
     by_module: bool = False,
     **options: Any,
@@ -389,31 +394,29 @@ def plan_module(
     gets ``options``. Raises `CheckpointError` for a shape that differs and, if ``strict``, for names that only one side
     has. Of parts that then load by code of their own, nothing is compared.
     """
-    extra, strict = extra or {}, options.get("strict", True)
     expected = module.state_dict()
     keys = _saved_names(module, expected, saved, prefix)
-    loads = [] if by_module else [saved.plan(key, expected[name]) for name, key in keys.items()]
-    own = [
+    own = tuple(
         f"{name}." if name else "" for name, part in module.named_modules() if by_module and _loads_by_own_code(part)
-    ]
+    )
+    loads = [saved.plan(key, expected[name]) for name, key in keys.items() if not name.startswith(own)]
+    names = {name: prefix + name for name in saved.under(prefix)} | keys
+    for name in [*expected, *names, *extra] if options.get("strict", True) else ():
+        is_saved = name in names or name in extra
+        if is_saved is not (name in expected) and not name.startswith(own):
+            problem = f"this run has no {name}" if is_saved else f"it lacks {name}"
+            raise CheckpointError(f"{saved.folder}: {problem}")
+    if by_module:
+        state = {name: saved.first(key) for name, key in names.items()}
+        return partial(load_module, module, {**state, **extra}, **options)
 
-    def compared(names: Iterable[str]) -> list[str]:
-        return [name for name in names if not name.startswith(tuple(own))]
+    def load() -> None:
+        for load_part in loads:
+            load_part()
+        if extra:
+            module.load_state_dict(extra, strict=False)
 
-    required = expected if by_module else [name for name, value in expected.items() if isinstance(value, torch.Tensor)]
-    missing = [name for name in compared(required) if name not in keys and name not in extra]
-    present = [*saved.under(prefix), *(extra if by_module else ())]
-    unexpected = [name for name in compared(present) if name not in expected]
-    if strict and (missing or unexpected):
-        problem = f"it lacks {missing[0]}" if missing else f"this run has no {unexpected[0]}"
-        raise CheckpointError(f"{saved.folder}: {problem}")
-    if not by_module:
-        return partial(_load_parts, loads, module, dict(extra))
-    names = {name: prefix + name for name in saved.under(prefix)}
-    state = {**{name: saved.first(key) for name, key in {**names, **keys}.items()}, **extra}
-    for name in compared(name for name in expected if name in state):
-        _check_shape(saved.folder, name, getattr(state[name], "shape", ()), getattr(expected[name], "shape", ()))
-    return partial(load_module, module, state, **options)
+    return load
 
 
 def _saved_names(module: nn.Module, expected: Mapping[str, Any], saved: Chunks, prefix: str) -> dict[str, str]:
@@ -429,19 +432,10 @@ def _saved_names(module: nn.Module, expected: Mapping[str, Any], saved: Chunks, 
     saved_names: dict[str, str] = {}
     for names in tied.values():
         for name in names:
-            own = own_name(prefix + name, PartialState().num_processes)
-            candidates = (own, prefix + name, *(prefix + other for other in names))
-            key = next((candidate for candidate in candidates if candidate in saved), None)
-            if key is not None:
-                saved_names[name] = key
+            keys = [key for other in (name, *names) if (key := saved.own(prefix + other)) is not None]
+            if keys:
+                saved_names[name] = keys[0]
     return saved_names
-
-
-def _load_parts(loads: Sequence[Callable[[], None]], module: nn.Module, extra: dict[str, Any]) -> None:
-    for load in loads:
-        load()
-    if extra:
-        module.load_state_dict(extra, strict=False)
 
 
 def _loads_by_own_code(part: nn.Module) -> bool:

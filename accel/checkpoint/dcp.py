@@ -14,6 +14,11 @@ from pathlib import Path, PurePath
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from accel.checkpoint.all_ranks import run_on_all_ranks
 from accel.checkpoint.chunks import Chunks
@@ -36,28 +41,22 @@ class DcpFolder:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        metadata = _read_metadata(folder)
-        try:
-            self._index(metadata)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{folder} cannot be read: its {METADATA} is damaged") from error
-
-    def _index(self, metadata: Any) -> None:
-        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
-
-        self.tensors = Chunks(str(self.folder))
+        self.tensors = Chunks(str(folder))
         self.paths: dict[str, tuple[Any, ...]] = {}
         self._object_items: dict[str, Any] = {}
-        paths = metadata.planner_data or {}
-        for name, item_metadata in metadata.state_dict_metadata.items():
-            self.paths[name] = paths.get(name, (name,))
-            if not isinstance(item_metadata, TensorStorageMetadata):
-                self._object_items[name] = metadata.storage_data[MetadataIndex(name)]
-                continue
-            for chunk in item_metadata.chunks:
-                entry = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
-                stored = _Chunk(self.folder, entry, item_metadata.properties.dtype, tuple(chunk.sizes))
-                self.tensors.add(name, tuple(item_metadata.size), tuple(chunk.offsets), stored)
+        metadata = _read_metadata(folder)
+        try:
+            for name, item_metadata in metadata.state_dict_metadata.items():
+                self.paths[name] = (metadata.planner_data or {}).get(name, (name,))
+                if not isinstance(item_metadata, TensorStorageMetadata):
+                    self._object_items[name] = metadata.storage_data[MetadataIndex(name)]
+                    continue
+                for chunk in item_metadata.chunks:
+                    entry = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+                    stored = _Chunk(folder, entry, item_metadata.properties.dtype, tuple(chunk.sizes))
+                    self.tensors.add(name, tuple(item_metadata.size), tuple(chunk.offsets), stored)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{folder} cannot be read: its {METADATA} is damaged") from error
 
     def read_object(self, name: str) -> Any:
         """Read the item ``name``, which is no tensor, or return None without one."""
@@ -78,30 +77,13 @@ class DcpFolder:
             if as_outline
             else saved.gathered("")
         )
-        tree: dict[Any, Any] = {}
-        for name in names:
-            branch = tree
-            for step in self.paths[name][1:-1]:
-                branch = branch.setdefault(step, {})
-            value = tensors[name] if name in tensors else _read_item(self.folder, self._object_items[name])
-            branch[self.paths[name][-1]] = value
-        nested_state: dict[str, Any] = _with_lists(tree)
-        return nested_state
-
-
-def item_names(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the values in ``state`` by the names that DCP gives them."""
-    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-
-    return flatten_state_dict(state)[0]
+        items = {name: tensors[name] if name in tensors else self.read_object(name) for name in names}
+        nested_items: dict[str, Any] = unflatten_state_dict(items, self.paths).get(key, {})
+        return nested_items
 
 
 def write_dcp(folder: Path, state: dict[str, Any]) -> None:
     """Write this process's part of ``state`` to ``folder``; all processes must call it. Raises `CheckpointError`."""
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-    from torch.distributed.checkpoint.state_dict_saver import save
-
     run_on_all_ranks(f"saving {folder}", lambda: _clear(folder))
     try:
         with warnings.catch_warnings():
@@ -117,14 +99,6 @@ def _clear(folder: Path) -> None:
     if PartialState().is_local_main_process:
         for path in (folder / METADATA, *folder.glob("*.distcp")):
             path.unlink(missing_ok=True)
-
-
-def _with_lists(tree: Any) -> Any:
-    """Return ``tree`` with every dict whose keys are all integers replaced by a list."""
-    if not isinstance(tree, dict):
-        return tree
-    items = {step: _with_lists(value) for step, value in tree.items()}
-    return [items[step] for step in sorted(items)] if items and all(type(step) is int for step in items) else items
 
 
 @dataclass(frozen=True, eq=False)

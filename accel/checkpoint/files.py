@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -9,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.serialization import config
@@ -75,6 +77,12 @@ def fits_safetensors(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and (
         is_sharded(value) or (value.layout is torch.strided and value.dtype in TYPES)
     )
+
+
+def split_dense(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split a state dict into the tensors that safetensors can hold and the rest, such as sparse buffers."""
+    tensors = {name: value for name, value in state.items() if fits_safetensors(value)}
+    return tensors, {name: value for name, value in state.items() if name not in tensors}
 
 
 def refuse_unsavable(
@@ -170,10 +178,6 @@ def replacing(path: Path) -> Iterator[Path]:
 
 def numpy_types() -> list[Any]:
     """Return the types in a pickled NumPy array: numbers and dtypes, nothing that runs code."""
-    import codecs
-
-    import numpy
-
     core = numpy.__dict__.get("_core") or numpy.core
     kinds = [numpy.ndarray, numpy.dtype, core.multiarray._reconstruct, core.multiarray.scalar, codecs.encode]
     return kinds + [type(numpy.dtype(kind)) for kind in ("uint32", "int64", "float64")]

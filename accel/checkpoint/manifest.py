@@ -32,9 +32,9 @@ from accel.errors import CheckpointError
 SCHEMA = 3
 _READERS = 4
 
-# whole: in files of its own; sharded: in the chunks of all ranks; hook: saved by the script's hook; none: no tensors;
-# engine: in a folder by DeepSpeed or megatron-core.
-Layout: TypeAlias = Literal["whole", "sharded", "hook", "none", "engine"]
+# whole: in files of its own; sharded: in the chunks of all ranks; hook: saved by the script's hook; engine: in a folder
+# by DeepSpeed or megatron-core.
+Layout: TypeAlias = Literal["whole", "sharded", "hook", "engine"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,17 +122,19 @@ def unverified(folder: Path) -> Manifest:
 def _layouts_by_name(files: Collection[str]) -> dict[str, Any]:
     """Return the layouts of models and optimizers by the names of files, for checkpoints that do not state them."""
 
-    def are_there(index: int, *names: str) -> bool:
-        return not {numbered_name(name, index) for name in names}.isdisjoint(files)
+    def numbers(*names: str) -> range:
+        number = 0
+        while not {numbered_name(name, number) for name in names}.isdisjoint(files):
+            number += 1
+        return range(number)
 
-    models: list[Layout] = []
-    in_shards = (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME)
-    while are_there(len(models), SAFE_WEIGHTS_NAME, WEIGHTS_NAME, *(() if models else in_shards)):
-        models.append("whole")
-    optimizers: list[Layout] = []
-    while are_there(len(optimizers), OUTLINE, OPTIMIZER):
-        optimizers.append("sharded" if are_there(len(optimizers), OUTLINE) else "whole")
-    return {"models": models, "optimizers": optimizers}
+    models = numbers(SAFE_WEIGHTS_NAME, WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME)
+    return {
+        "models": ["whole" for _ in models],
+        "optimizers": [
+            "sharded" if numbered_name(OUTLINE, number) in files else "whole" for number in numbers(OUTLINE, OPTIMIZER)
+        ],
+    }
 
 
 def find_damage(folder: Path) -> str | None:
@@ -148,18 +150,23 @@ def inspect(folder: Path) -> tuple[Manifest | None, str | None]:
         return None, str(error)
     if manifest is None:
         return None, f"{folder} has no {MANIFEST}"
-    problems = (_measure(folder / name, digest) for name, digest in manifest.files.items())
+    problems = (_difference(folder / name, digest) for name, digest in manifest.files.items())
     return manifest, next(filter(None, problems), None)
 
 
-def _measure(path: Path, digest: Digest) -> str | None:
+def _difference(path: Path, digest: Digest, block: int | None = None) -> str | None:
+    """Return in one line how the length of a file, or a ``block`` of it, differs from what was written, or None."""
     try:
         length = path.stat().st_size
+        if length != digest.length:
+            return f"{path} has {length} bytes, but {digest.length} were written"
+        if block is None or block_checksum(path, block) == digest.crc32[8 * block : 8 * block + 8]:
+            return None
+        return f"{path} has changed since it was written (its checksum differs)"
     except FileNotFoundError:
         return f"{path} is missing"
     except OSError as error:
         return f"{path} cannot be read: {error.strerror}"
-    return None if length == digest.length else f"{path} has {length} bytes, but {digest.length} were written"
 
 
 def find_changed_file(folder: Path, part: int = 0, parts: int = 1) -> str | None:
@@ -170,21 +177,13 @@ def find_changed_file(folder: Path, part: int = 0, parts: int = 1) -> str | None
     """
     manifest = read_manifest(folder)
     blocks = [
-        (folder / name, number, digest.crc32[8 * number : 8 * number + 8])
+        (folder / name, digest, number)
         for name, digest in (manifest.files.items() if manifest else ())
         for number in range(-(-digest.length // BLOCK))
         if (number if (rank := rank_of_chunks(name)) is None else rank) % parts == part
     ]
     with ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1)) as pool:
-        futures = [pool.submit(_compare, *block) for block in blocks]
+        futures = [pool.submit(_difference, *block) for block in blocks]
         problem = next(filter(None, (future.result() for future in futures)), None)
         pool.shutdown(cancel_futures=True)  # one problem is enough: the other blocks are not read
     return problem
-
-
-def _compare(path: Path, number: int, expected: str) -> str | None:
-    try:
-        checksum = block_checksum(path, number)
-    except OSError as error:
-        return f"{path} cannot be read: {error.strerror}"
-    return None if checksum == expected else f"{path} has changed since it was written (its checksum differs)"

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from accel.checkpoint import directory
-from accel.checkpoint.all_ranks import Result, call_roll, new_gloo_group, run_on_all_ranks
+from accel.checkpoint.all_ranks import Result, call_roll, run_on_all_ranks
 from accel.checkpoint.background import Background, Staging
-from accel.checkpoint.contents import CheckpointContents, Piece
+from accel.checkpoint.contents import CheckpointContents, Loading, Piece
 from accel.checkpoint.durable import digest_of, fsync, reporting_full_disk
 from accel.checkpoint.file_names import CHECKPOINT_PREFIX, LOCK, MANIFEST, random_states_name
-from accel.checkpoint.loading import Loading
 from accel.checkpoint.manifest import Manifest, find_changed_file, inspect, unverified, write_manifest
 from accel.checkpoint.weights import is_writer
 from accel.errors import CheckpointError
@@ -24,6 +23,7 @@ from accel.logging import get_logger
 from accel.plugins import ProjectConfiguration
 from accel.state import PartialState
 from accel.world import environment
+from accel.world.process_group import new_group
 
 logger = get_logger(__name__)
 
@@ -192,32 +192,31 @@ class Checkpoints:
         drafts_by_rank = self._saving(final, lambda: self._start(final))
         peers = self._peers(drafts_by_rank)
         draft = Path(str(drafts_by_rank[peers[0]]))
-        staged: list[Piece] = []
+        pieces: list[Piece] = []
         with self._discarding(draft, final):
             self._saving(final, lambda: _check_shared(draft))
             self._saving(final, lambda: run_hooks(draft))
             in_draft = self._saving(final, lambda: (save_engines(draft), _files(draft)))
-            names = {name for rank in peers for name in in_draft[rank][1]}
-            manifest = replace(in_draft[peers[0]][0], save=str(drafts_by_rank[0])[-8:])
             if background:
-                self._group = self._group or new_gloo_group()
-                self._staging = self._staging or Staging(self.state.device)
-                self._saving(final, lambda: staged.extend(self._copied(collect())))
+                self._group = self._group or new_group(backend="gloo")
+            self._saving(final, lambda: pieces.extend(self._copied(collect()) if background else collect()))
+        names = {name for rank in peers for name in in_draft[rank][1]}
+        manifest = replace(in_draft[peers[0]][0], save=str(drafts_by_rank[0])[-8:])
+        group = self._group if background else None
 
-        def finish(pieces: Callable[[], Sequence[Piece]], group: Any) -> None:
+        def finish() -> None:
             """Write the files, agree that all are written, and publish."""
             with self._discarding(draft, final):
-                written = self._saving(final, lambda: {p.name: p.write(draft) for p in pieces()}, group)
+                written = self._saving(final, lambda: {piece.name: piece.write(draft) for piece in pieces}, group)
                 files = {name: digest for rank in peers for name, digest in written[rank].items()}
-                self._saving(
-                    final, lambda: self._publish(draft, final, replace(manifest, files=files), names, prune), group
-                )
+                complete = replace(manifest, files=files)
+                self._saving(final, lambda: self._publish(draft, final, complete, names, prune), group)
                 self._last = final
 
         if background:
-            self._background.start(lambda: finish(lambda: staged, self._group))
+            self._background.start(finish)
         else:
-            finish(collect, None)
+            finish()
 
     def _peers(self, results: Sequence[Any]) -> range:
         """Return the ranks that share this process's copy, its writer first. Only a writer's result is not None."""
@@ -238,7 +237,7 @@ class Checkpoints:
         return str(draft)
 
     def _copied(self, pieces: Sequence[Piece]) -> list[Piece]:
-        assert self._staging is not None
+        self._staging = self._staging or Staging(self.state.device)
         values = self._staging.copy([piece.value for piece in pieces])
         return [replace(piece, value=value) for piece, value in zip(pieces, values, strict=True)]
 

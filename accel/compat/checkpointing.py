@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from accel.checkpoint import load, save
-from accel.checkpoint.contents import CheckpointContents, Piece
+from accel.checkpoint.contents import CheckpointContents, Loading, Piece
 from accel.checkpoint.file_names import MANIFEST, SCALER_NAME, custom_name
 from accel.checkpoint.files import fits_safetensors
-from accel.checkpoint.loading import Loading
 from accel.checkpoint.manifest import find_damage
 from accel.errors import CheckpointError, one_of
 from accel.parallel import choose_strategy

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.nn.modules.module import _IncompatibleKeys
 
 from accel.checkpoint import save
@@ -17,20 +17,22 @@ from accel.checkpoint.all_ranks import run_on_all_ranks
 from accel.checkpoint.chunks import (
     Chunks,
     NameOf,
+    names_of,
     outline_full_state,
     plan_full_optimizer,
     plan_module,
     plan_optimizer,
     split_optimizer,
 )
-from accel.checkpoint.dcp import DcpFolder, item_names, write_dcp
+from accel.checkpoint.dcp import DcpFolder, write_dcp
 from accel.checkpoint.file_names import OPTIMIZER_NAME, numbered_name
+from accel.checkpoint.weights import read_state_dict
 from accel.compat.constants import FSDP_MODEL_NAME
 from accel.compat.helpers import is_peft_model
 from accel.errors import ArgumentError, CheckpointError
 from accel.parallel.shares import full_state, refuse_versions
 from accel.pytree import join_tensors
-from accel.tensor_files import read_all, read_object
+from accel.tensor_files import read_object
 
 _OUTLINE = "accel_outline"
 
@@ -81,7 +83,7 @@ def load_fsdp_model(
     def fill() -> None:
         saved, extra = _read_weights(path, full)
         if adapter is None:
-            plan_module(unwrapped, saved, extra=extra)()
+            plan_module(unwrapped, saved, extra)()
         for name, value in (adapter or {}).items():
             if name not in saved:
                 raise CheckpointError(f"{saved.folder} lacks {name}")
@@ -117,7 +119,7 @@ def save_fsdp_optimizer(
         _write_file(path, join_tensors(outline["tree"], tensors) if accelerator.is_main_process else {})
     else:
         state = {"optimizer": _without_tuples(join_tensors(outline["tree"], tensors))}
-        items = {id(tensor): item for item, tensor in item_names(state).items()}
+        items = {id(tensor): item for item, tensor in flatten_state_dict(state)[0].items()}
         outline["items"] = {key_path: items[id(tensor)] for key_path, tensor in tensors.items()}
         write_dcp(path, {**state, _OUTLINE: (outline,)})  # DCP writes a tuple as it is
 
@@ -188,17 +190,10 @@ def _weights(accelerator: Any, model: Any, adapter_only: bool, full: bool) -> di
 
 def _name_of(accelerator: Any, model: Any) -> NameOf:
     accelerator.strategy.finish_pending()
-    by_id: dict[int, str] = {id(value): name for name, value in accelerator.strategy.unwrap(model).named_parameters()}
-
-    def name_of(parameter: torch.Tensor) -> str:
-        if id(parameter) not in by_id:
-            raise CheckpointError(
-                f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not in the model: "
-                "prepare both, and pass the model that the optimizer was created for"
-            )
-        return by_id[id(parameter)]
-
-    return name_of
+    return names_of(
+        accelerator.strategy.unwrap(model).named_parameters(),
+        "is not in the model: prepare both, and pass the model that the optimizer was created for",
+    )
 
 
 def _write_file(path: Path, state: Any) -> None:
@@ -212,10 +207,7 @@ def _write_file(path: Path, state: Any) -> None:
 def _read_weights(path: Path, full: bool) -> tuple[Chunks, dict[str, Any]]:
     """Return the saved tensors of a model, and the rest of its state dict."""
     if full:
-        state = read_object(path, stored=True)
-        tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-        extra = {name: read_all(value) for name, value in state.items() if name not in tensors}
-        return Chunks.single_chunk(tensors, str(path)), extra
+        return Chunks.of_state(read_state_dict(path), str(path))
     folder = _open_folder(path, "model")
     key_paths = {item: folder.paths[item] for item in folder.tensors.shapes}
     items = {key_path[1]: item for item, key_path in key_paths.items() if key_path[0] == "model" and len(key_path) == 2}

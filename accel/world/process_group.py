@@ -172,7 +172,12 @@ def _init(world: World, backend: str, init_method: str | None) -> None:
 
 
 def new_group(ranks: list[int] | None = None, backend: str | None = None) -> Any:
-    """Create a process group with the timeout of `form`. All of ``ranks``, by default of the world, must call it."""
+    """Create a process group with the timeout of `form`; return None in a world without process groups.
+
+    All of ``ranks``, by default of the world, must call it.
+    """
+    if not dist.is_initialized():
+        return None
     return dist.new_group(ranks, _timeout, backend, use_local_synchronization=ranks is not None)
 
 
