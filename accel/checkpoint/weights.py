@@ -15,10 +15,8 @@ import torch
 
 from accel.checkpoint.durable import fsync, reporting_full_disk
 from accel.checkpoint.file_names import (
-    SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
     SAFE_WEIGHTS_PATTERN_NAME,
-    WEIGHTS_INDEX_NAME,
     WEIGHTS_NAME,
     WEIGHTS_PATTERN_NAME,
     numbered_name,
@@ -129,7 +127,8 @@ def save_weights(
 
 def _write_parts(parts: Sequence[dict[str, Any]], folder: Path, safe: bool, gathered: Iterator[torch.Tensor]) -> None:
     pattern = SAFE_WEIGHTS_PATTERN_NAME if safe else WEIGHTS_PATTERN_NAME
-    index_name = SAFE_WEIGHTS_INDEX_NAME if safe else WEIGHTS_INDEX_NAME
+    single = pattern.format(suffix="")
+    index_name = f"{single}.index.json"
     names = [shard_name(pattern, number, len(parts)) for number in range(1, len(parts) + 1)]
     folder.mkdir(parents=True, exist_ok=True)
     _delete(folder, rf"\.{_files(pattern)}\.draft")  # a killed writer's
@@ -148,7 +147,7 @@ def _write_parts(parts: Sequence[dict[str, Any]], folder: Path, safe: bool, gath
                 write_tensors(draft, part, fetch=lambda _: next(gathered))
             else:
                 write_object(draft, part)
-        for name in (index_name, *([pattern.format(suffix="")] if len(parts) > 1 else [])):
+        for name in (index_name, *([single] if len(parts) > 1 else [])):
             (folder / name).unlink(missing_ok=True)
         fsync(folder)
     _delete(folder, _files(pattern), keep={*names, *([index_name] if len(parts) > 1 else [])})
@@ -174,8 +173,9 @@ def read_weights(folder: Path, index: int = 0, files: Collection[str] | None = N
     in one file or in shards. Raises `CheckpointError` if there are none, and for an index that names other files.
     """
     names = {entry.name for entry in folder.iterdir()} if files is None else files
-    for name, index_name in ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
-        path, index_path = folder / numbered_name(name, index), folder / numbered_name(index_name, index)
+    for name in (SAFE_WEIGHTS_NAME, WEIGHTS_NAME):
+        path = folder / numbered_name(name, index)
+        index_path = path.with_name(f"{path.name}.index.json")
         if path.name in names:
             return read_state_dict(path)
         if index_path.name in names:
