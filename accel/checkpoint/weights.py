@@ -112,7 +112,7 @@ def save_weights(
     gathered: Iterator[torch.Tensor] = iter(())
     if safe:
         refuse_unsavable(state, "save_model", ": use safe_serialization=False", ArgumentError)
-        gathered = (full_tensor(value) for part in parts for value in file_order(untie(part)[0]).values())
+        gathered = map(full_tensor, [value for part in parts for value in file_order(untie(part)[0]).values()])
     try:
         if folder.is_file():
             raise ArgumentError(f"save_model: {folder} must be a directory, but is a file")
