@@ -399,6 +399,7 @@ def plan_module(
     own = tuple(
         f"{name}." if name else "" for name, part in module.named_modules() if by_module and _loads_by_own_code(part)
     )
+    loads = [] if by_module else [saved.plan(key, expected[name]) for name, key in keys.items()]
     names = {name: prefix + name for name in saved.under(prefix)} | keys
     for name in [*expected, *names, *extra] if options.get("strict", True) else ():
         is_saved = name in names or name in extra
@@ -411,7 +412,6 @@ def plan_module(
                 _check_shape(saved.folder, name, saved.shapes[key], expected[name].shape)
         state = {name: saved.first(key) for name, key in names.items()}
         return partial(load_module, module, {**state, **extra}, **options)
-    loads = [saved.plan(key, expected[name]) for name, key in keys.items()]
 
     def load() -> None:
         for load_part in loads:
