@@ -1,24 +1,32 @@
-"""The application: endpoints, errors and limits over one server's context."""
+"""The application: its parts' endpoints, those for health and version, errors and limits."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 from urllib.parse import urlsplit
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from fastapi.openapi.utils import get_openapi
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel
+from sqlalchemy import select
+from starlette.responses import PlainTextResponse, Response
 
 import accel
 
-from . import problems
-from .api import code, info, jobs, logs, people, targets
-from .auth import record_refusal
-from .context import ServeContext
+from . import code, jobs, logs, people, problems, submits, targets
+from .auth import Viewer, record_refusal
+from .context import Context, ServeContext
 from .limits import Limits
-from .problems import Ascii, add_handlers
+from .problems import Ascii, add_handlers, problem_response
 
 PREFIX = "/api/v1"
+API_LEVEL = 1
 _LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+
+health = APIRouter(include_in_schema=False)
+router = APIRouter(tags=["info"])
 
 
 def create_app(context: ServeContext) -> FastAPI:
@@ -33,10 +41,9 @@ def create_app(context: ServeContext) -> FastAPI:
         redirect_slashes=False,
     )
     app.state.context = context
-    app.include_router(info.health)
-    app.include_router(info.router, prefix=PREFIX, responses=problems.RESPONSES)
-    for part in (people, targets, code, jobs, logs):
-        app.include_router(part.router, prefix=PREFIX, responses=problems.RESPONSES)
+    app.include_router(health)
+    for part in (router, people.router, targets.router, code.router, jobs.router, submits.router, logs.router):
+        app.include_router(part, prefix=PREFIX, responses=problems.RESPONSES)
     add_handlers(app, record_refusal)
     hosts = [*_LOOPBACK, context.settings.host, (urlsplit(context.settings.address).hostname or "").lower()]
     app.add_middleware(Limits, hosts=hosts, max_body=int(context.settings.max_body), requests=context.metrics.requests)
@@ -51,3 +58,45 @@ def _describe(app: FastAPI) -> dict[str, Any]:
         document.setdefault("components", {}).setdefault("schemas", {})["Problem"] = problems.SCHEMA
         app.openapi_schema = document
     return app.openapi_schema
+
+
+class Info(BaseModel):
+    """A server's version and interface.
+
+    id:  random, of the server's home: another server at the same URL has another one.
+    api: the level of the API, which grows with each addition.
+    """
+
+    id: str
+    version: str
+    api: int
+    login: list[str]
+
+
+@router.get("/info")
+async def info(context: Context) -> Info:
+    """Return the server's version and the ways to log in."""
+    return Info(id=context.id, version=accel.__version__, api=API_LEVEL, login=["token"])
+
+
+@health.get("/healthz")
+async def is_alive() -> Response:
+    """Answer as long as the process serves requests."""
+    return PlainTextResponse("ok\n")
+
+
+@health.get("/readyz")
+def is_ready(context: Context) -> Response:
+    """Answer if the database answers and the home can be written, else with status 503 and the reason."""
+    if context.ending.is_set():
+        return problem_response(503, "the server is shutting down")
+    context.database.rows(select(1))
+    if not os.access(context.settings.home, os.W_OK):
+        return problem_response(503, f"{context.settings.home} cannot be written")
+    return PlainTextResponse("ok\n")
+
+
+@health.get("/metrics")
+def metrics(caller: Viewer, context: Context) -> Response:
+    """Answer with the metrics, in Prometheus' text format."""
+    return Response(context.metrics.text(), media_type=CONTENT_TYPE_LATEST)

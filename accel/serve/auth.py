@@ -17,7 +17,7 @@ from fastapi import Depends, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from sqlalchemy import Connection, RowMapping, delete, insert, select, update
 
-from .context import ServeContext, context_of
+from .context import Context, ServeContext, context_of
 from .problems import Problem
 from .tables import audit, token, user
 
@@ -57,7 +57,7 @@ SERVER = Caller(name="accel serve", role="owner", token_id="", address="", reque
 
 def caller_of(
     request: Request,
-    context: Annotated[ServeContext, Depends(context_of)],
+    context: Context,
     credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)],
 ) -> Caller:
     """Return who makes the request. Raises Problem with status 401, or 429 after many wrong tokens from the address.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import Annotated, cast
 
-from fastapi import Request
+from fastapi import Depends, Request
 
 from schedulers.store.store import Store
 
@@ -60,3 +60,6 @@ class ServeContext:
 def context_of(request: Request) -> ServeContext:
     """Return the context of the application that serves the request."""
     return cast(ServeContext, request.app.state.context)
+
+
+Context = Annotated[ServeContext, Depends(context_of)]

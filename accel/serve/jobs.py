@@ -1,35 +1,46 @@
-"""Rows of jobs: the request, its submitter, and a copy of the job's record."""
+"""Jobs: their rows and endpoints. A row has who asked for what; what became of it is a copy of the job's record."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel
-from sqlalchemy import RowMapping, delete, select, update
+from fastapi import APIRouter, Depends, Query
+from fastapi import Path as InPath
+from pydantic import BaseModel, Field
+from sqlalchemy import RowMapping, Select, delete, select, update
+from starlette.concurrency import run_in_threadpool
 
 from schedulers.convert import parse_json
 from schedulers.errors import StoreError, StoreNotWritable
 from schedulers.job import JobSpec, Reason, State, Status
-from schedulers.jobs.handle import Job
+from schedulers.jobs import handle
 from schedulers.jobs.prune import prune
 from schedulers.printable import one_line
 from schedulers.store import atomic_files
 from schedulers.store.record import Record
 
 from . import auth
-from .auth import Caller
-from .context import ServeContext
-from .problems import Problem
+from .auth import Caller, Submitter, Viewer
+from .context import Context, ServeContext
+from .problems import Ascii, Problem, Strict
 from .tables import job
 
+router = APIRouter(tags=["jobs"])
+
 Row = RowMapping
+JobId = Annotated[str, InPath(max_length=64)]
 
 FINAL = tuple(state.value for state in State if state.final)
 
+_MAX_IDS, _MAX_WAIT_S = 500, 30.0
 _ORPHANED_S = 600.0  # of secrets without a job: a request may just be checked
+
+
+_State = Literal["submitting", "queued", "running", "succeeded", "failed", "cancelled"]
 
 
 class JobStatus(BaseModel):
@@ -64,6 +75,27 @@ class JobView(BaseModel):
     status: JobStatus
 
 
+class JobList(BaseModel):
+    """A page of jobs, the newest first. `more`: there are older ones."""
+
+    jobs: list[JobView]
+    more: bool
+
+
+class JobQuery(Strict):
+    """A choice of jobs. `ids`: at most 500, with commas; `before`: only older jobs than the one of this id."""
+
+    ids: str | None = Field(None, max_length=8000)
+    state: list[_State] = Field(default_factory=list)
+    target: str | None = None
+    owner: str | None = None
+    name: str | None = None
+    since: float | None = Field(None, allow_inf_nan=False, description="only jobs that were submitted later")
+    until: float | None = Field(None, allow_inf_nan=False, description="only jobs that were submitted before")
+    before: str | None = Field(None, max_length=64)
+    limit: int = Field(100, ge=1, le=1000)
+
+
 def view(row: Row) -> JobView:
     """Return what the API shows of a job; `status` is in the form of `Status.to_json`."""
     return JobView(**{**row, "cancel_asked": row["cancel_asked"] is not None, "status": JobStatus(**row)})
@@ -82,10 +114,85 @@ def find(context: ServeContext, job_id: str) -> Row | None:
     return next(iter(context.database.rows(select(job).where(job.c.id == job_id))), None)
 
 
-def require_own(caller: Caller, row: Row) -> None:
-    """Raise Problem with status 403 unless the caller has submitted the job, or is an owner of the server."""
-    if not (caller.may("owner") or (caller.may("submitter") and row["owner"] == caller.name)):
+def _job(caller: Viewer, job_id: JobId, context: Context) -> Row:
+    return get(context, job_id)
+
+
+def _own_job(caller: Submitter, row: Job) -> Row:
+    if not (caller.may("owner") or row["owner"] == caller.name):
         raise auth.forbidden(caller, f"job belongs to {row['owner']}")
+    return row
+
+
+Job = Annotated[Row, Depends(_job)]
+OwnJob = Annotated[Row, Depends(_own_job)]  # of the caller, or any for an owner of the server
+
+
+@router.get("/jobs")
+def list_jobs(query: Annotated[JobQuery, Query()], caller: Viewer, context: Context) -> JobList:
+    """Return jobs, the newest first."""
+    limit = _MAX_IDS if query.ids is not None else query.limit
+    rows = context.database.rows(_chosen(query).order_by(job.c.id.desc()).limit(limit + 1))
+    return JobList(jobs=[view(row) for row in rows[:limit]], more=len(rows) > limit)
+
+
+@router.get("/jobs/{job_id}")
+async def show_job(
+    job_id: JobId,
+    caller: Viewer,
+    context: Context,
+    wait: Annotated[float, Query(ge=0, le=_MAX_WAIT_S, description="seconds to wait for a change")] = 0.0,
+) -> JobView:
+    """Return one job; with `wait`, when its state or message changes, at once if it is over."""
+    with context.changes.waiting(job_id) as changed:
+        row = await run_in_threadpool(get, context, job_id)
+        if not wait or row["state"] in FINAL or context.ending.is_set():
+            return view(row)
+        try:
+            await asyncio.wait_for(changed.wait(), wait)
+        except (TimeoutError, asyncio.TimeoutError):
+            return view(row)
+    return view(await run_in_threadpool(get, context, job_id))
+
+
+@router.post("/jobs/{job_id}/cancel", status_code=202)
+def cancel_job(caller: Submitter, row: OwnJob, context: Context) -> JobView:
+    """Request the end of a job; of one that is over, nothing happens."""
+    if row["state"] in FINAL:
+        return view(row)
+    with context.database.write() as connection:
+        if row["cancel_asked"] is None:
+            connection.execute(update(job).where(job.c.id == row["id"]).values(cancel_asked=time.time()))
+        auth.record(connection, caller, "cancel", f"job {row['id']}")
+    record = record_of(context, row["id"])
+    if record is None:
+        context.submits.set()  # the submitter ends it
+    else:
+        cancel_record(context, row, record)
+    return view(get(context, row["id"]))
+
+
+@router.delete("/jobs/{job_id}", status_code=204)
+def delete_job(caller: Submitter, row: OwnJob, context: Context) -> None:
+    """Delete a job that is over, with its logs."""
+    if row["state"] not in FINAL:
+        raise Problem(409, f"job {row['id']} is {row['state']}, not over: cancel it first")
+    remove(context, caller, row["id"])
+
+
+@router.get("/jobs/{job_id}/describe", response_model=dict[str, Any])
+def describe_job(caller: Viewer, row: Job, context: Context) -> Ascii:
+    """Return everything known about a job: its request, plan and events."""
+    spec, _ = request_of(row)
+    document: dict[str, Any] = {"job": view(row).model_dump(), "spec": spec.to_json() | {"code": ""}}
+    document |= {"plan": None, "events": [], "exit": None}
+    record = record_of(context, row["id"])
+    if record is not None:
+        stored = handle.Job(record).describe()
+        document |= {"events": stored["events"], "exit": stored["exit"]}
+        if caller.may("owner"):
+            document |= {"plan": str(record.plan()), "directory": record.path, "options": stored["options"]}
+    return Ascii(document)
 
 
 def record_of(context: ServeContext, job_id: str) -> Record | None:
@@ -127,39 +234,12 @@ def warn(context: ServeContext, row: Row, message: str) -> None:
     _write(context, row, {"warning": _text(message)})
 
 
-def cancel(context: ServeContext, caller: Caller, job_id: str) -> Row:
-    """Request the end of a job; return its row. Nothing happens to a job that is over. Raises Problem, Unreachable."""
-    row = get(context, job_id)
-    require_own(caller, row)
-    if row["state"] in FINAL:
-        return row
-    with context.database.write() as connection:
-        if row["cancel_asked"] is None:
-            connection.execute(update(job).where(job.c.id == job_id).values(cancel_asked=time.time()))
-        auth.record(connection, caller, "cancel", f"job {job_id}")
-    record = record_of(context, job_id)
-    if record is None:
-        context.submits.set()  # the submitter ends it
-    else:
-        cancel_record(context, row, record)
-    return get(context, job_id)
-
-
 def cancel_record(context: ServeContext, row: Row, record: Record) -> None:
     """Cancel a job that has a record. Raises Unreachable."""
     try:
-        Job(record).request_cancel(refresh=False)
+        handle.Job(record).request_cancel(refresh=False)
     finally:
         copy_record(context, row, record)
-
-
-def delete_job(context: ServeContext, caller: Caller, job_id: str) -> None:
-    """Delete a job that is over, with its logs and what its target stores of it. Raises Problem, StoreError."""
-    row = get(context, job_id)
-    require_own(caller, row)
-    if row["state"] not in FINAL:
-        raise Problem(409, f"job {job_id} is {row['state']}, not over: cancel it first")
-    remove(context, caller, job_id)
 
 
 def remove(context: ServeContext, caller: Caller, job_id: str) -> None:
@@ -198,19 +278,23 @@ def delete_orphaned_secrets(context: ServeContext) -> None:
             delete_secrets(context, path.name)
 
 
-def describe(context: ServeContext, caller: Caller, job_id: str) -> dict[str, Any]:
-    """Return everything known about a job; of the target's options and the directory only to owners."""
-    row = get(context, job_id)
-    spec, _ = request_of(row)
-    document: dict[str, Any] = {"job": view(row).model_dump(), "spec": spec.to_json() | {"code": ""}}
-    record = record_of(context, job_id)
-    if record is None:
-        return document | {"plan": None, "events": [], "exit": None}
-    stored = Job(record).describe()
-    document |= {"plan": None, "events": stored["events"], "exit": stored["exit"]}
-    if caller.may("owner"):
-        document |= {"plan": str(record.plan()), "directory": record.path, "options": stored["options"]}
-    return document
+def _chosen(query: JobQuery) -> Select[Any]:
+    chosen = select(job)
+    if query.ids is not None:
+        ids = [job_id for job_id in query.ids.split(",") if job_id]
+        if len(ids) > _MAX_IDS:
+            raise Problem(422, f"ids: {len(ids)} ids; at most {_MAX_IDS} are allowed", "query.ids")
+        chosen = chosen.where(job.c.id.in_(ids))
+    if query.state:
+        chosen = chosen.where(job.c.state.in_(query.state))
+    for name in ("target", "owner", "name"):
+        if (value := getattr(query, name)) is not None:
+            chosen = chosen.where(job.c[name] == value)
+    if query.since is not None:
+        chosen = chosen.where(job.c.created_at >= query.since)
+    if query.until is not None:
+        chosen = chosen.where(job.c.created_at < query.until)
+    return chosen if query.before is None else chosen.where(job.c.id < query.before)
 
 
 def _change(context: ServeContext, row: Row, status: Status, values: Mapping[str, Any]) -> bool:

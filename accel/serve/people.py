@@ -1,4 +1,4 @@
-"""Changes of users and tokens, and the owner's token that the server writes when it starts."""
+"""Endpoints for users, tokens and the audit log; the owner's token that the server writes when it starts."""
 
 from __future__ import annotations
 
@@ -6,22 +6,205 @@ import getpass
 import os
 import re
 import time
+from typing import Annotated, Any
 
+from fastapi import APIRouter, Path, Query
+from pydantic import BaseModel, Field
 from sqlalchemy import Connection, delete, func, insert, select, update
 
 from schedulers.errors import ConfigError
 from schedulers.store import atomic_files
 
-from .auth import SERVER, USER_NAME, Role, create_token, is_valid, record
-from .context import ServeContext
+from .auth import (
+    DEFAULT_DAYS,
+    MAX_DAYS,
+    SERVER,
+    USER_NAME,
+    Owner,
+    Role,
+    Viewer,
+    create_token,
+    forbidden,
+    is_valid,
+    record,
+)
+from .context import Context, ServeContext
 from .database import Database
-from .problems import Problem
+from .problems import Problem, Strict
 from .settings import Settings
-from .tables import token, user
-from .targets import check_sharing
+from .tables import audit, token, user
+from .targets import check_sharing, offered_targets
+
+router = APIRouter(tags=["people"])
 
 TOKEN_FILE = "owner-token"
 _RENEW_S = 7 * 86_400.0  # before its end the owner's token is replaced at a start
+
+UserName = Annotated[str, Path(pattern=f"^{USER_NAME}$")]
+
+
+class Me(BaseModel):
+    """The user of the token. `server`: the id of the server, as in `/info`."""
+
+    name: str
+    role: Role
+    token: str
+    server: str
+    targets: list[str]
+
+
+class User(BaseModel):
+    """A user."""
+
+    name: str
+    role: Role
+    created_at: float
+
+
+class RoleOf(Strict):
+    """The role that a user shall have."""
+
+    role: Role
+
+
+class NewToken(Strict):
+    """A token to create. `user`: default: the caller. `role`: of a user that is created with it."""
+
+    user: str | None = Field(None, pattern=f"^{USER_NAME}$")
+    role: Role = "submitter"
+    days: float = Field(DEFAULT_DAYS, gt=0, le=MAX_DAYS)
+
+
+class Token(BaseModel):
+    """A token, without its secret."""
+
+    id: str
+    user: str
+    created_at: float
+    expires_at: float
+    used_at: float | None
+
+
+class Created(BaseModel):
+    """A new token, which is shown only here."""
+
+    id: str
+    user: str
+    token: str
+
+
+class AuditRow(BaseModel):
+    """A change or refusal, with its time, its user and the user's address."""
+
+    id: int
+    at: float
+    user: str
+    token: str
+    address: str
+    action: str
+    object: str
+    outcome: str
+    request_id: str
+
+
+class AuditQuery(Strict):
+    """A choice of rows. `before`: only rows with a smaller id."""
+
+    before: int | None = Field(None, ge=0, le=2**53)
+    limit: int = Field(100, ge=1, le=1000)
+
+
+@router.get("/me")
+def me(caller: Viewer, context: Context) -> Me:
+    """Return the user of the token, and the targets."""
+    targets = sorted(offered_targets(context.settings))
+    return Me(name=caller.name, role=caller.role, token=caller.token_id, server=context.id, targets=targets)
+
+
+@router.get("/users")
+def list_users(caller: Owner, context: Context) -> list[User]:
+    """Return all users."""
+    return [User(**row) for row in context.database.rows(select(user).order_by(user.c.name))]
+
+
+@router.get("/users/{name}")
+def show_user(name: UserName, caller: Owner, context: Context) -> User:
+    """Return one user."""
+    for row in context.database.rows(select(user).where(user.c.name == name)):
+        return User(**row)
+    raise _no_user(name)
+
+
+@router.put("/users/{name}")
+def put_user(name: UserName, body: RoleOf, caller: Owner, context: Context) -> User:
+    """Create a user, or change a user's role."""
+    with context.database.write() as connection:
+        if not _role_of(connection, name):
+            _create_user(context, connection, name, body.role)
+        else:
+            if body.role != "owner":
+                _keep_an_owner(connection, name)
+            connection.execute(update(user).where(user.c.name == name).values(role=body.role))
+        record(connection, caller, "set role", f"user {name}", body.role)
+    return show_user(name, caller, context)
+
+
+@router.delete("/users/{name}", status_code=204)
+def delete_user(name: UserName, caller: Owner, context: Context) -> None:
+    """Delete a user and the user's tokens. The user's jobs stay."""
+    with context.database.write() as connection:
+        if not _role_of(connection, name):
+            raise _no_user(name)
+        _keep_an_owner(connection, name)
+        connection.execute(delete(user).where(user.c.name == name))  # and by the foreign key, the tokens
+        record(connection, caller, "delete", f"user {name}")
+
+
+@router.get("/tokens")
+def list_tokens(caller: Viewer, context: Context) -> list[Token]:
+    """Return the caller's tokens, or for an owner all tokens."""
+    query = select(token).where(token.c.revoked_at.is_(None)).order_by(token.c.created_at.desc())
+    if not caller.may("owner"):
+        query = query.where(token.c.user == caller.name)
+    return [Token(**row) for row in context.database.rows(query)]
+
+
+@router.post("/tokens", status_code=201)
+def post_token(body: NewToken, caller: Viewer, context: Context) -> Created:
+    """Create a token: for the caller, or by an owner for any user, who is created if need be."""
+    name = body.user or caller.name
+    if name != caller.name and not caller.may("owner"):
+        raise forbidden(caller, "tokens of others require role owner")
+    with context.database.write() as connection:
+        role = _role_of(connection, name)
+        if not role:
+            _create_user(context, connection, name, body.role)
+        elif "role" in body.model_fields_set and body.role != role:
+            raise Problem(409, f"{name} has the role {role}: change it with PUT /users/{name}", "body.role")
+        token_id, secret = create_token(connection, name, body.days)
+        record(connection, caller, "create", f"token {token_id} of {name}")
+    return Created(id=token_id, user=name, token=secret)
+
+
+@router.delete("/tokens/{token_id}", status_code=204)
+def delete_token(token_id: Annotated[str, Path(max_length=64)], caller: Viewer, context: Context) -> None:
+    """Revoke a token: one of the caller's own, or as an owner any."""
+    chosen = update(token).where(token.c.id == token_id, token.c.revoked_at.is_(None)).values(revoked_at=time.time())
+    if not caller.may("owner"):
+        chosen = chosen.where(token.c.user == caller.name)
+    with context.database.write() as connection:
+        if not connection.execute(chosen).rowcount:
+            raise Problem(404, f"no valid token {token_id!r}")
+        record(connection, caller, "revoke", f"token {token_id}")
+
+
+@router.get("/audit")
+def list_audit(query: Annotated[AuditQuery, Query()], caller: Owner, context: Context) -> list[AuditRow]:
+    """Return rows of the audit log, the newest first."""
+    chosen: Any = select(audit).order_by(audit.c.id.desc()).limit(query.limit)
+    if query.before is not None:
+        chosen = chosen.where(audit.c.id < query.before)
+    return [AuditRow(**row) for row in context.database.rows(chosen)]
 
 
 def start(context: ServeContext) -> str:
@@ -33,7 +216,7 @@ def start(context: ServeContext) -> str:
     path = os.path.join(context.settings.home, TOKEN_FILE)
     current = (atomic_files.read_bytes(path) or b"").decode(errors="replace").strip()
     with context.database.write() as connection:
-        if not role_of(connection, name):
+        if not _role_of(connection, name):
             connection.execute(insert(user).values(name=name, role="owner", created_at=time.time()))
             record(connection, SERVER, "set role", f"user {name}", "owner")
         if not is_valid(connection, current, _RENEW_S):
@@ -54,44 +237,21 @@ def _own_name() -> str:
     return re.sub(r"[^A-Za-z0-9._@-]", "_", getpass.getuser())
 
 
-def role_of(connection: Connection, name: str) -> str:
+def _role_of(connection: Connection, name: str) -> str:
     """Return the user's role, or "" if there is no such user."""
     return connection.execute(select(user.c.role).where(user.c.name == name)).scalar_one_or_none() or ""
 
 
-def put_user(context: ServeContext, connection: Connection, name: str, role: Role) -> None:
-    """Create the user or change the role. Raises Problem."""
-    if not re.fullmatch(USER_NAME, name):
-        raise Problem(422, f"{name!r} is not a name: use letters, digits and . _ @ -", "path.name")
-    before = role_of(connection, name)
-    if not before:
-        try:
-            check_sharing(context.settings)
-        except ConfigError as error:
-            raise Problem(409, str(error), audited=True) from None
-        connection.execute(insert(user).values(name=name, role=role, created_at=time.time()))
-        return
-    if role != "owner":
-        _keep_an_owner(connection, name)
-    connection.execute(update(user).where(user.c.name == name).values(role=role))
+def _create_user(context: ServeContext, connection: Connection, name: str, role: Role) -> None:
+    try:
+        check_sharing(context.settings)
+    except ConfigError as error:
+        raise Problem(409, str(error), audited=True) from None
+    connection.execute(insert(user).values(name=name, role=role, created_at=time.time()))
 
 
-def delete_user(connection: Connection, name: str) -> None:
-    """Delete the user and the user's tokens; jobs stay. Raises Problem."""
-    if not role_of(connection, name):
-        raise Problem(404, f"no user {name!r}")
-    _keep_an_owner(connection, name)
-    connection.execute(delete(token).where(token.c.user == name))
-    connection.execute(delete(user).where(user.c.name == name))
-
-
-def revoke(connection: Connection, token_id: str, owner: str | None) -> None:
-    """Revoke a token at once. `owner`: only if it is this user's. Raises Problem."""
-    chosen = update(token).where(token.c.id == token_id, token.c.revoked_at.is_(None)).values(revoked_at=time.time())
-    if owner is not None:
-        chosen = chosen.where(token.c.user == owner)
-    if not connection.execute(chosen).rowcount:
-        raise Problem(404, f"no valid token {token_id!r}")
+def _no_user(name: str) -> Problem:
+    return Problem(404, f"no user {name!r}")
 
 
 def _keep_an_owner(connection: Connection, name: str) -> None:

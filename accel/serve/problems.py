@@ -10,6 +10,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, ConfigDict
 from sqlalchemy.exc import DataError, DBAPIError
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -41,6 +42,12 @@ SCHEMA = {
         "where": {"type": "string", "description": "The part of the request that was wrong: body.resources.gpus"},
     },
 }
+
+
+class Strict(BaseModel):
+    """A body or query whose unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid")
 
 
 _METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from fastapi import APIRouter, Response
+from fastapi import Path as InPath
+from pydantic import BaseModel, Field
 from sqlalchemy import insert, select
 from sqlalchemy.exc import IntegrityError
 
@@ -26,18 +28,23 @@ from schedulers.store import atomic_files
 from schedulers.target import Plan, SupportsReview
 
 from . import auth, code, jobs
-from .auth import Caller
-from .context import ServeContext
-from .jobs import Row
-from .problems import Problem
+from .auth import Caller, Submitter
+from .context import Context, ServeContext
+from .jobs import JobView, Row
+from .problems import Problem, Strict
 from .tables import job
 from .targets import Offer, offered_targets
+
+router = APIRouter(tags=["jobs"])
+
+# The ids that clients make: eight characters of time, three random ones.
+NewId = Annotated[str, InPath(pattern="^[0-9a-hjkmnp-tv-z]{11}$", description="an id that the client has made")]
 
 _RESOLVED_HERE = ("env:", "file:")  # references that the client resolves, and sends the value of
 _DEFAULTS = JobSpec(argv=("-",)).to_json() | {"argv": None}
 
 
-class JobRequest(BaseModel):
+class JobRequest(Strict):
     """A job to submit.
 
     spec:    `code` must not be set: the digest names it.
@@ -45,13 +52,25 @@ class JobRequest(BaseModel):
     secrets: the values of the secrets in `spec.secrets` that refer to the client's computer.
     """
 
-    model_config = ConfigDict(extra="forbid")
-
     spec: JobSpec
     target: str
     project: str = Field("default", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")
     digest: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] | None = None
     secrets: dict[str, str] = Field(default_factory=dict)
+
+
+class Submitted(JobView):
+    """A job that was accepted. `warnings`: of its plan."""
+
+    warnings: list[str]
+
+
+class DryRun(BaseModel):
+    """The plan of a submit. `refusals`: why the request would be refused; then there is no plan."""
+
+    plan: str | None
+    warnings: list[str]
+    refusals: list[str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +81,24 @@ class CheckedRequest:
     offer: Offer
     resolved: ResolvedTarget
     plan: Plan
+
+
+@router.put(
+    "/jobs/{job_id}",
+    status_code=201,
+    response_model=Submitted | DryRun,
+    responses={200: {"model": Submitted | DryRun, "description": "A dry run, or the same request again"}},
+)
+def put_job(
+    job_id: NewId, body: JobRequest, caller: Submitter, context: Context, response: Response, dry_run: bool = False
+) -> Submitted | DryRun:
+    """Submit a job under an id that the client has made; the same request again changes nothing."""
+    if dry_run:
+        response.status_code = 200
+        return _dry_run(context, caller, job_id, body)
+    row, warnings, is_new = submit(context, caller, job_id, body)
+    response.status_code = 201 if is_new else 200
+    return Submitted(**jobs.view(row).model_dump(), warnings=list(warnings))
 
 
 def submit(
@@ -123,7 +160,7 @@ def on_server(context: ServeContext, spec: JobSpec, digest: str | None, offer: O
     return dataclasses.replace(spec, code=str(context.home / "code" / (digest or "-")), options=options)
 
 
-def dry_run(context: ServeContext, caller: Caller, job_id: str, request: JobRequest) -> dict[str, Any]:
+def _dry_run(context: ServeContext, caller: Caller, job_id: str, request: JobRequest) -> DryRun:
     """Return the plan of a request, its warnings, and why the request would be refused; change nothing.
 
     Raises what the target raises if its backend cannot be reached to review the plan.
@@ -134,9 +171,9 @@ def dry_run(context: ServeContext, caller: Caller, job_id: str, request: JobRequ
         admit(target, [dataclasses.replace(checked.spec, secrets={})])
     except (Problem, SpecError, ConfigError) as error:
         detail = error.detail if isinstance(error, Problem) else one_line(str(error))
-        return {"plan": None, "warnings": [], "refusals": [detail]}
+        return DryRun(plan=None, warnings=[], refusals=[detail])
     refusals = target.review(checked.plan) if isinstance(target, SupportsReview) else []
-    return {"plan": str(checked.plan), "warnings": list(checked.plan.warnings), "refusals": refusals}
+    return DryRun(plan=str(checked.plan), warnings=list(checked.plan.warnings), refusals=refusals)
 
 
 def with_secret_files(spec: JobSpec, directory: Path) -> JobSpec:

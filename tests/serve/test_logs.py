@@ -25,10 +25,10 @@ from fastapi.testclient import TestClient
 from sqlalchemy import insert
 
 from accel.serve import people, spool_file
-from accel.serve.api.logs import _read
 from accel.serve.app import create_app
 from accel.serve.auth import create_token
 from accel.serve.context import ServeContext
+from accel.serve.logs import _read
 from accel.serve.server import open_context
 from accel.serve.settings import read_settings
 from accel.serve.spool import Spools
@@ -217,7 +217,7 @@ def _events(text: str) -> list[tuple[list[bytes], str]]:
 
 
 def test_a_stream_has_each_line_once_and_then_ends(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("accel.serve.api.logs._EVENT_BYTES", 1000)
+    monkeypatch.setattr("accel.serve.logs._EVENT_BYTES", 1000)
     content = world.complete()
     text = world.get("/stream").text
     assert text.endswith(f"\n\nevent: end\ndata: {{}}\nid: {len(content)}\n\n")
@@ -370,7 +370,7 @@ def test_an_unreachable_target_is_503_with_the_reason(world: World, monkeypatch:
 
 
 def test_a_stream_ends_with_its_token(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("accel.serve.api.logs._CHECK_S", 0.1)
+    monkeypatch.setattr("accel.serve.logs._CHECK_S", 0.1)
     assert sse._PING_INTERVAL == 15
     monkeypatch.setattr("fastapi.routing._PING_INTERVAL", 0.05)
     waiting = world.context.store.new_id()
@@ -386,8 +386,7 @@ def test_a_stream_ends_with_its_token(world: World, monkeypatch: pytest.MonkeyPa
     thread = threading.Thread(target=follow)
     thread.start()
     until(lambda: world.context.spools.streams.total() == 1, "the stream is open")
-    with world.context.database.write() as connection:
-        people.revoke(connection, token_id, None)
+    assert world.client.delete(f"/api/v1/tokens/{token_id}").status_code == 204
     thread.join(10)
     assert [(answer.status_code, set(answer.text.split("\n\n"))) for answer in answers] == [(200, {": ping", ""})]
     assert (

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import time
 import zlib
-from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterator
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Header, Query
@@ -22,14 +22,12 @@ from schedulers.job import LogLine
 from schedulers.store.atomic_files import store_error
 from schedulers.store.log_lines import LogText
 
-from .. import jobs, spool_file
-from ..auth import Caller, Viewer, is_active
-from ..context import ServeContext
-from ..jobs import FINAL, Row
-from ..problems import Problem
-from ..spool import Spool
-from .jobs import JobId
-from .people import Context, Strict
+from . import spool_file
+from .auth import Viewer, is_active
+from .context import Context, ServeContext
+from .jobs import FINAL, Job, Row
+from .problems import Problem, Strict
+from .spool import Spool
 
 router = APIRouter(tags=["logs"])
 
@@ -53,22 +51,6 @@ class StreamQuery(Strict):
     since: int = Field(0, ge=0, le=_OFFSET)
 
 
-@dataclass(frozen=True)
-class Stream:
-    """A stream of a job's log, which begins at an offset."""
-
-    job: Row
-    caller: Caller
-    since: int
-
-
-def _row(job_id: JobId, caller: Viewer, context: Context) -> Row:
-    return jobs.get(context, job_id)
-
-
-Job = Annotated[Row, Depends(_row)]
-
-
 @router.get(
     "/jobs/{job_id}/logs",
     response_class=Response,
@@ -83,8 +65,7 @@ async def read_log(job: Job, query: Annotated[LogQuery, Query()], context: Conte
     """
     limit = min(query.limit_bytes, _PIECE_BYTES)
     needs_all = query.at is not None or query.tail is not None or not limit
-    enough = None if needs_all else (lambda spool: spool.mark.end - query.since >= limit)
-    spool, is_current = await _read_now(context, job, enough)
+    spool, is_current = await _read_now(context, job, math.inf if needs_all else query.since + limit)
     mark = spool.mark
     if needs_all and not is_current:
         raise _behind(context, spool)
@@ -109,34 +90,38 @@ async def _opened(
     context: Context,
     query: Annotated[StreamQuery, Query()],
     last_event_id: Annotated[int | None, Header(ge=0, le=_OFFSET)] = None,
-) -> AsyncIterator[Stream]:
-    """Yield a stream, which counts as open until the answer has ended."""
+) -> AsyncIterator[int]:
+    """Yield the offset at which a stream begins. It counts as open until the answer has ended."""
     since = query.since if last_event_id is None else last_event_id
-    spool, _ = await run_in_threadpool(context.spools.read_soon, job["id"], is_over=job["state"] in FINAL)
+    spool, _ = await run_in_threadpool(_ask, context, job)
     await run_in_threadpool(_check, spool, spool.mark.end, since)
     counts, limit = context.spools.streams, context.settings.streams
     if counts[caller.name] >= limit:
         raise Problem(429, f"{caller.name} has {limit} log streams open, the most that are allowed")
     counts[caller.name] += 1
     try:
-        yield Stream(job, caller, since)
+        yield since
     finally:
         counts[caller.name] -= 1
 
 
 @router.get("/jobs/{job_id}/logs/stream", response_class=EventSourceResponse)
-async def stream_log(stream: Annotated[Stream, Depends(_opened)], context: Context) -> AsyncIterator[ServerSentEvent]:
+async def stream_log(
+    job: Job, caller: Viewer, context: Context, offset: Annotated[int, Depends(_opened)]
+) -> AsyncIterator[ServerSentEvent]:
     """Send the lines of the log as events of one or more lines each, whose id is the offset after them.
 
     The event `end` follows the last one.
     """
-    offset, check_at = stream.since, 0.0
-    with context.spools.changes.waiting(stream.job["id"]) as changed:
+    check_at = 0.0
+    with context.spools.changes.waiting(job["id"]) as changed:
         while not context.ending.is_set():
             if time.monotonic() >= check_at:
-                spool = await run_in_threadpool(_still_open, context, stream)
+                if not await run_in_threadpool(is_active, context, caller.token_id):
+                    return
+                spool, _ = await run_in_threadpool(_ask, context, job, now=False)
                 check_at = time.monotonic() + _CHECK_S
-            if spool is None or spool.removed:
+            if spool.removed:
                 return
             changed.clear()
             mark = spool.mark
@@ -159,7 +144,7 @@ async def stream_log(stream: Annotated[Stream, Depends(_opened)], context: Conte
 )
 async def download_log(job: Job, context: Context) -> Response:
     """Return the log as compressed text, with `[rank N]` before each line if there are several ranks."""
-    spool, is_current = await _read_now(context, job, None)
+    spool, is_current = await _read_now(context, job)
     if not is_current:
         raise _behind(context, spool)
     prefix = await run_in_threadpool(_prefix, context, job["id"])
@@ -167,19 +152,20 @@ async def download_log(job: Job, context: Context) -> Response:
     return StreamingResponse(_compressed(spool, spool.mark.end, prefix), media_type="application/gzip", headers=headers)
 
 
-async def _read_now(context: ServeContext, job: Row, enough: Callable[[Spool], bool] | None) -> tuple[Spool, bool]:
-    """Return the job's spool once it has all that the job had written when the request came, or `enough`.
+async def _read_now(context: ServeContext, job: Row, enough: float = math.inf) -> tuple[Spool, bool]:
+    """Return the job's spool once it has all that the job had written when the request came, or `enough` bytes.
 
     Returns True if it has all.
     """
     deadline = time.monotonic() + _WAIT_S
     with context.spools.changes.waiting(job["id"]) as changed:
-        spool, number = await run_in_threadpool(context.spools.read_soon, job["id"], is_over=job["state"] in FINAL)
+        spool, number = await run_in_threadpool(_ask, context, job)
         while True:
             changed.clear()
             if spool.mark.complete or spool.finished >= number:
                 return spool, spool.mark.complete or not spool.problem
-            if spool.ended or context.ending.is_set() or time.monotonic() > deadline or (enough and enough(spool)):
+            is_late = spool.ended or context.ending.is_set() or time.monotonic() > deadline
+            if is_late or spool.mark.end >= enough:
                 return spool, False
             await _wait(changed)
 
@@ -194,11 +180,8 @@ def _behind(context: ServeContext, spool: Spool) -> Problem:
     return Problem(503, "the server is shutting down" if context.ending.is_set() else detail)
 
 
-def _still_open(context: ServeContext, stream: Stream) -> Spool | None:
-    """Return the spool, which is read on; None if the caller's token has ended."""
-    if not is_active(context, stream.caller.token_id):
-        return None
-    return context.spools.read_soon(stream.job["id"], is_over=stream.job["state"] in FINAL, now=False)[0]
+def _ask(context: ServeContext, job: Row, *, now: bool = True) -> tuple[Spool, int]:
+    return context.spools.read_soon(job["id"], is_over=job["state"] in FINAL, now=now)
 
 
 def _check(spool: Spool, end: int, offset: int) -> None:

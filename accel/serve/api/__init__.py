@@ -1,1 +1,0 @@
-"""The endpoints of the REST API, a module for each kind of object."""
