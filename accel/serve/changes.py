@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Iterable, Iterator
-
-_Waiter = tuple[asyncio.AbstractEventLoop, asyncio.Event]
+from collections.abc import Iterator
 
 
 class Changes:
@@ -15,7 +13,7 @@ class Changes:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._waiters: dict[str, list[_Waiter]] = {}
+        self._waiters: set[tuple[str, asyncio.AbstractEventLoop, asyncio.Event]] = set()
 
     @property
     def awaited(self) -> bool:
@@ -25,29 +23,26 @@ class Changes:
     @contextlib.contextmanager
     def waiting(self, job_id: str) -> Iterator[asyncio.Event]:
         """Yield an event that is set at each change of the job. Enter this before reading the job."""
-        waiter = (asyncio.get_running_loop(), asyncio.Event())
+        waiter = (job_id, asyncio.get_running_loop(), asyncio.Event())
         with self._lock:
-            self._waiters.setdefault(job_id, []).append(waiter)
+            self._waiters.add(waiter)
         try:
-            yield waiter[1]
+            yield waiter[2]
         finally:
             with self._lock:
-                self._waiters[job_id].remove(waiter)
-                if not self._waiters[job_id]:
-                    del self._waiters[job_id]
+                self._waiters.remove(waiter)
 
-    def notify(self, job_id: str) -> None:
-        """Wake the requests that wait for this job."""
+    def notify(self, job_id: str | None = None) -> None:
+        """Wake the requests that wait for this job, or without one all requests."""
         with self._lock:
-            _wake(self._waiters.get(job_id, ()))
-
-    def notify_all(self) -> None:
-        """Wake all waiting requests."""
-        with self._lock:
-            for waiters in self._waiters.values():
-                _wake(waiters)
+            for awaited_id, loop, event in self._waiters:
+                if job_id is None or job_id == awaited_id:
+                    loop.call_soon_threadsafe(event.set)
 
 
-def _wake(waiters: Iterable[_Waiter]) -> None:
-    for loop, event in waiters:
-        loop.call_soon_threadsafe(event.set)
+async def is_set_within(event: asyncio.Event, seconds: float) -> bool:
+    """Wait for the event; return False if it is not set within that time."""
+    try:
+        return await asyncio.wait_for(event.wait(), seconds)
+    except asyncio.TimeoutError:  # on Python 3.10, not the built-in one
+        return False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, cast
 
@@ -19,7 +18,6 @@ from .settings import Settings
 from .spool import Spools
 
 
-@dataclass(frozen=True)
 class ServeContext:
     """The settings, database and job store of a running server.
 
@@ -28,33 +26,19 @@ class ServeContext:
     submits: set when there is a job to submit.
     """
 
-    settings: Settings
-    database: Database
-    store: Store
-    id: str
-    ending: threading.Event = field(default_factory=threading.Event)
-    submits: threading.Event = field(default_factory=threading.Event)
-    failures: Failures = field(default_factory=Failures)
-    changes: Changes = field(default_factory=Changes)
-    metrics: Metrics = field(init=False)
-    spools: Spools = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "metrics", Metrics(self.database))
-        spools = Spools(self.store, self.home / "logs", int(self.settings.max_log), self.ending)
-        object.__setattr__(self, "spools", spools)
-
-    @property
-    def home(self) -> Path:
-        """The directory of the server's files."""
-        return Path(self.settings.home)
+    def __init__(self, settings: Settings, database: Database, store: Store, server_id: str) -> None:
+        self.settings, self.database, self.store, self.id = settings, database, store, server_id
+        self.home = Path(settings.home)
+        self.ending, self.submits = threading.Event(), threading.Event()
+        self.failures, self.changes, self.metrics = Failures(), Changes(), Metrics(database)
+        self.spools = Spools(store, self.home / "logs", int(settings.max_log), self.ending)
 
     def end(self) -> None:
         """Begin the end: threads and waiting requests look at `ending` now."""
         self.ending.set()
         self.submits.set()
-        self.changes.notify_all()
-        self.spools.changes.notify_all()
+        self.changes.notify()
+        self.spools.changes.notify()
 
 
 def context_of(request: Request) -> ServeContext:

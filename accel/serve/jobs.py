@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,6 +24,7 @@ from schedulers.store.record import Record
 
 from . import auth
 from .auth import Caller, Submitter, Viewer
+from .changes import is_set_within
 from .context import Context, ServeContext
 from .problems import Ascii, Problem, Strict
 from .tables import job
@@ -146,13 +146,9 @@ async def show_job(
     """Return one job; with `wait`, when its state or message changes, at once if it is over."""
     with context.changes.waiting(job_id) as changed:
         row = await run_in_threadpool(get, context, job_id)
-        if not wait or row["state"] in FINAL or context.ending.is_set():
-            return view(row)
-        try:
-            await asyncio.wait_for(changed.wait(), wait)
-        except (TimeoutError, asyncio.TimeoutError):
-            return view(row)
-    return view(await run_in_threadpool(get, context, job_id))
+        if wait and row["state"] not in FINAL and not context.ending.is_set() and await is_set_within(changed, wait):
+            row = await run_in_threadpool(get, context, job_id)
+    return view(row)
 
 
 @router.post("/jobs/{job_id}/cancel", status_code=202)

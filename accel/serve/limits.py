@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import collections
+import math
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence
 
 from prometheus_client import Counter
@@ -15,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from .problems import Problem, problem_response
 from .settings import size_text
 
-_MAX_FAILURES, _WINDOW_S, _MAX_ADDRESSES = 10, 60.0, 10_000
+_MAX_FAILURES, _WINDOW_S = 10, 60.0
 
 
 class Limits:
@@ -29,7 +30,6 @@ class Limits:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = Headers(scope=scope)
         request_id = os.urandom(8).hex()
         scope.setdefault("state", {})["request_id"] = request_id
 
@@ -43,26 +43,13 @@ class Limits:
                 self._requests.labels(endpoint, str(message["status"])).inc()
             await send(message)
 
-        refusal = self._refusal(headers)
-        if refusal is not None:
-            await problem_response(*refusal)(scope, receive, send_with_headers)
-            return
-        await self._app(scope, _counted(receive, self._max_body), send_with_headers)
-
-    def _refusal(self, headers: Headers) -> tuple[int, str] | None:
-        host = headers.get("host", "")
+        host = Headers(scope=scope).get("host", "")
         name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
         if name.lower() not in self._hosts:
-            return 400, f"this server does not answer for {name or 'no'} host: use the URL that it was started with"
-        length = headers.get("content-length", "")
-        if length.isdigit() and int(length) > self._max_body:
-            return 413, too_large(self._max_body)
-        return None
-
-
-def too_large(max_body: int) -> str:
-    """Return the message for a body that is too large."""
-    return f"the body has more than {size_text(max_body)}"
+            refusal = f"this server does not answer for {name or 'no'} host: use the URL that it was started with"
+            await problem_response(400, refusal)(scope, receive, send_with_headers)
+            return
+        await self._app(scope, _counted(receive, self._max_body), send_with_headers)
 
 
 def _counted(receive: Receive, max_body: int) -> Receive:
@@ -73,29 +60,28 @@ def _counted(receive: Receive, max_body: int) -> Receive:
         message = await receive()
         count += len(message.get("body", b""))
         if count > max_body:
-            raise Problem(413, too_large(max_body))
+            raise Problem(413, f"the body has more than {size_text(max_body)}")
         return message
 
     return receive_counted
 
 
 class Failures:
-    """The failed log-ins of each address within the last minute. Thread-safe."""
+    """The failed log-ins of each address within the current minute. Thread-safe."""
 
     def __init__(self) -> None:
-        self._times: dict[str, deque[float]] = {}
+        self._counts: collections.Counter[str] = collections.Counter()
+        self._ends_at = 0.0
         self._lock = threading.Lock()
 
     def add(self, address: str) -> None:
         """Count a failed log-in. Raises Problem if the address has failed too often already."""
         now = time.monotonic()
         with self._lock:
-            if len(self._times) >= _MAX_ADDRESSES:
-                self._times.clear()
-            times = self._times.setdefault(address, deque())
-            while times and times[0] < now - _WINDOW_S:
-                times.popleft()
-            if len(times) >= _MAX_FAILURES:
-                wait_s = int(times[0] + _WINDOW_S - now) + 1
+            if now >= self._ends_at:
+                self._counts.clear()
+                self._ends_at = now + _WINDOW_S
+            self._counts[address] += 1
+            if self._counts[address] > _MAX_FAILURES:
+                wait_s = math.ceil(self._ends_at - now)
                 raise Problem(429, f"too many failed log-ins from {address}", headers={"Retry-After": str(wait_s)})
-            times.append(now)

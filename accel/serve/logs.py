@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
 import math
 import time
@@ -24,6 +22,7 @@ from schedulers.store.log_lines import LogText
 
 from . import spool_file
 from .auth import Viewer, is_active
+from .changes import is_set_within
 from .context import Context, ServeContext
 from .jobs import FINAL, Job, Row
 from .problems import Problem, Strict
@@ -134,7 +133,7 @@ async def stream_log(
                 yield ServerSentEvent(raw_data="{}", event="end", id=str(offset))
                 return
             if offset >= mark.end:
-                await _wait(changed)
+                await is_set_within(changed, _LOOK_S)
 
 
 @router.get(
@@ -167,12 +166,7 @@ async def _read_now(context: ServeContext, job: Row, enough: float = math.inf) -
             is_late = spool.ended or context.ending.is_set() or time.monotonic() > deadline
             if is_late or spool.mark.end >= enough:
                 return spool, False
-            await _wait(changed)
-
-
-async def _wait(changed: asyncio.Event) -> None:
-    with contextlib.suppress(TimeoutError, asyncio.TimeoutError):
-        await asyncio.wait_for(changed.wait(), _LOOK_S)
+            await is_set_within(changed, _LOOK_S)
 
 
 def _behind(context: ServeContext, spool: Spool) -> Problem:
