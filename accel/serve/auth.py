@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import hmac
 import re
@@ -64,18 +65,26 @@ def caller_of(
 
     A valid token is accepted all the same: others may share the address.
     """
-    address = request.client.host if request.client else ""
-    request_id = request.state.request_id
+    nobody = Caller(
+        name="", role="viewer", token_id="", address=request.client.host if request.client else "",
+        request_id=request.state.request_id,
+    )  # fmt: skip
     if credentials is None:
         raise Problem(401, "no token: send one in the header Authorization: Bearer TOKEN", headers=_CHALLENGE)
     try:
-        caller = request.state.caller = _authenticate(context, credentials.credentials, address, request_id)
+        with context.database.read() as connection:
+            row = _row_of(connection, credentials.credentials)
     except Problem as problem:
-        context.failures.add(address)
-        nobody = Caller(name="", role="viewer", token_id="", address=address, request_id=request_id)
+        context.failures.add(nobody.address)
         with context.database.write() as connection:
             record(connection, nobody, "log in", request.url.path, problem.detail)
         raise
+    now = time.time()
+    if now - (row["used_at"] or 0.0) > _HOUR_S:
+        with context.database.write() as connection:
+            connection.execute(update(token).where(token.c.id == row["id"]).values(used_at=now // _HOUR_S * _HOUR_S))
+    caller = dataclasses.replace(nobody, name=row["user"], role=row["role"], token_id=row["id"])
+    request.state.caller = caller  # for `record_refusal`
     return caller
 
 
@@ -144,16 +153,6 @@ def is_active(context: ServeContext, token_id: str) -> bool:
         token.c.id == token_id, token.c.revoked_at.is_(None), token.c.expires_at > time.time()
     )
     return bool(context.database.rows(query))
-
-
-def _authenticate(context: ServeContext, secret: str, address: str, request_id: str) -> Caller:
-    now = time.time()
-    with context.database.read() as connection:
-        row = _row_of(connection, secret)
-    if now - (row["used_at"] or 0.0) > _HOUR_S:
-        with context.database.write() as connection:
-            connection.execute(update(token).where(token.c.id == row["id"]).values(used_at=now // _HOUR_S * _HOUR_S))
-    return Caller(name=row["user"], role=row["role"], token_id=row["id"], address=address, request_id=request_id)
 
 
 def _row_of(connection: Connection, secret: str) -> RowMapping:

@@ -27,7 +27,6 @@ from .settings import Settings
 NAME = "service.db"
 _BUSY_S = 30.0  # for which a transaction waits for another process, such as `accel serve migrate`
 _COPIES = 3
-_LOCK_ID = 0x61636365  # of PostgreSQL's advisory lock around migrations
 
 
 class Database:
@@ -116,17 +115,8 @@ def migrate(engine: Engine) -> None:
     try:
         if engine.dialect.name == "sqlite":
             _copy(engine)
-            with engine.connect() as connection:
-                command.upgrade(_config(connection), "head")
-            return
-        with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as guard:
-            # Several replicas may start together; the lock must outlive each migration's transaction.
-            guard.execute(text(f"SELECT pg_advisory_lock({_LOCK_ID})"))
-            with engine.connect() as connection:
-                connection.execute(text("SET lock_timeout = '30s'"))
-                connection.commit()
-                command.upgrade(_config(connection), "head")
-            guard.execute(text(f"SELECT pg_advisory_unlock({_LOCK_ID})"))
+        with engine.connect() as connection:
+            command.upgrade(_config(connection), "head")
     except (DBAPIError, OSError) as error:
         raise StoreError(f"the database cannot be migrated: {_one_line(error)}") from None
 
@@ -171,10 +161,7 @@ def _postgresql(reference: str) -> Engine:
         raise ConfigError(f"database: {error if isinstance(error, SpecError) else detail}") from None
     if url.get_backend_name() != "postgresql":
         raise ConfigError(f"database: {url.get_backend_name()} is not supported: use sqlite or PostgreSQL")
-    try:
-        return create_engine(url.set(drivername="postgresql+psycopg"), pool_pre_ping=True)
-    except ModuleNotFoundError:
-        raise ConfigError("PostgreSQL needs psycopg: pip install 'accel-launch[serve]'") from None
+    return create_engine(url.set(drivername="postgresql+psycopg"), pool_pre_ping=True)
 
 
 def _copy(engine: Engine) -> None:
@@ -184,10 +171,8 @@ def _copy(engine: Engine) -> None:
         if not connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
             return
         connection.execute("VACUUM INTO ?", (f"{path}.{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}",))
-    directory, prefix = os.path.dirname(path), f"{NAME}.2"
-    copies = sorted(name for name in os.listdir(directory) if name.startswith(prefix))
-    for name in copies[:-_COPIES]:
-        os.unlink(os.path.join(directory, name))
+    for copy in sorted(Path(path).parent.glob(f"{NAME}.2*"))[:-_COPIES]:
+        copy.unlink()
 
 
 def _one_line(error: Exception) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 
 from sqlalchemy import select
@@ -28,33 +27,22 @@ _MISSING = "its directory on the server is gone"
 _log = logging.getLogger(__name__)
 
 
-class Poller(threading.Thread):
-    """A thread that polls every `poll_s` seconds, or every second while a request waits for a job or its log."""
-
-    def __init__(self, context: ServeContext) -> None:
-        super().__init__(name="poller", daemon=True)
-        self._context = context
-
-    def run(self) -> None:
-        """Poll until the server ends."""
-        context = self._context
-        complete_logs(context)
-        polled_at = cleaned_at = float("-inf")
-        while not context.ending.wait(_TICK_S):
-            now = time.monotonic()
-            try:
-                if (
-                    context.changes.awaited
-                    or context.spools.changes.awaited
-                    or now - polled_at >= context.settings.poll_s
-                ):
-                    polled_at = now
-                    poll(context)
-                if now - cleaned_at >= _CLEAN_S:
-                    cleaned_at = now
-                    clean(context)
-            except Exception:  # the database, or a defect in a target: the next round may succeed
-                _log.exception("the jobs cannot be polled")
+def run(context: ServeContext) -> None:
+    """Poll every `poll_s` seconds, or each second while a request waits for a job or its log, until the server ends."""
+    complete_logs(context)
+    polled_at = cleaned_at = float("-inf")
+    while not context.ending.wait(_TICK_S):
+        now = time.monotonic()
+        is_awaited = context.changes.awaited or context.spools.changes.awaited
+        try:
+            if is_awaited or now - polled_at >= context.settings.poll_s:
+                polled_at = now
+                poll(context)
+            if now - cleaned_at >= _CLEAN_S:
+                cleaned_at = now
+                clean(context)
+        except Exception:  # the database, or a defect in a target: the next round may succeed
+            _log.exception("the jobs cannot be polled")
 
 
 def poll(context: ServeContext) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
@@ -17,8 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.routing import Match
 
-from schedulers.errors import ConfigError, SchedulerError, SpecError, UnknownJob, UnknownTarget, Unreachable, nearest
-from schedulers.job import JobSpec, Resources, Retry
+from schedulers.errors import ConfigError, SchedulerError, SpecError, UnknownJob
 from schedulers.printable import one_line
 
 # Of each endpoint, for the API's description.
@@ -90,14 +88,6 @@ def problem_response(
     return Ascii(content, status, headers, media_type="application/problem+json")
 
 
-def status_of(error: SchedulerError) -> int:
-    """Return the HTTP status for an error of the job store or of a target."""
-    kinds: Mapping[type[SchedulerError], int] = {
-        UnknownJob: 404, UnknownTarget: 422, ConfigError: 422, SpecError: 422, Unreachable: 503,
-    }  # fmt: skip
-    return next((status for kind, status in kinds.items() if isinstance(error, kind)), 503)
-
-
 def add_handlers(app: FastAPI, record_refusal: Callable[[Request, str], None]) -> None:
     """Make the application answer every error with a problem document. `record_refusal`: for those to be audited."""
 
@@ -119,7 +109,9 @@ def add_handlers(app: FastAPI, record_refusal: Callable[[Request, str], None]) -
 
     @app.exception_handler(SchedulerError)
     async def of_schedulers(_: Request, error: SchedulerError) -> JSONResponse:
-        return problem_response(status_of(error), one_line(str(error)))
+        is_mistake = isinstance(error, (ConfigError, SpecError))
+        status = 404 if isinstance(error, UnknownJob) else 422 if is_mistake else 503
+        return problem_response(status, one_line(str(error)))
 
     @app.exception_handler(DBAPIError)
     async def of_database(_: Request, error: DBAPIError) -> JSONResponse:
@@ -141,10 +133,5 @@ def _allowed(request: Request) -> str:
 def _detail(error: Mapping[str, Any], where: str) -> str:
     place, _, name = where.rpartition(".")
     if error["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-        return f"{place}: unknown key {name!r}{nearest(name, _known_keys(place))}"
+        return f"{place}: unknown key {name!r}"
     return one_line(f"{where}: {error['msg']}")
-
-
-def _known_keys(place: str) -> list[str]:
-    kinds = {"body.spec": JobSpec, "body.spec.resources": Resources, "body.spec.retry": Retry}
-    return [field.name for field in dataclasses.fields(kinds[place])] if place in kinds else []

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import functools
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from types import FrameType
 
@@ -15,11 +18,11 @@ from schedulers.printable import one_line
 from schedulers.store import atomic_files
 from schedulers.store.store import Store
 
+from . import poller
 from .app import create_app
 from .code import delete_abandoned
 from .context import ServeContext
 from .database import open_database
-from .poller import Poller
 from .settings import Settings
 from .submitter import Submitter
 
@@ -31,14 +34,10 @@ _GRACEFUL_S = 3  # for requests that still run at SIGTERM; with the threads and 
 def open_context(settings: Settings) -> Iterator[ServeContext]:
     """Hold the home of a server, with its database open. Raises ConfigError, StoreError."""
     create_home(settings.home)
-    with _only_one(settings.home):
-        database = open_database(settings)
-        try:
-            context = ServeContext(settings, database, Store(settings.home), _identity(settings.home))
-            delete_abandoned(context)
-            yield context
-        finally:
-            database.close()
+    with _only_one(settings.home), contextlib.closing(open_database(settings)) as database:
+        context = ServeContext(settings, database, Store(settings.home), _identity(settings.home))
+        delete_abandoned(context)
+        yield context
 
 
 def create_home(home: str) -> None:
@@ -63,23 +62,21 @@ def _identity(home: str) -> str:
 
 def bind(settings: Settings) -> socket.socket:
     """Return a listening socket. Raises ConfigError if the address cannot be had."""
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    is_ipv6 = ":" in settings.host
+    family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
+    both = is_ipv6 and socket.has_dualstack_ipv6()  # `::` is all addresses
     try:
-        listener.bind((settings.host, settings.port))
-        listener.listen(1024)
+        return socket.create_server((settings.host, settings.port), family=family, backlog=1024, dualstack_ipv6=both)
     except OSError as error:
-        listener.close()
-        reason = "is taken" if isinstance(error, OSError) and error.errno == 98 else f"cannot be used: {error.strerror}"
+        reason = "is taken" if error.errno == errno.EADDRINUSE else f"cannot be used: {error.strerror}"
         raise ConfigError(f"port {settings.port} of {settings.host} {reason}: give another --port") from None
-    return listener
 
 
 @contextlib.contextmanager
 def working(context: ServeContext) -> Iterator[None]:
     """Submit and poll jobs in threads while the block runs. What they do at its end may be cut off."""
-    threads = (Submitter(context), Poller(context))
+    submit, poll = Submitter(context).run, functools.partial(poller.run, context)
+    threads = [threading.Thread(target=run, daemon=True) for run in (submit, poll)]
     for thread in threads:
         thread.start()
     try:
@@ -106,19 +103,15 @@ def serve(context: ServeContext, listener: socket.socket) -> None:
         timeout_graceful_shutdown=_GRACEFUL_S,
     )
     with working(context):
-        _Server(config, context).run(sockets=[listener])
+        _Server(config).run(sockets=[listener])
 
 
 class _Server(uvicorn.Server):
     """A server that tells its streams when it ends, and so does not wait for them."""
 
-    def __init__(self, config: uvicorn.Config, context: ServeContext) -> None:
-        super().__init__(config)
-        self._context = context
-
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin the end."""
-        self._context.end()
+        self.config.app.state.context.end()  # type: ignore[union-attr]
         super().handle_exit(sig, frame)
 
 

@@ -54,7 +54,7 @@ class Spool:
         self.is_over = False
         self.asked_at = 0.0
         self.asked = threading.Event()
-        self.passed = threading.Condition()
+        self.thread: threading.Thread | None = None
         self.writing = threading.Lock()
 
 
@@ -89,7 +89,8 @@ class Spools:
             if spool is None or spool.ended:
                 spool = Spool(self._path(job_id), job_id)
                 if not spool.ended:
-                    threading.Thread(target=self._run, args=(spool,), name=f"log {job_id}", daemon=True).start()
+                    spool.thread = threading.Thread(target=self._run, args=(spool,), name=f"log {job_id}", daemon=True)
+                    spool.thread.start()
                     self._spools[job_id] = spool
             spool.asked_at = time.monotonic()
             spool.is_over = spool.is_over or is_over
@@ -116,7 +117,7 @@ class Spools:
         with spool.writing:
             spool.ended = spool.removed = True
             Path(spool.path).unlink(missing_ok=True)
-        self._announce(spool)
+        self.changes.notify(spool.job_id)
 
     def _path(self, job_id: str) -> str:
         return str(self._directory / f"{job_id}.ndjson")
@@ -137,9 +138,9 @@ class Spools:
 
     def _complete(self, job_id: str) -> bool:
         """Return True if the log is complete now, or deleted; False to try again later."""
-        spool, number = self.read_soon(job_id, is_over=True)
-        with spool.passed:
-            spool.passed.wait_for(lambda: spool.ended or (spool.finished >= number and spool.problem))
+        spool, _ = self.ask(job_id, is_over=True)
+        if spool.thread is not None:
+            spool.thread.join()
         return spool.removed or spool.mark.complete
 
     def _run(self, spool: Spool) -> None:
@@ -148,10 +149,10 @@ class Spools:
         try:
             while self._begin(spool):
                 began_at = time.monotonic()
-                count = self._try_to_read(spool)
-                self._announce(spool)
+                has_news = self._try_to_read(spool)
+                self.changes.notify(spool.job_id)
                 if not spool.mark.complete:
-                    pause_s = _FIRST_READ_S if count else min(_LAST_READ_S, pause_s * 1.5)
+                    pause_s = _FIRST_READ_S if has_news else min(_LAST_READ_S, pause_s * 1.5)
                     spool.asked.wait(pause_s)
                     least_s = _LAST_READ_S if spool.problem else _FIRST_READ_S
                     self._ending.wait(max(0.0, began_at + least_s - time.monotonic()))
@@ -160,7 +161,7 @@ class Spools:
                 spool.ended = True
                 if self._spools.get(spool.job_id) is spool:
                     del self._spools[spool.job_id]
-            self._announce(spool)
+            self.changes.notify(spool.job_id)
 
     def _begin(self, spool: Spool) -> bool:
         """Begin a pass, or return False if there is to be none."""
@@ -171,39 +172,42 @@ class Spools:
             spool.asked.clear()
             return not spool.ended
 
-    def _try_to_read(self, spool: Spool) -> int:
-        """Run a pass; return the number of its lines, or 0 with `problem` set."""
+    def _try_to_read(self, spool: Spool) -> bool:
+        """Run a pass; return True if it has read lines, or False with `problem` set if it has failed."""
         try:
-            count, problem = self._read(spool), ""
+            has_news, problem = self._read(spool), ""
         except Exception as error:
             if not isinstance(error, SchedulerError):
                 _log.exception("the log of job %s cannot be read", spool.job_id)
-            count, problem = 0, one_line(str(error)) or type(error).__name__
+            has_news, problem = False, one_line(str(error)) or type(error).__name__
         spool.problem, spool.finished = problem, spool.finished + 1
-        return count
+        return has_news
 
-    def _read(self, spool: Spool) -> int:
-        """Add the lines that the job's target has now to the file; return their number. Raises SchedulerError."""
+    def _read(self, spool: Spool) -> bool:
+        """Add the lines that the job's target has now to the file; return True if there are any.
+
+        Raises SchedulerError.
+        """
         cursor = Cursor.parse(spool.mark.cursor)
         try:
             job = spool.job = spool.job or find(spool.job_id, self._store)
         except UnknownJob:  # it is not submitted yet, or never will be
             if spool.is_over:
                 self._write(spool, b"", cursor, complete=True)
-            return 0
+            return False
         is_over = job.record.reload().status.state.final  # before reading: then the lines read now are the last ones
-        count = 0
+        has_news = False
         if job.native_id is not None:
-            for data, number in spool_file.batches(job.read_logs(cursor), cursor, self._batch_bytes):
-                count += number
+            for data in spool_file.batches(job.read_logs(cursor), cursor, self._batch_bytes):
+                has_news = True
                 self._write(spool, data, cursor)
                 if spool.mark.end >= self._max_bytes:
                     self._write(spool, _cut_line(self._max_bytes), cursor, complete=True)
                 if spool.mark.complete or spool.ended:
-                    return count
-        if is_over and not count:
+                    return True
+        if is_over and not has_news:
             self._write(spool, b"", cursor, complete=True)
-        return count
+        return has_news
 
     def _write(self, spool: Spool, data: bytes, cursor: Cursor, *, complete: bool = False) -> None:
         """Add a batch to the file. Raises StoreError."""
@@ -219,11 +223,6 @@ class Spools:
             spool.recent = (end, data)
             spool.mark = Mark(end + len(data), str(cursor), complete)
         self.changes.notify(spool.job_id)
-
-    def _announce(self, spool: Spool) -> None:
-        self.changes.notify(spool.job_id)
-        with spool.passed:
-            spool.passed.notify_all()
 
 
 def _cut_line(max_bytes: int) -> bytes:

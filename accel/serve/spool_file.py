@@ -45,29 +45,23 @@ def is_mark(line: bytes) -> bool:
     return line.startswith(_MARK)
 
 
-def batches(lines: Iterable[LogLine], cursor: Cursor, size: int) -> Iterator[tuple[bytes, int]]:
-    """Yield the encoded lines in batches of about `size` bytes, each with their number; move the cursor past them.
+def batches(lines: Iterable[LogLine], cursor: Cursor, size: int) -> Iterator[bytes]:
+    """Yield the encoded lines in batches of about `size` bytes; move the cursor past them.
 
     If reading the lines fails, the error is raised after those that were read.
     """
-    parts: list[bytes] = []
-    length, began_at = 0, time.monotonic()
-    problem: Exception | None = None
+    batch, began_at = bytearray(), time.monotonic()
     try:
         for line in lines:
             cursor.advance(line)
-            parts.append(encode(line))
-            length += len(parts[-1])
-            if length >= size or time.monotonic() - began_at >= _BATCH_S:
-                yield b"".join(parts), len(parts)
-                parts = []
-                length, began_at = 0, time.monotonic()
-    except Exception as error:
-        problem = error
-    if parts:
-        yield b"".join(parts), len(parts)
-    if problem is not None:
-        raise problem
+            batch += encode(line)
+            if len(batch) >= size or time.monotonic() - began_at >= _BATCH_S:
+                full, batch = bytes(batch), bytearray()
+                yield full
+                began_at = time.monotonic()
+    finally:
+        if batch:
+            yield bytes(batch)
 
 
 def last_mark(path: str) -> Mark:

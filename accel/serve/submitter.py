@@ -25,14 +25,13 @@ _WORKERS, _PER_TARGET = 8, 4
 _log = logging.getLogger(__name__)
 
 
-class Submitter(threading.Thread):
-    """A thread that submits every job whose row is `submitting`, each in a thread of its own.
+class Submitter:
+    """Submits every job whose row is `submitting`, each in a thread of its own.
 
-    All are daemons: a submit that a stopped server leaves behind is completed by the next one.
+    The threads are daemons: a submit that a stopped server leaves behind is completed by the next one.
     """
 
     def __init__(self, context: ServeContext) -> None:
-        super().__init__(name="submitter", daemon=True)
         self._context = context
         self._lock = threading.Lock()
         self._active: dict[str, str] = {}  # id -> target
@@ -94,14 +93,12 @@ def submit_row(context: ServeContext, row: Row) -> None:
             Job(record).status()
         else:
             _begin(context, row)
-            record = jobs.record_of(context, row["id"])
     except (Unreachable, StoreError) as error:
         jobs.warn(context, row, str(error))
-        record = jobs.record_of(context, row["id"])
     except SchedulerError as error:
-        record = jobs.record_of(context, row["id"])
-        if record is None:
+        if jobs.record_of(context, row["id"]) is None:
             jobs.fail(context, row, str(error))
+    record = jobs.record_of(context, row["id"])
     if record is None:
         return
     if jobs.get(context, row["id"])["cancel_asked"] and not (record.cancel_requested or record.status.state.final):
