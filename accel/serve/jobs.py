@@ -207,14 +207,10 @@ def request_of(row: Row) -> tuple[JobSpec, dict[str, Any]]:
     return JobSpec.from_json(request["spec"]), request
 
 
-def copy_record(context: ServeContext, row: Row, record: Record) -> bool:
-    """Update the row from the record; return True if its state or message has changed."""
-    status = record.status
-    values = {
-        "nodes": record.nodes, "native_id": record.native_id, "started_at": record.started_at,
-        "ended_at": record.ended_at, "warning": _text(record.warning),
-    }  # fmt: skip
-    return _change(context, row, status, values)
+def copy_record(context: ServeContext, row: Row, record: Record) -> None:
+    """Update the row from the record."""
+    copied = {name: getattr(record, name) for name in ("nodes", "native_id", "started_at", "ended_at", "warning")}
+    _change(context, row, record.status, copied)
 
 
 def fail(context: ServeContext, row: Row, message: str, reason: Reason = Reason.SETUP) -> None:
@@ -227,7 +223,7 @@ def fail(context: ServeContext, row: Row, message: str, reason: Reason = Reason.
 
 def warn(context: ServeContext, row: Row, message: str) -> None:
     """Record why the job is not submitted yet."""
-    _write(context, row, {"warning": _text(message)})
+    _write(context, row, {"warning": message})
 
 
 def cancel_record(context: ServeContext, row: Row, record: Record) -> None:
@@ -248,7 +244,7 @@ def remove(context: ServeContext, caller: Caller, job_id: str) -> None:
         except StoreError as error:
             raise Problem(409, str(error)) from None
         if not pruned.ids:
-            raise Problem(409, "; ".join(pruned.kept_reasons) or f"job {job_id} cannot be deleted")
+            raise Problem(409, "; ".join(pruned.kept_reasons))
     delete_secrets(context, job_id)
     with context.database.write() as connection:
         connection.execute(delete(job).where(job.c.id == job_id))
@@ -293,31 +289,27 @@ def _chosen(query: JobQuery) -> Select[Any]:
     return chosen if query.before is None else chosen.where(job.c.id < query.before)
 
 
-def _change(context: ServeContext, row: Row, status: Status, values: Mapping[str, Any]) -> bool:
-    texts = {"message": _text(status.message), "native_state": _text(status.native_state)}
-    shown = {name: value for name, value in (status.to_json() | texts).items() if name in row}
-    changed = _write(context, row, {**values, **shown})
+def _change(context: ServeContext, row: Row, status: Status, values: Mapping[str, Any]) -> None:
+    _write(context, row, {**values, **{name: value for name, value in status.to_json().items() if name in row}})
     if status.state.final:
         delete_secrets(context, row["id"])
         context.spools.complete(row["id"])
-    return bool(changed - {"observed_at"})
 
 
-def _write(context: ServeContext, row: Row, values: Mapping[str, Any]) -> set[str]:
-    """Write the values that differ from the row's; return their names. A row that is final stays as it is."""
-    new = {name: value for name, value in values.items() if row[name] != value}
-    if not new:
-        return set()
-    if set(new) != {"observed_at"}:
+def _write(context: ServeContext, row: Row, values: Mapping[str, Any]) -> None:
+    """Write the values that differ from the row's. A row that is final stays as it is."""
+    # Databases refuse lone surrogates in text.
+    texts = {
+        name: one_line(value).encode(errors="backslashreplace").decode() if isinstance(value, str) else value
+        for name, value in values.items()
+    }
+    new = {name: value for name, value in texts.items() if row[name] != value}
+    is_news = bool(new.keys() - {"observed_at"})
+    if is_news:
         new["changed_at"] = time.time()
-    chosen = update(job).where(job.c.id == row["id"], job.c.state.not_in(FINAL))
-    with context.database.write() as connection:
-        connection.execute(chosen.values(**new))
-    if "changed_at" in new:
+    if new:
+        chosen = update(job).where(job.c.id == row["id"], job.c.state.not_in(FINAL))
+        with context.database.write() as connection:
+            connection.execute(chosen.values(**new))
+    if is_news:
         context.changes.notify(row["id"])
-    return set(new)
-
-
-def _text(line: str) -> str:
-    """Return the text without lone surrogates, which databases refuse."""
-    return one_line(line).encode(errors="backslashreplace").decode()

@@ -138,7 +138,7 @@ class Spools:
 
     def _complete(self, job_id: str) -> bool:
         """Return True if the log is complete now, or deleted; False to try again later."""
-        spool, _ = self.ask(job_id, is_over=True)
+        spool, _ = self.read_soon(job_id, is_over=True)
         if spool.thread is not None:
             spool.thread.join()
         return spool.removed or spool.mark.complete

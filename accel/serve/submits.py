@@ -8,14 +8,13 @@ import json
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Response
 from fastapi import Path as InPath
 from pydantic import BaseModel, Field
-from sqlalchemy import insert, select
+from sqlalchemy import insert
 from sqlalchemy.exc import IntegrityError
 
 from schedulers.config.named_targets import ResolvedTarget
@@ -73,16 +72,6 @@ class DryRun(BaseModel):
     refusals: list[str]
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckedRequest:
-    """A request that its target accepts so far. `spec`: with the code's directory here, and the secrets as given."""
-
-    spec: JobSpec
-    offer: Offer
-    resolved: ResolvedTarget
-    plan: Plan
-
-
 @router.put(
     "/jobs/{job_id}",
     status_code=201,
@@ -115,21 +104,27 @@ def submit(
     before = jobs.find(context, job_id)
     if before is not None:
         return _same(before, caller, sha256), (), False
-    checked = check(context, caller, job_id, request)
+    spec, resolved, plan = check(context, caller, job_id, request)
     # Under a name of this request's own: another one with the same id may be just as far.
     secrets = jobs.secrets_of(context, f"{job_id}.{os.urandom(8).hex()}")
     try:
         _write_secrets(secrets, request)
-        admit(checked.resolved.target, [with_secret_files(checked.spec, secrets)])
-        is_new = _insert(context, caller, job_id, request, checked, {"request": text, "sha256": sha256}, secrets)
+        admit(resolved.target, [with_secret_files(spec, secrets)])
+        row = _new_row(job_id, request, spec, resolved) | {"owner": caller.name, "request": text, "sha256": sha256}
+        is_new = _insert(context, caller, row, secrets)
     finally:
         atomic_files.remove_tree(str(secrets))
     context.submits.set()
-    return _same(jobs.get(context, job_id), caller, sha256), checked.plan.warnings, is_new
+    return _same(jobs.get(context, job_id), caller, sha256), plan.warnings, is_new
 
 
-def check(context: ServeContext, caller: Caller, job_id: str, request: JobRequest) -> CheckedRequest:
-    """Check all of the request but what `admit` of the target does; change nothing. Raises what `submit` raises."""
+def check(
+    context: ServeContext, caller: Caller, job_id: str, request: JobRequest
+) -> tuple[JobSpec, ResolvedTarget, Plan]:
+    """Check all of the request but what `admit` of the target does; change nothing. Raises what `submit` raises.
+
+    Returns the job with its code's directory here, and its secrets as they were given.
+    """
     spec = request.spec
     if spec.code != ".":
         raise Problem(
@@ -138,7 +133,9 @@ def check(context: ServeContext, caller: Caller, job_id: str, request: JobReques
     workdir = os.path.normpath(spec.workdir)
     if os.path.isabs(workdir) or workdir.split(os.sep)[0] == os.pardir:
         raise Problem(422, f"workdir {spec.workdir} is not inside the code", "body.spec.workdir")
-    _check_after(context, spec)
+    for before in dict.fromkeys(spec.after):
+        if jobs.find(context, before) is None:
+            raise Problem(422, f"after: the server has no job {before!r}", "body.spec.after")
     offer = _offer(context, caller, request)
     spec = on_server(context, spec, request.digest, offer)
     resolved = offer.resolve(context.settings, spec.options)
@@ -151,7 +148,7 @@ def check(context: ServeContext, caller: Caller, job_id: str, request: JobReques
             check_program(spec.entry, spec.argv[0], os.path.join(spec.code, spec.workdir))
         except SpecError as error:
             raise SpecError(str(error).replace(spec.code, "the code")) from None
-    return CheckedRequest(spec=spec, offer=offer, resolved=resolved, plan=plan)
+    return spec, resolved, plan
 
 
 def on_server(context: ServeContext, spec: JobSpec, digest: str | None, offer: Offer) -> JobSpec:
@@ -166,14 +163,13 @@ def _dry_run(context: ServeContext, caller: Caller, job_id: str, request: JobReq
     Raises what the target raises if its backend cannot be reached to review the plan.
     """
     try:
-        checked = check(context, caller, job_id, request)
-        target = checked.resolved.target
-        admit(target, [dataclasses.replace(checked.spec, secrets={})])
+        spec, resolved, plan = check(context, caller, job_id, request)
+        admit(resolved.target, [dataclasses.replace(spec, secrets={})])
     except (Problem, SpecError, ConfigError) as error:
         detail = error.detail if isinstance(error, Problem) else one_line(str(error))
         return DryRun(plan=None, warnings=[], refusals=[detail])
-    refusals = target.review(checked.plan) if isinstance(target, SupportsReview) else []
-    return DryRun(plan=str(checked.plan), warnings=list(checked.plan.warnings), refusals=refusals)
+    refusals = resolved.target.review(plan) if isinstance(resolved.target, SupportsReview) else []
+    return DryRun(plan=str(plan), warnings=list(plan.warnings), refusals=refusals)
 
 
 def with_secret_files(spec: JobSpec, directory: Path) -> JobSpec:
@@ -215,13 +211,6 @@ def _offer(context: ServeContext, caller: Caller, request: JobRequest) -> Offer:
     return offer
 
 
-def _check_after(context: ServeContext, spec: JobSpec) -> None:
-    known = {row["id"] for row in context.database.rows(select(job.c.id).where(job.c.id.in_(spec.after)))}
-    for job_id in spec.after:
-        if job_id not in known:
-            raise Problem(422, f"after: the server has no job {job_id!r}", "body.spec.after")
-
-
 def _write_secrets(directory: Path, request: JobRequest) -> None:
     needed = {name for name, reference in request.spec.secrets.items() if reference.startswith(_RESOLVED_HERE)}
     for name in sorted(needed ^ set(request.secrets)):
@@ -235,28 +224,23 @@ def _write_secrets(directory: Path, request: JobRequest) -> None:
         raise atomic_files.store_error(error, str(directory), "write") from error
 
 
-def _insert(
-    context: ServeContext,
-    caller: Caller,
-    job_id: str,
-    request: JobRequest,
-    checked: CheckedRequest,
-    texts: Mapping[str, Any],
-    secrets: Path,
-) -> bool:
-    """Insert the row, and make `secrets` the job's directory. Return False if another request has taken the id."""
+def _new_row(job_id: str, request: JobRequest, spec: JobSpec, resolved: ResolvedTarget) -> dict[str, Any]:
     now = time.time()
-    values = {
-        "id": job_id, "owner": caller.name, "project": request.project, "name": checked.spec.name,
-        "target": checked.offer.name, "kind": checked.offer.kind, "nodes": checked.spec.nodes,
-        "gpus": checked.spec.nodes * checked.spec.resources.gpus, "state": "submitting", "reason": "none",
+    return {
+        "id": job_id, "project": request.project, "name": spec.name, "target": resolved.name, "kind": resolved.kind,
+        "nodes": spec.nodes, "gpus": spec.nodes * spec.resources.gpus, "state": "submitting", "reason": "none",
         "attempt": 0, "message": "", "native_state": "", "warning": "", "created_at": now, "observed_at": now,
-        "digest": request.digest, "changed_at": now, **texts,
+        "digest": request.digest, "changed_at": now,
     }  # fmt: skip
+
+
+def _insert(context: ServeContext, caller: Caller, row: Mapping[str, Any], secrets: Path) -> bool:
+    """Insert the row, and make `secrets` the job's directory. Return False if another request has taken the id."""
+    job_id = row["id"]
     try:
         with context.database.write() as connection:
-            connection.execute(insert(job).values(**values))
-            auth.record(connection, caller, "submit", f"job {job_id} on {checked.offer.name}")
+            connection.execute(insert(job).values(**row))
+            auth.record(connection, caller, "submit", f"job {job_id} on {row['target']}")
             if secrets.exists():  # before the commit, after which the job may be submitted at any time
                 jobs.delete_secrets(context, job_id)  # of a server that was killed just here
                 secrets.rename(jobs.secrets_of(context, job_id))
