@@ -22,26 +22,24 @@ Row = tuple[str, bool, str]  # what was checked, True if it is all right, detail
 def check(settings: Settings) -> list[Row]:
     """Check everything, and return a row for each part. Starts no job."""
     rows = [
-        _run(f"home {settings.home}", lambda: _check_home(settings)),
-        _run("database", lambda: _check_database(settings)),
-        _run(f"address {settings.address}", lambda: _check_address(settings)),
+        _run(f"home {settings.home}", _check_home, settings),
+        _run("database", _check_database, settings),
+        _run(f"address {settings.address}", _check_address, settings),
     ]
     if rows[1][1:] == (True, ""):  # with tables that are up to date
-        rows.append(_run("users", lambda: _check_users(settings)))
+        rows.append(_run("users", _check_users, settings))
     if settings.tls_cert:
-        rows.append(_run("TLS", lambda: _check_tls(settings)))
+        rows.append(_run("TLS", _check_tls, settings))
     try:
         offers = offered_targets(settings)
     except SchedulerError as error:
         return [*rows, ("targets", False, str(error))]
-    for name in offers:
-        rows.append(_run(f"target {name}", lambda name=name: _check_target(settings, name)))  # type: ignore[misc]
-    return rows
+    return [*rows, *(_run(f"target {name}", _check_target, settings, name) for name in offers)]
 
 
-def _run(subject: str, act: Callable[[], str]) -> Row:
+def _run(subject: str, act: Callable[..., str], *arguments: object) -> Row:
     try:
-        return subject, True, act()
+        return subject, True, act(*arguments)
     except (SchedulerError, OSError) as error:
         return subject, False, str(error)
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import ipaddress
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import ByteSize
+from pydantic import ByteSize, Field, TypeAdapter, ValidationError
 
 from schedulers.config.schema import as_written, make_options
 from schedulers.config.yaml_file import YamlFile
@@ -19,8 +18,7 @@ from schedulers.store import paths
 
 FILE = "serve.yaml"
 
-_UNITS = {"": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
-_SIZE = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>[A-Za-z]*)\Z")
+_SIZE = TypeAdapter(Annotated[ByteSize, Field(gt=0)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,8 +151,7 @@ def size_text(size: int) -> str:
 
 
 def _bytes_of(name: str, value: int | str) -> int:
-    match = _SIZE.match(str(value).strip())
-    unit = None if match is None else _UNITS.get(match["unit"].lower())
-    if match is None or unit is None or not float(match["number"]):
-        raise OptionError(name, f"{name} must be a size such as 2 GiB or 500 MB, not {value!r}")
-    return int(float(match["number"]) * unit)
+    try:
+        return int(_SIZE.validate_python(value))
+    except ValidationError:
+        raise OptionError(name, f"{name} must be a size such as 2 GiB or 500 MB, not {value!r}") from None
