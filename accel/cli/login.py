@@ -47,14 +47,12 @@ def run(args: Namespace) -> int:
 
 
 def _name_of(url: str) -> str:
-    from ipaddress import ip_address
+    """Return the first label of the host's name, or its address."""
     from urllib.parse import urlsplit
 
     host = urlsplit(url).hostname or ""
-    try:
-        return str(ip_address(host)).replace(":", "-").strip("-")
-    except ValueError:
-        return host.partition(".")[0]
+    is_address = ":" in host or host.replace(".", "").isdigit()
+    return host.replace(":", "-").strip("-") if is_address else host.partition(".")[0]
 
 
 def _read_token(file: str | None) -> str:

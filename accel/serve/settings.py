@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from pydantic import ByteSize, Field, TypeAdapter, ValidationError
 
 from schedulers.config.schema import as_written, make_options
+from schedulers.config.servers import is_loopback
 from schedulers.config.yaml_file import YamlFile
 from schedulers.errors import ConfigError, OptionError
 from schedulers.store import paths
@@ -113,14 +114,6 @@ class Settings:
             raise OptionError("host", f"--host {self.host}: others could reach it: {remedy}")
         if url.scheme != "https":
             raise OptionError("url", f"url must begin with https:// where others reach the server, not {self.url!r}")
-
-
-def is_loopback(host: str) -> bool:
-    """Return True for an address that only this computer can reach."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def read_settings(path: str | None, flags: Mapping[str, Any]) -> Settings:

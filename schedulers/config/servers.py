@@ -118,7 +118,6 @@ def use_server(current: str) -> None:
 
 def checked_url(url: str, place: str = "") -> str:
     """Return the URL without a trailing slash. Raises ConfigError for one to which no token may be sent."""
-    from ipaddress import ip_address
     from urllib.parse import urlsplit
 
     where = f"{place}: " if place else ""
@@ -126,13 +125,19 @@ def checked_url(url: str, place: str = "") -> str:
     host = parts.hostname or ""
     if parts.scheme not in ("http", "https") or not host or parts.query or parts.username:
         raise ConfigError(f"{where}{url!r} is not the URL of a server, such as https://jobs.example.org")
-    try:
-        is_loopback = ip_address(host).is_loopback
-    except ValueError:
-        is_loopback = host == "localhost"
-    if parts.scheme == "http" and not is_loopback:
+    if parts.scheme == "http" and not is_loopback(host):
         raise ConfigError(f"{where}{url}: a token is sent over https only: use https://{parts.netloc}")
     return url.rstrip("/")
+
+
+def is_loopback(host: str) -> bool:
+    """Return True for an address that only this computer can reach."""
+    from ipaddress import ip_address
+
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _stored() -> Servers:

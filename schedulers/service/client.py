@@ -8,14 +8,13 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote, unquote, urlsplit
+from urllib.parse import quote, unquote, urlencode, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 import urllib3
 from urllib3.exceptions import (
     HTTPError,
     LocationParseError,
-    MaxRetryError,
     NewConnectionError,
     ProtocolError,
     ProxyError,
@@ -98,9 +97,8 @@ class Client:
         sent = {"Authorization": f"Bearer {self.server.token}", "Accept": "application/json", **(headers or {})}
         if document is not None:
             sent["Content-Type"] = "application/json"
-        fields = {key: str(value) for key, value in (query or {}).items() if value is not None}
-        url = f"{self.server.url}{PREFIX}{quote(path)}"
-        url += "?" + "&".join(f"{key}={quote(value, safe='')}" for key, value in fields.items()) if fields else ""
+        fields = {key: value for key, value in (query or {}).items() if value is not None}
+        url = f"{self.server.url}{PREFIX}{quote(path)}" + (f"?{urlencode(fields)}" if fields else "")
         attempts = 1 if method == "POST" else attempts
         for attempt in range(1, attempts + 1):
             try:
@@ -161,12 +159,9 @@ def _pool(url: str) -> urllib3.PoolManager:
         raise ConfigError("the variable HTTPS_PROXY must be http://HOST:PORT or https://HOST:PORT") from None
 
 
-def _reason(error: HTTPError) -> str:
-    if isinstance(error, MaxRetryError) and error.reason is not None:
-        return _reason(error.reason) if isinstance(error.reason, HTTPError) else one_line(str(error.reason))
+def _reason(error: Exception) -> str:
     if isinstance(error, ProxyError):
-        inner = error.original_error
-        return f"the proxy in HTTPS_PROXY: {_reason(inner) if isinstance(inner, HTTPError) else one_line(str(inner))}"
+        return f"the proxy in HTTPS_PROXY: {_reason(error.original_error)}"
     if isinstance(error, SSLError):
         return f"TLS: {one_line(str(error))}"
     if isinstance(error, NewConnectionError):
@@ -194,8 +189,7 @@ _MAX_CONFLICTS = 3
 
 def send_code(client: Client, snapshot: Snapshot) -> None:
     """Send the snapshot, unless the server has it from this user. Raises what a request raises, and OSError."""
-    path = f"/code/{snapshot.digest}"
-    conflicts = 0
+    path, conflicts = f"/code/{snapshot.digest}", 0
     is_small = os.path.exists(snapshot.path) and os.path.getsize(snapshot.path) <= _SMALL_BYTES
     offset = 0 if is_small else _offset(client, path)  # sending a little again is as fast as asking
     if offset is None:
@@ -218,8 +212,6 @@ def send_code(client: Client, snapshot: Snapshot) -> None:
             if answer.status == 201:
                 return
             offset += len(piece)
-            if offset >= size:
-                raise SchedulerError(f"{client.server.name}: the server has all of the code and does not accept it")
 
 
 def _offset(client: Client, path: str) -> int | None:

@@ -30,7 +30,6 @@ _MAX_IDS, _PAGE = 500, 1000  # jobs in a request
 _MISTAKE = 422  # the status for a request that no server would take
 _MAX_WAIT_S, _ANSWER_S = 30.0, 30.0  # the longest wait for a job, and how long the answer may take after it
 _SOURCE, _RANK = "log", "rank-"  # in a cursor: the offset in the log, and where the first line of a rank begins
-_LINES = "application/x-ndjson"
 _READ_HERE = ("env", "file")  # kinds of references to secrets
 
 
@@ -281,7 +280,7 @@ class ServiceTarget:
         return Cursor(starts).under(_RANK).moved({_SOURCE: answer.headers["Accel-Offset"]})
 
     def _read_log(self, job_id: str, **query: float) -> Answer:
-        return self._client.request("GET", f"/jobs/{job_id}/logs", query=query, headers={"Accept": _LINES})
+        return self._client.request("GET", f"/jobs/{job_id}/logs", query=query)
 
 
 def _offset(cursor: Cursor) -> int:
