@@ -5,8 +5,8 @@ A thread reads a log while requests ask for it. Once its job is over, it is read
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import queue
 import threading
 import time
 from collections import Counter
@@ -40,6 +40,7 @@ class Spool:
     finished: the number of passes over the target's log that are finished.
     problem:  why the last pass failed.
     ended:    nothing reads the log any more; ask again.
+    over_at:  when the job was known to be over, 0 before: then the log is read to its end.
     """
 
     def __init__(self, path: str, job_id: str) -> None:
@@ -49,12 +50,10 @@ class Spool:
         self.begun = self.finished = 0
         self.problem = ""
         self.ended = self.mark.complete
-        self.removed = False
+        self.removed, self.over_at = False, 0.0
         self.job: Job | None = None  # for the thread only
-        self.is_over = False
-        self.asked_at = 0.0
+        self.asked_at = float("-inf")
         self.asked = threading.Event()
-        self.thread: threading.Thread | None = None
         self.writing = threading.Lock()
 
 
@@ -76,8 +75,7 @@ class Spools:
         self._batch_bytes = min(_BATCH_BYTES, max(1, max_bytes // 16))
         self._lock = threading.Lock()
         self._spools: dict[str, Spool] = {}  # those that are read now
-        self._over: queue.SimpleQueue[tuple[str, float]] = queue.SimpleQueue()
-        self._completing: list[threading.Thread] = []
+        self._completing = threading.Semaphore(_COMPLETING)  # for logs that nobody follows
 
     def read_soon(self, job_id: str, *, is_over: bool = False, now: bool = True) -> tuple[Spool, int]:
         """Start reading the job's log; return its spool and the number of the next pass.
@@ -85,27 +83,28 @@ class Spools:
         is_over: the job is over, for one that has no record. now: begin that pass now.
         """
         with self._lock:
-            spool = self._spools.get(job_id)
-            if spool is None or spool.ended:
-                spool = Spool(self._path(job_id), job_id)
-                if not spool.ended:
-                    spool.thread = threading.Thread(target=self._run, args=(spool,), name=f"log {job_id}", daemon=True)
-                    spool.thread.start()
-                    self._spools[job_id] = spool
+            spool = self._open(job_id, is_over=is_over)
             spool.asked_at = time.monotonic()
-            spool.is_over = spool.is_over or is_over
             if now:
                 spool.asked.set()
             return spool, spool.begun + 1
 
     def complete(self, job_id: str) -> None:
         """Read the log to its end, in a thread. To be called when a job has ended; again is harmless."""
-        self._over.put((job_id, time.monotonic()))
         with self._lock:
-            while len(self._completing) < _COMPLETING:
-                thread = threading.Thread(target=self._complete_all, name="complete logs", daemon=True)
-                thread.start()
-                self._completing.append(thread)
+            self._open(job_id, is_over=True).asked.set()
+
+    def _open(self, job_id: str, *, is_over: bool) -> Spool:
+        """Return the job's spool, which a thread reads unless it is complete. Needs the lock."""
+        spool = self._spools.get(job_id)
+        if spool is None or spool.ended:
+            spool = Spool(self._path(job_id), job_id)
+            if not spool.ended:
+                threading.Thread(target=self._run, args=(spool,), name=f"log {job_id}", daemon=True).start()
+                self._spools[job_id] = spool
+        if is_over and not spool.over_at:
+            spool.over_at = time.monotonic()
+        return spool
 
     def remove(self, job_id: str) -> None:
         """Delete the log."""
@@ -122,34 +121,15 @@ class Spools:
     def _path(self, job_id: str) -> str:
         return str(self._directory / f"{job_id}.ndjson")
 
-    def _complete_all(self) -> None:
-        while True:
-            job_id, since = self._over.get()
-            try:
-                is_complete = self._complete(job_id)
-            except Exception:
-                _log.exception("the log of job %s cannot be completed", job_id)
-                continue
-            if self._ending.is_set():
-                return
-            if not is_complete and time.monotonic() - since < _GIVE_UP_S:
-                self._ending.wait(_LAST_READ_S)
-                self._over.put((job_id, since))
-
-    def _complete(self, job_id: str) -> bool:
-        """Return True if the log is complete now, or deleted; False to try again later."""
-        spool, _ = self.read_soon(job_id, is_over=True)
-        if spool.thread is not None:
-            spool.thread.join()
-        return spool.removed or spool.mark.complete
-
     def _run(self, spool: Spool) -> None:
         """Read the log while requests ask for it, or until it is complete."""
         pause_s = _FIRST_READ_S
         try:
             while self._begin(spool):
                 began_at = time.monotonic()
-                has_news = self._try_to_read(spool)
+                is_followed = began_at - spool.asked_at < self._idle_s
+                with contextlib.nullcontext() if is_followed else self._completing:
+                    has_news = self._try_to_read(spool)
                 self.changes.notify(spool.job_id)
                 if not spool.mark.complete:
                     pause_s = _FIRST_READ_S if has_news else min(_LAST_READ_S, pause_s * 1.5)
@@ -166,7 +146,8 @@ class Spools:
     def _begin(self, spool: Spool) -> bool:
         """Begin a pass, or return False if there is to be none."""
         with self._lock:
-            is_idle = time.monotonic() - spool.asked_at > self._idle_s
+            end_at = spool.over_at + _GIVE_UP_S if spool.over_at else spool.asked_at + self._idle_s
+            is_idle = time.monotonic() > end_at
             spool.ended = spool.ended or spool.mark.complete or is_idle or self._ending.is_set()
             spool.begun += not spool.ended
             spool.asked.clear()
@@ -192,7 +173,7 @@ class Spools:
         try:
             job = spool.job = spool.job or find(spool.job_id, self._store)
         except UnknownJob:  # it is not submitted yet, or never will be
-            if spool.is_over:
+            if spool.over_at:
                 self._write(spool, b"", cursor, complete=True)
             return False
         is_over = job.record.reload().status.state.final  # before reading: then the lines read now are the last ones
