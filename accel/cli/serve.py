@@ -103,7 +103,7 @@ def _serve(settings: Settings) -> int:
 
 
 def _check(settings: Settings, *, as_json: bool) -> int:
-    from accel.serve.checks import check
+    from accel.serve.server import check
 
     rows = check(settings)
     if as_json:

@@ -16,15 +16,14 @@ import pytest
 from fastapi.testclient import TestClient
 from sqlalchemy import insert, select
 
-from accel.serve import jobs, poller, submits
+from accel.serve import jobs, submits, workers
 from accel.serve.auth import Caller
 from accel.serve.context import ServeContext
 from accel.serve.problems import Problem
-from accel.serve.server import working
 from accel.serve.settings import Settings, TargetRules
 from accel.serve.spool_file import last_mark
-from accel.serve.submitter import Submitter, submit_row
 from accel.serve.tables import audit, code, job
+from accel.serve.workers import Submitter, submit_row, working
 from schedulers.config.servers import Server
 from schedulers.jobs.submit import admit
 from schedulers.service.client import Client, send_code
@@ -131,7 +130,7 @@ def test_a_job_runs_and_is_deleted(works: ServeContext, owner: TestClient, diges
     until(lambda: last_mark(str(log)).complete, "the log is complete")
     assert b'"text":"trained\\n"' in log.read_bytes()
     works.spools.remove(job_id)
-    poller.complete_logs(works)  # as at a start of a server that was killed before it had read the log
+    workers.complete_logs(works)  # as at a start of a server that was killed before it had read the log
     until(lambda: last_mark(str(log)).complete, "the log is complete again")
     assert owner.delete(f"/api/v1/jobs/{job_id}").status_code == 204
     assert not log.exists()
@@ -378,12 +377,12 @@ def test_jobs_that_ended_long_ago_are_removed_with_their_code(
     with working(context):
         job_id = _put(owner, _command("true", digest))["id"]
         _over(owner, job_id)
-    poller.clean(context)
+    workers.clean(context)
     assert jobs.get(context, job_id)["state"] == "succeeded"
     object.__setattr__(context.settings, "keep", 3)
     (context.home / "secrets/2nf0000abcd").mkdir()
     monkeypatch.setattr(time, "time", lambda now=time.time: now() + 4 * 86_400)
-    poller.clean(context)
+    workers.clean(context)
     assert list((context.home / "jobs").glob("[!.]*")) == list((context.home / "code").iterdir()) == []
     assert list((context.home / "snapshots").glob("*.tar")) == list((context.home / "secrets").iterdir()) == []
     with context.database.read() as connection:

@@ -11,8 +11,8 @@ from fastapi.testclient import TestClient
 from sqlalchemy import update
 
 from accel.serve import people
-from accel.serve.checks import check
 from accel.serve.context import ServeContext
+from accel.serve.server import check
 from accel.serve.settings import Settings, TargetRules
 from accel.serve.tables import audit, token
 from schedulers.errors import ConfigError

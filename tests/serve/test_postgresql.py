@@ -19,7 +19,7 @@ from sqlalchemy import text
 
 from accel.cli import main
 from accel.serve import database
-from accel.serve.checks import check
+from accel.serve.server import check
 from accel.serve.settings import Settings, read_settings
 from accel.serve.tables import metadata
 from schedulers.errors import ConfigError, StoreError

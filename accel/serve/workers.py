@@ -1,28 +1,56 @@
-"""The submitter: carries out the submits that the database has, a few at a time, and again after a restart."""
+"""The threads of a server: one submits jobs; one polls the targets of live jobs and deletes old ones."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 
 from sqlalchemy import select
 
 from schedulers.errors import SchedulerError, StoreError, UnknownTarget, Unreachable
 from schedulers.job import Reason
 from schedulers.jobs.handle import Job, submit_spec
+from schedulers.jobs.poll import poll_all
 from schedulers.store.paths import config_home
+from schedulers.store.record import Record
 
-from . import jobs, submits
+from . import code, jobs, submits
+from .auth import SERVER
 from .context import ServeContext
-from .jobs import Row
+from .jobs import FINAL, Row
+from .problems import Problem
 from .tables import job
 from .targets import offered_targets
 
+_JOIN_S = 0.5
 _WORKERS, _PER_TARGET = 8, 4
+_TICK_S = 1.0  # between two polls while a request waits for a job or follows its log
+_CLEAN_S = 3600.0
+_DAY_S = 86_400.0
+_MISSING = "its directory on the server is gone"
 
 _log = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def working(context: ServeContext) -> Iterator[None]:
+    """Submit and poll jobs in threads while the block runs. What they do at its end may be cut off."""
+    threads = [
+        threading.Thread(target=Submitter(context).run, daemon=True),
+        threading.Thread(target=_run_poller, args=(context,), daemon=True),
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        context.end()
+        for thread in threads:
+            thread.join(_JOIN_S)
 
 
 class Submitter:
@@ -114,7 +142,7 @@ def _begin(context: ServeContext, row: Row) -> None:
     spec, request = jobs.request_of(row)
     for before in spec.after:
         if jobs.record_of(context, before) is None:
-            if jobs.get(context, before)["state"] in jobs.FINAL:
+            if jobs.get(context, before)["state"] in FINAL:
                 jobs.fail(context, row, f"job {before} was not submitted", Reason.DEPENDENCY)
             return
     offer = offered_targets(context.settings).get(row["target"])
@@ -123,3 +151,58 @@ def _begin(context: ServeContext, row: Row) -> None:
     spec = submits.on_server(context, spec, request["digest"], offer)
     spec = submits.with_secret_files(spec, jobs.secrets_of(context, row["id"]))
     submit_spec(spec, row["target"], context.store, start=config_home(), job_id=row["id"])
+
+
+def _run_poller(context: ServeContext) -> None:
+    """Poll every `poll_s` seconds, or each second while a request waits for a job or its log, until the server ends."""
+    complete_logs(context)
+    polled_at = cleaned_at = float("-inf")
+    while not context.ending.wait(_TICK_S):
+        now = time.monotonic()
+        is_awaited = context.changes.awaited or context.spools.changes.awaited
+        try:
+            if is_awaited or now - polled_at >= context.settings.poll_s:
+                polled_at = now
+                poll(context)
+            if now - cleaned_at >= _CLEAN_S:
+                cleaned_at = now
+                clean(context)
+        except Exception:  # the database, or a defect in a target: the next round may succeed
+            _log.exception("the jobs cannot be polled")
+
+
+def poll(context: ServeContext) -> None:
+    """Poll each target once for all its live jobs; copy what has changed to their rows."""
+    rows = {row["id"]: row for row in context.database.rows(select(job).where(job.c.state.not_in(FINAL)))}
+    records = {record.id: record for record in context.store.records(rows)}
+    live = [r for r in records.values() if isinstance(r, Record) and not r.status.state.final]
+    poll_all(live)
+    for job_id, row in rows.items():
+        record = records.get(job_id)
+        if isinstance(record, Record):
+            # With the row: the local supervisor writes to the record itself.
+            jobs.copy_record(context, row, record)
+        elif record is not None:
+            jobs.warn(context, row, record.reason)
+        elif row["state"] != "submitting":
+            jobs.fail(context, row, _MISSING, Reason.LOST)
+
+
+def complete_logs(context: ServeContext) -> None:
+    """Read the logs of jobs that ended within the last day to their ends, which a server may not have done."""
+    for row in context.database.rows(select(job.c.id).where(job.c.ended_at > time.time() - _DAY_S)):
+        context.spools.complete(row["id"])
+
+
+def clean(context: ServeContext) -> None:
+    """Delete jobs that ended more than `keep` days ago, and code that no job and no recent upload needs."""
+    code.delete_abandoned(context)
+    jobs.delete_orphaned_secrets(context)
+    keep = context.settings.keep
+    if keep is not None:
+        for row in context.database.rows(select(job).where(job.c.ended_at < time.time() - keep * _DAY_S)):
+            try:
+                jobs.remove(context, SERVER, row["id"])
+            except (Problem, SchedulerError) as error:
+                _log.warning("job %s is kept: %s", row["id"], error)
+    code.delete_unused(context)
