@@ -124,12 +124,12 @@ class ServiceTarget:
 
     def _submit(self, plan: Plan, uploaded: dict[str, str]) -> str:
         """Submit a job. `uploaded`: code directory -> digest, of what was sent for other jobs just now."""
-        body = json.loads(plan.files[_REQUEST])
+        body, path = json.loads(plan.files[_REQUEST]), str(self._jobs / plan.job_id / _DIGEST)
         try:
-            digest = self._read_digest(plan.job_id)
-            if digest is not None and self._find(plan.job_id) is not None:
+            digest = (atomic_files.read_bytes(path) or b"").decode("ascii", "replace")
+            if digest and self._find(plan.job_id) is not None:
                 return plan.job_id  # the answer to an earlier request was lost
-            digest = self._upload(plan, digest, uploaded)
+            digest = self._upload(plan, path, digest, uploaded)
             document = body | {"digest": digest, "secrets": _secret_values(body["spec"].get("secrets", {}))}
             answer = self._client.request("PUT", f"/jobs/{plan.job_id}", document=document).json()
         except (RequestRefused, UnknownJob) as error:
@@ -138,15 +138,16 @@ class ServiceTarget:
         self._log_warnings(answer)
         return plan.job_id
 
-    def _upload(self, plan: Plan, digest: str | None, uploaded: dict[str, str]) -> str:
-        """Send the code, unless the server has it. A submit that is completed later sends the code of that time."""
+    def _upload(self, plan: Plan, path: str, digest: str, uploaded: dict[str, str]) -> str:
+        """Send the code, unless the server has it, and keep its digest in the file `path`.
+
+        A submit that is completed later has a digest: it sends the code of that time.
+        """
         code, home = plan.settings["code"], self._jobs.parent
-        if digest is None and code not in uploaded:
-            packed = snapshot.pack(Path(code), home)
-        else:
-            digest = digest or uploaded[code]
+        if digest := digest or uploaded.get(code, ""):
             packed = snapshot.Snapshot(digest=digest, path=home / "snapshots" / f"{digest}.tar")
-        path = str(self._jobs / plan.job_id / _DIGEST)
+        else:
+            packed = snapshot.pack(Path(code), home)
         try:
             os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
             atomic_files.replace_file(path, packed.digest.encode(), durably=True)
@@ -159,10 +160,6 @@ class ServiceTarget:
                 raise SubmitError(f"the packed code of job {plan.job_id} cannot be read: {error}") from None
             uploaded[code] = packed.digest
         return packed.digest
-
-    def _read_digest(self, job_id: str) -> str | None:
-        content = atomic_files.read_bytes(str(self._jobs / job_id / _DIGEST))
-        return None if content is None else content.decode("ascii", "replace")
 
     def _explained(self, error: SchedulerError) -> str:
         """Return the server's words for a refusal; of a key that it does not know, which version it has."""

@@ -13,11 +13,7 @@ def _run() -> None:
         context.configure(url=attributes["url"], target_metadata=metadata, literal_binds=True)
     else:
         connection = attributes["connection"]
-        # SQLite changes a table by copying it.
-        is_sqlite = connection.dialect.name == "sqlite"
-        context.configure(
-            connection=connection, target_metadata=metadata, render_as_batch=is_sqlite, transaction_per_migration=True
-        )
+        context.configure(connection=connection, target_metadata=metadata, transaction_per_migration=True)
     with context.begin_transaction():
         context.run_migrations()
 
