@@ -33,8 +33,6 @@ _ALPHABET = string.digits + string.ascii_uppercase + string.ascii_lowercase
 _TOKEN = re.compile(r"accel_(?P<id>[0-9A-Za-z]{8})_[0-9A-Za-z]{43}(?P<sum>[0-9A-Za-z]{6})\Z")
 _DAY_S, _HOUR_S = 86_400.0, 3600.0
 
-_CHALLENGE = {"WWW-Authenticate": "Bearer"}
-
 _bearer = HTTPBearer(auto_error=False, description="A token of `accel token create`.")
 
 
@@ -70,7 +68,7 @@ def caller_of(
         request_id=request.state.request_id,
     )  # fmt: skip
     if credentials is None:
-        raise Problem(401, "no token: send one in the header Authorization: Bearer TOKEN", headers=_CHALLENGE)
+        raise Problem(401, "no token: send one in the header Authorization: Bearer TOKEN")
     try:
         with context.database.read() as connection:
             row = _row_of(connection, credentials.credentials)
@@ -159,16 +157,16 @@ def _row_of(connection: Connection, secret: str) -> RowMapping:
     """Return the row of a valid token, with its user's role. Raises Problem with status 401."""
     match = _TOKEN.match(secret)
     if match is None or _checksum(secret[:-6]) != match["sum"]:
-        raise Problem(401, "malformed token: copy all of it", headers=_CHALLENGE)
+        raise Problem(401, "malformed token: copy all of it")
     query = select(token, user.c.role).join(user).where(token.c.id == match["id"])
     row = connection.execute(query).mappings().one_or_none()
     if row is None or not hmac.compare_digest(row["hash"], _hash(secret)):
-        raise Problem(401, "the token is not known", headers=_CHALLENGE)
+        raise Problem(401, "the token is not known")
     if row["revoked_at"] is not None:
-        raise Problem(401, "the token was revoked", headers=_CHALLENGE)
+        raise Problem(401, "the token was revoked")
     if row["expires_at"] <= time.time():
         day = time.strftime("%Y-%m-%d", time.gmtime(row["expires_at"]))
-        raise Problem(401, f"the token expired on {day}", headers=_CHALLENGE)
+        raise Problem(401, f"the token expired on {day}")
     return row
 
 

@@ -15,19 +15,8 @@ from sqlalchemy import Connection, delete, func, insert, select, update
 from schedulers.errors import ConfigError
 from schedulers.store import atomic_files
 
-from .auth import (
-    DEFAULT_DAYS,
-    MAX_DAYS,
-    SERVER,
-    USER_NAME,
-    Owner,
-    Role,
-    Viewer,
-    create_token,
-    forbidden,
-    is_valid,
-    record,
-)
+from . import auth
+from .auth import USER_NAME, Owner, Role, Viewer, record
 from .context import Context, ServeContext
 from .database import Database
 from .problems import Problem, Strict
@@ -72,7 +61,7 @@ class NewToken(Strict):
 
     user: str | None = Field(None, pattern=f"^{USER_NAME}$")
     role: Role = "submitter"
-    days: float = Field(DEFAULT_DAYS, gt=0, le=MAX_DAYS)
+    days: float = Field(auth.DEFAULT_DAYS, gt=0, le=auth.MAX_DAYS)
 
 
 class Token(BaseModel):
@@ -174,14 +163,14 @@ def post_token(body: NewToken, caller: Viewer, context: Context) -> Created:
     """Create a token: for the caller, or by an owner for any user, who is created if need be."""
     name = body.user or caller.name
     if name != caller.name and not caller.may("owner"):
-        raise forbidden(caller, "tokens of others require role owner")
+        raise auth.forbidden(caller, "tokens of others require role owner")
     with context.database.write() as connection:
         role = _role_of(connection, name)
         if not role:
             _create_user(context, connection, name, body.role)
         elif "role" in body.model_fields_set and body.role != role:
             raise Problem(409, f"{name} has the role {role}: change it with PUT /users/{name}", "body.role")
-        token_id, secret = create_token(connection, name, body.days)
+        token_id, secret = auth.create_token(connection, name, body.days)
         record(connection, caller, "create", f"token {token_id} of {name}")
     return Created(id=token_id, user=name, token=secret)
 
@@ -218,10 +207,10 @@ def start(context: ServeContext) -> str:
     with context.database.write() as connection:
         if not _role_of(connection, name):
             connection.execute(insert(user).values(name=name, role="owner", created_at=time.time()))
-            record(connection, SERVER, "set role", f"user {name}", "owner")
-        if not is_valid(connection, current, _RENEW_S):
-            token_id, current = create_token(connection, name)
-            record(connection, SERVER, "create", f"token {token_id} of {name}")
+            record(connection, auth.SERVER, "set role", f"user {name}", "owner")
+        if not auth.is_valid(connection, current, _RENEW_S):
+            token_id, current = auth.create_token(connection, name)
+            record(connection, auth.SERVER, "create", f"token {token_id} of {name}")
             atomic_files.replace_file(path, current.encode() + b"\n", durably=True)
     check_users(context.database, context.settings)
     return name

@@ -98,7 +98,11 @@ def add_handlers(app: FastAPI, record_refusal: Callable[[Request, str], None]) -
                 await run_in_threadpool(record_refusal, request, error.detail)
             except DBAPIError as failure:
                 return await of_database(request, failure)
-        headers = {"Allow": _allowed(request)} if error.status_code == 405 else error.headers
+        headers = error.headers
+        if error.status_code == 401:
+            headers = {"WWW-Authenticate": "Bearer"}
+        elif error.status_code == 405:
+            headers = {"Allow": _allowed(request)}
         return problem_response(error.status_code, str(error.detail), getattr(error, "where", ""), headers)
 
     @app.exception_handler(RequestValidationError)

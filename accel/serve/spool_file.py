@@ -74,7 +74,8 @@ def last_mark(path: str) -> Mark:
                 file.seek(max(0, size - length))
                 end = size
                 for line in reversed(file.readlines()):
-                    if is_mark(line) and (mark := _parse(line)) is not None:
+                    if is_mark(line) and line.endswith(b"\n"):
+                        mark = json.loads(line)
                         return Mark(end, str(mark["cursor"]), mark.get("complete") is True)
                     end -= len(line)
                 if length >= size:
@@ -163,12 +164,3 @@ def last_lines(path: str, since: int, end: int, count: int) -> dict[str, int]:
 
 def _dump(values: dict[str, Any]) -> bytes:
     return json.dumps(values, separators=(",", ":")).encode("ascii") + b"\n"
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    """Return the mark, or None for the beginning of one."""
-    try:
-        parsed: dict[str, Any] | None = json.loads(line) if line.endswith(b"\n") else None
-        return parsed
-    except ValueError:
-        return None

@@ -31,7 +31,6 @@ _WORKERS, _PER_TARGET = 8, 4
 _TICK_S = 1.0  # between two polls while a request waits for a job or follows its log
 _CLEAN_S = 3600.0
 _DAY_S = 86_400.0
-_MISSING = "its directory on the server is gone"
 
 _log = logging.getLogger(__name__)
 
@@ -185,7 +184,7 @@ def poll(context: ServeContext) -> None:
         elif record is not None:
             jobs.warn(context, row, record.reason)
         elif row["state"] != "submitting":
-            jobs.fail(context, row, _MISSING, Reason.LOST)
+            jobs.fail(context, row, "its directory on the server is gone", Reason.LOST)
 
 
 def complete_logs(context: ServeContext) -> None:

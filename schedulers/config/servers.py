@@ -100,13 +100,12 @@ def add_server(server: Server) -> None:
     _write(Servers(by_name={**servers.by_name, server.name: server}, current=server.name))
 
 
-def remove_server(name: str) -> Server:
-    """Remove the server from the file; return it. Raises ConfigError, StoreError."""
+def remove_server(name: str) -> None:
+    """Remove the server from the file. Raises ConfigError, StoreError."""
     servers = _stored()
-    server = servers.get(name)
+    servers.get(name)
     rest = {other: servers.by_name[other] for other in servers.by_name if other != name}
     _write(Servers(by_name=rest, current="" if servers.current.partition("/")[0] == name else servers.current))
-    return server
 
 
 def use_server(current: str) -> None:

@@ -12,16 +12,7 @@ from urllib.parse import quote, unquote, urlencode, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 import urllib3
-from urllib3.exceptions import (
-    HTTPError,
-    LocationParseError,
-    NewConnectionError,
-    ProtocolError,
-    ProxyError,
-    ProxySchemeUnknown,
-    SSLError,
-    TimeoutError,
-)
+from urllib3 import exceptions
 from urllib3.util import parse_url
 
 from ..config.servers import Server
@@ -106,10 +97,10 @@ class Client:
                     method, url, body=body, headers=sent, redirect=False,
                     timeout=urllib3.Timeout(connect=min(_CONNECT_S, timeout_s), read=timeout_s),
                 )  # fmt: skip
-            except HTTPError as error:
+            except exceptions.HTTPError as error:
                 problem: SchedulerError = Unreachable(f"{self.server.name} does not answer ({_reason(error)})")
                 pause_s = _PAUSE_S * attempt
-                if isinstance(error, TimeoutError) and not isinstance(error, NewConnectionError):
+                if isinstance(error, exceptions.TimeoutError) and not isinstance(error, exceptions.NewConnectionError):
                     break  # it has taken long enough
             else:
                 if response.status < 300:
@@ -117,7 +108,8 @@ class Client:
                 problem = self._problem(response.status, response.data, method)
                 if response.status not in _RETRIED:
                     raise problem
-                pause_s = _retry_after(response.headers, _PAUSE_S * attempt)
+                retry_after = response.headers.get("Retry-After", "")
+                pause_s = float(retry_after) if retry_after.isdigit() else _PAUSE_S * attempt
             if attempt < attempts and pause_s <= _MAX_PAUSE_S:
                 time.sleep(pause_s)
             else:
@@ -155,28 +147,23 @@ def _pool(url: str) -> urllib3.PoolManager:
         parsed = parse_url(proxy if "://" in proxy else f"http://{proxy}")
         headers = urllib3.make_headers(proxy_basic_auth=unquote(parsed.auth)) if parsed.auth else None
         return urllib3.ProxyManager(parsed.url, proxy_headers=headers, retries=False, maxsize=8)
-    except (LocationParseError, ProxySchemeUnknown):
+    except (exceptions.LocationParseError, exceptions.ProxySchemeUnknown):
         raise ConfigError("the variable HTTPS_PROXY must be http://HOST:PORT or https://HOST:PORT") from None
 
 
 def _reason(error: Exception) -> str:
-    if isinstance(error, ProxyError):
+    if isinstance(error, exceptions.ProxyError):
         return f"the proxy in HTTPS_PROXY: {_reason(error.original_error)}"
-    if isinstance(error, SSLError):
+    if isinstance(error, exceptions.SSLError):
         return f"TLS: {one_line(str(error))}"
-    if isinstance(error, NewConnectionError):
+    if isinstance(error, exceptions.NewConnectionError):
         cause = error.__cause__ or error.__context__
         return (getattr(cause, "strerror", None) or one_line(str(error).rpartition(": ")[2])).lower()
-    if isinstance(error, ProtocolError):  # its first argument is the same for all of them
+    if isinstance(error, exceptions.ProtocolError):  # its first argument is the same for all of them
         return one_line(str(error.args[-1]))
-    if isinstance(error, TimeoutError):
+    if isinstance(error, exceptions.TimeoutError):
         return "timed out"
     return one_line(str(error))
-
-
-def _retry_after(headers: Mapping[str, str], default_s: float) -> float:
-    value = headers.get("Retry-After", "")
-    return float(value) if value.isdigit() else default_s
 
 
 # Uploads of a job's code, in pieces; one that was cut off is continued.
