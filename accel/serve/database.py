@@ -21,6 +21,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError
 from schedulers.config import secrets
 from schedulers.errors import ConfigError, SpecError, StoreError
 from schedulers.local.job_files import on_disk_of_this_machine
+from schedulers.printable import one_line
 
 from .settings import Settings
 
@@ -82,7 +83,7 @@ def connect(settings: Settings) -> Engine:
         with engine.connect() as connection:
             connection.execute(text("SELECT 1"))
     except DBAPIError as error:
-        raise StoreError(f"the database does not answer: {_one_line(error)}") from None
+        raise StoreError(f"the database does not answer: {one_line(str(error.orig))}") from None
     return engine
 
 
@@ -118,7 +119,7 @@ def migrate(engine: Engine) -> None:
         with engine.connect() as connection:
             command.upgrade(_config(connection), "head")
     except (DBAPIError, OSError) as error:
-        raise StoreError(f"the database cannot be migrated: {_one_line(error)}") from None
+        raise StoreError(f"the database cannot be migrated: {one_line(str(error))}") from None
 
 
 def print_sql(settings: Settings) -> None:
@@ -173,8 +174,3 @@ def _copy(engine: Engine) -> None:
         connection.execute("VACUUM INTO ?", (f"{path}.{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}",))
     for copy in sorted(Path(path).parent.glob(f"{NAME}.2*"))[:-_COPIES]:
         copy.unlink()
-
-
-def _one_line(error: Exception) -> str:
-    original: Any = getattr(error, "orig", None) or error
-    return " ".join(str(original).split())

@@ -109,7 +109,10 @@ def add_handlers(app: FastAPI, record_refusal: Callable[[Request, str], None]) -
     async def of_validation(_: Request, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        return problem_response(422, _detail(first, where), where)
+        place, name = where.rpartition(".")[::2]
+        is_unknown = first["type"] in ("extra_forbidden", "unexpected_keyword_argument")
+        detail = f"{place}: unknown key {name!r}" if is_unknown else one_line(f"{where}: {first['msg']}")
+        return problem_response(422, detail, where)
 
     @app.exception_handler(SchedulerError)
     async def of_schedulers(_: Request, error: SchedulerError) -> JSONResponse:
@@ -132,10 +135,3 @@ def _allowed(request: Request) -> str:
         return any(route.matches(scope)[0] is Match.FULL for route in request.app.router.routes)
 
     return ", ".join(filter(exists, _METHODS))  # Starlette names those of one function
-
-
-def _detail(error: Mapping[str, Any], where: str) -> str:
-    place, _, name = where.rpartition(".")
-    if error["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-        return f"{place}: unknown key {name!r}"
-    return one_line(f"{where}: {error['msg']}")

@@ -20,7 +20,6 @@ from schedulers.target import SupportsCheck
 
 from . import people
 from .app import create_app
-from .code import delete_abandoned
 from .context import ServeContext
 from .database import connect, needs_migration, open_database
 from .settings import Settings
@@ -35,9 +34,7 @@ def open_context(settings: Settings) -> Iterator[ServeContext]:
     """Hold the home of a server, with its database open. Raises ConfigError, StoreError."""
     create_home(settings.home)
     with _only_one(settings.home), contextlib.closing(open_database(settings)) as database:
-        context = ServeContext(settings, database, Store(settings.home), _identity(settings.home))
-        delete_abandoned(context)
-        yield context
+        yield ServeContext(settings, database, Store(settings.home), _identity(settings.home))
 
 
 def create_home(home: str) -> None:

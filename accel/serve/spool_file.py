@@ -7,6 +7,7 @@ part of the log: a server that was killed may have left half a batch.
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import time
 from collections import deque
@@ -17,7 +18,6 @@ from typing import Any
 from schedulers.job import Cursor, LogLine
 
 _MARK, _RANK, _PARTIAL = b'{"cursor":', b'{"rank":', b',"partial":true}\n'
-_TAIL_BYTES = 1 << 16
 _BATCH_S = 0.25  # after which a batch ends that grows slowly
 
 
@@ -67,21 +67,13 @@ def batches(lines: Iterable[LogLine], cursor: Cursor, size: int) -> Iterator[byt
 def last_mark(path: str) -> Mark:
     """Return the last mark of the file, or an empty one."""
     try:
-        with open(path, "rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            length = _TAIL_BYTES
-            while True:
-                file.seek(max(0, size - length))
-                end = size
-                for line in reversed(file.readlines()):
-                    if is_mark(line) and line.endswith(b"\n"):
-                        mark = json.loads(line)
-                        return Mark(end, str(mark["cursor"]), mark.get("complete") is True)
-                    end -= len(line)
-                if length >= size:
-                    return Mark()
-                length *= 8
-    except FileNotFoundError:
+        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            # No text of a line looks like a mark: its quotes are escaped.
+            begin = content.rfind(_MARK, 0, content.rfind(b"\n") + 1)
+            end = content.find(b"\n", begin) + 1
+            mark = json.loads(content[begin:end])
+            return Mark(end, str(mark["cursor"]), mark.get("complete") is True)
+    except (FileNotFoundError, ValueError):  # also if the file is empty, or has no mark
         return Mark()
 
 
