@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 from urllib.parse import urlsplit
 
-from fastapi import APIRouter, FastAPI
-from fastapi.openapi.utils import get_openapi
+from fastapi import APIRouter, FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 from sqlalchemy import select
@@ -35,7 +33,7 @@ def create_app(context: ServeContext) -> FastAPI:
         title="accel",
         version=accel.__version__,
         default_response_class=Ascii,
-        openapi_url=f"{PREFIX}/openapi.json",
+        openapi_url=None,  # `describe_api` adds the schema of errors
         docs_url=None,  # its page loads scripts from elsewhere
         redoc_url=None,
         redirect_slashes=False,
@@ -47,17 +45,7 @@ def create_app(context: ServeContext) -> FastAPI:
     add_handlers(app, record_refusal)
     hosts = [*_LOOPBACK, context.settings.host, (urlsplit(context.settings.address).hostname or "").lower()]
     app.add_middleware(Limits, hosts=hosts, max_body=int(context.settings.max_body), requests=context.metrics.requests)
-    app.openapi = lambda: _describe(app)  # type: ignore[method-assign]
     return app
-
-
-def _describe(app: FastAPI) -> dict[str, Any]:
-    """Return the description of the API, with the schema of errors."""
-    if app.openapi_schema is None:
-        document = get_openapi(title=app.title, version=app.version, routes=app.routes)
-        document.setdefault("components", {}).setdefault("schemas", {})["Problem"] = problems.SCHEMA
-        app.openapi_schema = document
-    return app.openapi_schema
 
 
 class Info(BaseModel):
@@ -77,6 +65,14 @@ class Info(BaseModel):
 async def info(context: Context) -> Info:
     """Return the server's version and the ways to log in."""
     return Info(id=context.id, version=accel.__version__, api=API_LEVEL, login=["token"])
+
+
+@router.get("/openapi.json", include_in_schema=False)
+def describe_api(request: Request) -> Ascii:
+    """Return the description of the API, with the schema of errors."""
+    document = request.app.openapi()
+    document["components"]["schemas"]["Problem"] = problems.SCHEMA
+    return Ascii(document)
 
 
 @health.get("/healthz")

@@ -66,11 +66,9 @@ async def read_log(job: Job, query: Annotated[LogQuery, Query()], context: Conte
     needs_all = query.at is not None or query.tail is not None or not limit
     spool, is_current = await _read_now(context, job, math.inf if needs_all else query.since + limit)
     mark = spool.mark
-    if needs_all and not is_current:
-        raise _behind(context, spool)
     start, starts = await run_in_threadpool(_position, spool, mark.end, query)
     data = await _read(spool, start, mark.end, limit) if limit else b""
-    if limit and not data and not is_current:
+    if not is_current and (needs_all or not data):
         raise _behind(context, spool)
     end = start + len(data)
     headers = {
