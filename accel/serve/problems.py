@@ -67,21 +67,13 @@ class Problem(HTTPException):
     """
 
     def __init__(
-        self,
-        status: int,
-        detail: str,
-        where: str = "",
-        headers: Mapping[str, str] | None = None,
-        *,
-        audited: bool = False,
+        self, status: int, detail: str, where: str = "", *, headers: dict[str, str] | None = None, audited: bool = False
     ) -> None:
-        super().__init__(status, one_line(detail), dict(headers) if headers else None)
+        super().__init__(status, one_line(detail), headers)
         self.where, self.audited = where, audited
 
 
-def problem_response(
-    status: int, detail: str, where: str = "", headers: Mapping[str, str] | None = None
-) -> JSONResponse:
+def problem_response(status: int, detail: str, where: str = "", headers: Mapping[str, str] | None = None) -> Ascii:
     """Return the response of a failed request."""
     document = {"type": "about:blank", "title": HTTPStatus(status).phrase, "status": status, "detail": detail}
     content = document | ({"where": where} if where else {})

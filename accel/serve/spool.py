@@ -109,14 +109,11 @@ class Spools:
     def remove(self, job_id: str) -> None:
         """Delete the log."""
         with self._lock:
-            spool = self._spools.pop(job_id, None)
-        if spool is None:
-            Path(self._path(job_id)).unlink(missing_ok=True)
-            return
+            spool = self._spools.pop(job_id, None) or Spool(self._path(job_id), job_id)
         with spool.writing:
             spool.ended = spool.removed = True
             Path(spool.path).unlink(missing_ok=True)
-        self.changes.notify(spool.job_id)
+        self.changes.notify(job_id)
 
     def _path(self, job_id: str) -> str:
         return str(self._directory / f"{job_id}.ndjson")
