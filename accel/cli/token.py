@@ -16,8 +16,6 @@ from .output import moment, note, print_json, print_rows
 if TYPE_CHECKING:
     from argparse import Namespace
 
-    from schedulers.service.client import Client
-
     from .arguments import Parser
 
 EXAMPLES = """\
@@ -55,34 +53,25 @@ def run(args: Namespace) -> int:
     name = args.server or servers.current.partition("/")[0] or FROM_ENVIRONMENT
     client = Client(servers.get(name))
     if args.action == "create":
-        return _create(client, args)
-    if args.action == "revoke":
+        body: dict[str, Any] = {"user": args.user, "role": args.role}
+        if args.expires is not None:
+            body["days"] = args.expires / 86_400
+        fields = {key: value for key, value in body.items() if value is not None}
+        created = client.request("POST", "/tokens", document=fields).json()
+        if args.json:
+            print_json(created)
+        else:
+            print(created["token"])
+            note(f"token {created['id']} of {created['user']}: it is shown only now")
+    elif args.action == "revoke":
         client.request("DELETE", f"/tokens/{args.id}")
         note(f"token {args.id} is revoked")
-        return exit_status.OK
-    return _list(client, as_json=args.json)
-
-
-def _create(client: Client, args: Namespace) -> int:
-    body: dict[str, Any] = {"user": args.user, "role": args.role}
-    if args.expires is not None:
-        body["days"] = args.expires / 86_400
-    fields = {key: value for key, value in body.items() if value is not None}
-    created = client.request("POST", "/tokens", document=fields).json()
-    if args.json:
-        print_json(created)
     else:
-        print(created["token"])
-        note(f"token {created['id']} of {created['user']}: it is shown only now")
-    return exit_status.OK
-
-
-def _list(client: Client, *, as_json: bool) -> int:
-    tokens = client.get("/tokens")
-    if as_json:
-        print_json(tokens)
-        return exit_status.OK
-    times = ("created_at", "expires_at", "used_at")
-    rows = [(t["id"], t["user"], *(moment(t[name]) if t[name] else "" for name in times)) for t in tokens]
-    print_rows(_COLUMNS, rows, on_terminal=rows)
+        tokens = client.get("/tokens")
+        times = ("created_at", "expires_at", "used_at")
+        rows = [(t["id"], t["user"], *(moment(t[name]) if t[name] else "" for name in times)) for t in tokens]
+        if args.json:
+            print_json(tokens)
+        else:
+            print_rows(_COLUMNS, rows, on_terminal=rows)
     return exit_status.OK

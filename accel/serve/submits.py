@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -82,48 +82,43 @@ def put_job(
     job_id: NewId, body: JobRequest, caller: Submitter, context: Context, response: Response, dry_run: bool = False
 ) -> Submitted | DryRun:
     """Submit a job under an id that the client has made; the same request again changes nothing."""
+    response.status_code = 200
     if dry_run:
-        response.status_code = 200
         return _dry_run(context, caller, job_id, body)
-    row, warnings, is_new = submit(context, caller, job_id, body)
-    response.status_code = 201 if is_new else 200
-    return Submitted(**jobs.view(row).model_dump(), warnings=list(warnings))
-
-
-def submit(
-    context: ServeContext, caller: Caller, job_id: str, request: JobRequest
-) -> tuple[Row, tuple[str, ...], bool]:
-    """Keep the request as a new job. The same request again changes nothing.
-
-    Returns its row, the plan's warnings, and True if it is new.
-
-    Raises Problem: with status 409 if the id is taken, else with 422. Raises SpecError, ConfigError, StoreError.
-    """
-    text = _text(request)
+    text = _text(body)
     sha256 = hashlib.sha256(text.encode()).hexdigest()
     before = jobs.find(context, job_id)
     if before is not None:
-        return _same(before, caller, sha256), (), False
-    spec, resolved, plan = check(context, caller, job_id, request)
+        return _submitted(before, caller, sha256)
+    spec, resolved, plan = _check(context, caller, job_id, body)
     # Under a name of this request's own: another one with the same id may be just as far.
     secrets = jobs.secrets_of(context, f"{job_id}.{os.urandom(8).hex()}")
     try:
-        _write_secrets(secrets, request)
+        _write_secrets(secrets, body)
         admit(resolved.target, [with_secret_files(spec, secrets)])
-        row = _new_row(job_id, request, spec, resolved) | {"owner": caller.name, "request": text, "sha256": sha256}
-        is_new = _insert(context, caller, row, secrets)
+        row = _new_row(job_id, body, spec, resolved) | {"owner": caller.name, "request": text, "sha256": sha256}
+        if _insert(context, caller, row, secrets):
+            response.status_code = 201
+            context.submits.set()
     finally:
         atomic_files.remove_tree(str(secrets))
-    context.submits.set()
-    return _same(jobs.get(context, job_id), caller, sha256), plan.warnings, is_new
+    return _submitted(jobs.get(context, job_id), caller, sha256, plan.warnings)
 
 
-def check(
+def _submitted(row: Row, caller: Caller, sha256: str, warnings: Sequence[str] = ()) -> Submitted:
+    """Return the answer for the job. Raises Problem with status 409 if its id is that of another request."""
+    if (row["owner"], row["sha256"]) != (caller.name, sha256):
+        raise Problem(409, f"there is another job with the id {row['id']}")
+    return Submitted(**jobs.view(row).model_dump(), warnings=list(warnings))
+
+
+def _check(
     context: ServeContext, caller: Caller, job_id: str, request: JobRequest
 ) -> tuple[JobSpec, ResolvedTarget, Plan]:
-    """Check all of the request but what `admit` of the target does; change nothing. Raises what `submit` raises.
+    """Check all of the request but what `admit` of the target does; change nothing.
 
-    Returns the job with its code's directory here, and its secrets as they were given.
+    Returns the job with its code's directory here, and its secrets as they were given. Raises Problem, SpecError,
+    ConfigError.
     """
     spec = request.spec
     if spec.code != ".":
@@ -163,7 +158,7 @@ def _dry_run(context: ServeContext, caller: Caller, job_id: str, request: JobReq
     Raises what the target raises if its backend cannot be reached to review the plan.
     """
     try:
-        spec, resolved, plan = check(context, caller, job_id, request)
+        spec, resolved, plan = _check(context, caller, job_id, request)
         admit(resolved.target, [dataclasses.replace(spec, secrets={})])
     except (Problem, SpecError, ConfigError) as error:
         detail = error.detail if isinstance(error, Problem) else one_line(str(error))
@@ -179,12 +174,6 @@ def with_secret_files(spec: JobSpec, directory: Path) -> JobSpec:
         for name, reference in spec.secrets.items()
     }
     return dataclasses.replace(spec, secrets=references)
-
-
-def _same(row: Row, caller: Caller, sha256: str) -> Row:
-    if (row["owner"], row["sha256"]) != (caller.name, sha256):
-        raise Problem(409, f"there is another job with the id {row['id']}")
-    return row
 
 
 def _text(request: JobRequest) -> str:

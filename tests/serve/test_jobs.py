@@ -13,6 +13,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from fastapi import Response
 from fastapi.testclient import TestClient
 from sqlalchemy import insert, select
 
@@ -215,7 +216,7 @@ def test_two_requests_for_one_job_at_once(
         eve = Caller(name="eve", role="owner", token_id="", address="", request_id="")
         request = submits.JobRequest(**(body | {"secrets": {"T": "another value"}}))
         with pytest.raises(Problem, match="there is another job with the id"):
-            submits.submit(context, eve, job_id, request)
+            submits.put_job(job_id, request, eve, context, Response())
     assert [path.name for path in (context.home / "secrets").iterdir()] == [job_id]
     assert (context.home / "secrets" / job_id / "T").read_text() == "the value"
 
