@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import threading
 from collections.abc import Iterator
 
@@ -13,7 +14,7 @@ class Changes:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._waiters: set[tuple[str, asyncio.AbstractEventLoop, asyncio.Event]] = set()
+        self._waiters: dict[str, set[tuple[asyncio.AbstractEventLoop, asyncio.Event]]] = {}
 
     @property
     def awaited(self) -> bool:
@@ -23,21 +24,23 @@ class Changes:
     @contextlib.contextmanager
     def waiting(self, job_id: str) -> Iterator[asyncio.Event]:
         """Yield an event that is set at each change of the job. Enter this before reading the job."""
-        waiter = (job_id, asyncio.get_running_loop(), asyncio.Event())
+        waiter = (asyncio.get_running_loop(), asyncio.Event())
         with self._lock:
-            self._waiters.add(waiter)
+            self._waiters.setdefault(job_id, set()).add(waiter)
         try:
-            yield waiter[2]
+            yield waiter[1]
         finally:
             with self._lock:
-                self._waiters.remove(waiter)
+                self._waiters[job_id].remove(waiter)
+                if not self._waiters[job_id]:
+                    del self._waiters[job_id]
 
     def notify(self, job_id: str | None = None) -> None:
         """Wake the requests that wait for this job, or without one all requests."""
         with self._lock:
-            for awaited_id, loop, event in self._waiters:
-                if job_id is None or job_id == awaited_id:
-                    loop.call_soon_threadsafe(event.set)
+            waiters = self._waiters.values() if job_id is None else [self._waiters.get(job_id, set())]
+            for loop, event in itertools.chain.from_iterable(waiters):
+                loop.call_soon_threadsafe(event.set)
 
 
 async def is_set_within(event: asyncio.Event, seconds: float) -> bool:
