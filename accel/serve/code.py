@@ -56,8 +56,7 @@ def add_piece(
 ) -> Response:
     """Append the body, a piece of a snapshot's tar file, at `Accel-Offset`; `Accel-Size` is the size of the whole file.
 
-    The last piece is answered with status 201, others with 202. A whole that is not a snapshot with that digest is
-    deleted.
+    The last piece is answered with status 201, others with 202. An upload without that digest is deleted.
     """
     if is_complete(context, digest, caller.name):
         return Response(status_code=201)
