@@ -1,1 +1,1 @@
-"""`accel serve`: a REST API with users and tokens, over a job store of its own; `api/` has the endpoints."""
+"""`accel serve`: a REST API with users and tokens, over a job store of its own."""
