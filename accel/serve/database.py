@@ -162,7 +162,10 @@ def _postgresql(reference: str) -> Engine:
         raise ConfigError(f"database: {error if isinstance(error, SpecError) else detail}") from None
     if url.get_backend_name() != "postgresql":
         raise ConfigError(f"database: {url.get_backend_name()} is not supported: use sqlite or PostgreSQL")
-    return create_engine(url.set(drivername="postgresql+psycopg"), pool_pre_ping=True)
+    try:
+        return create_engine(url.set(drivername="postgresql+psycopg"), pool_pre_ping=True)
+    except ImportError as error:  # psycopg, or libpq below it, is missing
+        raise ConfigError(f"PostgreSQL needs psycopg: pip install 'accel-launch[serve]' ({error})") from None
 
 
 def _copy(engine: Engine) -> None:

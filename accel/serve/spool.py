@@ -9,7 +9,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from pathlib import Path
 
 from schedulers.errors import SchedulerError, UnknownJob
@@ -28,6 +28,7 @@ _BATCH_BYTES = 1 << 20
 _FIRST_READ_S, _LAST_READ_S = 0.1, 1.0
 _IDLE_S = 30.0
 _COMPLETING, _GIVE_UP_S = 4, 86_400.0
+_MAX_THREADS = 200  # beyond which logs that nobody follows wait for one
 
 _log = logging.getLogger(__name__)
 
@@ -76,6 +77,7 @@ class Spools:
         self._lock = threading.Lock()
         self._spools: dict[str, Spool] = {}  # those that are read now
         self._completing = threading.Semaphore(_COMPLETING)  # for logs that nobody follows
+        self._waiting: deque[str] = deque()  # the jobs of those that have no thread yet
 
     def read_soon(self, job_id: str, *, is_over: bool = False, now: bool = True) -> tuple[Spool, int]:
         """Start reading the job's log; return its spool and the number of the next pass.
@@ -92,7 +94,10 @@ class Spools:
     def complete(self, job_id: str) -> None:
         """Read the log to its end, in a thread. To be called when a job has ended; again is harmless."""
         with self._lock:
-            self._open(job_id, is_over=True).asked.set()
+            if job_id in self._spools or len(self._spools) < _MAX_THREADS:
+                self._open(job_id, is_over=True).asked.set()
+            else:
+                self._waiting.append(job_id)
 
     def _open(self, job_id: str, *, is_over: bool) -> Spool:
         """Return the job's spool, which a thread reads unless it is complete. Needs the lock."""
@@ -138,6 +143,8 @@ class Spools:
                 spool.ended = True
                 if self._spools.get(spool.job_id) is spool:
                     del self._spools[spool.job_id]
+                while self._waiting and len(self._spools) < _MAX_THREADS and not self._ending.is_set():
+                    self._open(self._waiting.popleft(), is_over=True)
             self.changes.notify(spool.job_id)
 
     def _begin(self, spool: Spool) -> bool:

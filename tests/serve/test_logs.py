@@ -308,6 +308,17 @@ def test_a_log_is_cut_at_its_limit(world: World, tmp_path: Path, spools: Callabl
     assert _plain(lines[:-1]) == expected[: len(lines) - 1]
 
 
+def test_more_logs_than_threads_are_completed_in_turn(
+    world: World, tmp_path: Path, spools: Callable[[int], Spools], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("accel.serve.spool._MAX_THREADS", 2)
+    reader, jobs = spools(1 << 20), [world.context.store.new_id() for _ in range(5)]
+    for job_id in jobs:
+        reader.complete(job_id)
+    paths = [tmp_path / f"{job_id}.ndjson" for job_id in jobs]
+    until(lambda: all(spool_file.last_mark(str(path)).complete for path in paths), "all are complete")
+
+
 @pytest.mark.parametrize("rest", [b"", b'{"rank":0,"att', b'{"rank":0,"attempt":0}\n{"cursor":"rank-0', b"\0" * 70_000])
 def test_what_follows_the_last_mark_is_read_again(
     world: World, tmp_path: Path, spools: Callable[[int], Spools], rest: bytes
@@ -418,11 +429,11 @@ class _Follower:
 
 @pytest.fixture
 def numbered(homes: Path, kills: int) -> Iterator[tuple[Job, str]]:
-    """A job that runs NUMBERED with a part for each kill, and an owner's token."""
+    """A job that runs NUMBERED with a part for each kill and one more, and an owner's token."""
     settings = read_settings(None, {})
     with open_context(settings) as context:
         people.start(context)
-        job = _submit(context.store, homes / "project", NUMBERED.replace("PARTS", str(kills)))
+        job = _submit(context.store, homes / "project", NUMBERED.replace("PARTS", str(kills + 1)))
         _add_row(context, job.id)
     yield job, (Path(settings.home) / people.TOKEN_FILE).read_text().strip()
     job.cancel()
@@ -439,7 +450,7 @@ def test_kills_lose_no_line_and_streams_do_not_keep_a_server(
         server = serve()
         follower = _Follower(server.url, token, job.id)
         (homes / f"project/go-{part}").touch()
-        while f"line {part * 20_000 // kills + 200} ".encode() not in received:
+        while f"line {part * 20_000 // (kills + 1) + 200} ".encode() not in received:
             received += follower.get(len(received))
         os.kill(server.process.pid, signal.SIGKILL)
         server.process.wait()
@@ -447,6 +458,7 @@ def test_kills_lose_no_line_and_streams_do_not_keep_a_server(
     follower = _Follower(server.url, token, job.id)
     start, streamed = len(received), b""
     assert b"line 19999 " not in received
+    (homes / f"project/go-{kills}").touch()
     with follower.open(f"/stream?since={start}") as stream:
         while b"line 19999 " not in streamed[-500:]:
             streamed += stream.readline()
