@@ -172,8 +172,8 @@ def _send(data: Any, device: torch.device | str | int, non_blocking: bool, skipp
     items = children(data)
     if items is None:
         return data
-    kept = skipped if isinstance(data, Mapping) else ()
-    return rebuild(data, {k: v if k in kept else _send(v, device, non_blocking, skipped) for k, v in items.items()})
+    excluded = skipped if isinstance(data, Mapping) else ()
+    return rebuild(data, {k: v if k in excluded else _send(v, device, non_blocking, skipped) for k, v in items.items()})
 
 
 def _move(leaf: Any, device: torch.device | str | int, non_blocking: bool) -> Any:
