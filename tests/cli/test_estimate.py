@@ -42,7 +42,7 @@ def test_the_table(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert [line.split("\t")[1] for line in needs.splitlines()] == list(report.TITLES.values())
     assert "4 processes, batch 1 on each, sequences of 512" in said.err
     assert "largest layer: " in said.err
-    assert "LlamaDecoderLayer by LlamaDecoderLayer" in said.err
+    assert "FSDP gathers by LlamaDecoderLayer, two at a time" in said.err
 
 
 def test_batch_and_length_count(llama: str, capsys: pytest.CaptureFixture[str]) -> None:

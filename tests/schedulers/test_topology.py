@@ -80,7 +80,7 @@ def test_nobody_has_placed_this_process() -> None:
         ({"SM_HOSTS": "[1]"}, "SM_HOSTS: the hosts must be a list of names in JSON, not [1]"),
         ({**WORKER, "TPU_WORKER_ID": "4"}, "TPU_WORKER_ID=4, and TPU_WORKER_HOSTNAMES has 4 names"),
         ({**WORKER, "TPU_WORKER_ID": "one"}, "TPU_WORKER_ID must be a whole number, not 'one'"),
-        ({"TPU_WORKER_HOSTNAMES": "a,b"}, "this is one node of several, but TPU_WORKER_ID is not set"),
+        ({"TPU_WORKER_HOSTNAMES": "a,b"}, "one of several nodes, but TPU_WORKER_ID is not set"),
         ({**SLICES, "MEGASCALE_SLICE_ID": "2"}, "node rank 9 is not one of 0 … 7"),
         ({**SLICES, "MEGASCALE_COORDINATOR_ADDRESS": ""}, "MEGASCALE_COORDINATOR_ADDRESS is not set"),
     ],
