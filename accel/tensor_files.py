@@ -363,6 +363,8 @@ def read_object(
         raise CheckpointError(f"{path} is missing") from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    except MemoryError:
+        raise
     except Exception as error:  # of torch's unpickler, for bytes that are no pickle or name types other than weights'
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"{path} cannot be loaded as weights only: {reason}") from error

@@ -232,7 +232,7 @@ NameOf: TypeAlias = Callable[[torch.Tensor], str]
 
 
 def names_of(parameters: Iterable[tuple[str, torch.Tensor]], problem: str) -> NameOf:
-    """Return a function that names each of ``parameters``; of others it says the ``problem``, `CheckpointError`."""
+    """Return a function from a parameter to its name. It raises `CheckpointError` with ``problem`` for others."""
     names = {id(parameter): name for name, parameter in parameters}
 
     def name_of(parameter: torch.Tensor) -> str:

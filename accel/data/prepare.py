@@ -48,7 +48,7 @@ def prepare_data_loader(
     already_sharded: bool = False,
     copies: int = 1,
 ) -> PreparedLoader:
-    """Return a loader of one process's share of ``dataloader``, that of ``process_index`` among ``num_processes``.
+    """Return a loader of the share of ``dataloader`` for process ``process_index`` of ``num_processes``.
 
     ``dataloader`` itself is not changed and all its settings are kept. A prepared loader is returned unchanged,
     and one that is this process's share already (``already_sharded``, or see `is_presharded`) is not sharded

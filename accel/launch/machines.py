@@ -100,7 +100,7 @@ def operator_processes(options: Mapping[str, Any], env: Mapping[str, str], devic
 
 
 def check_spread(total: int | None, machines: int) -> None:
-    """Raise LaunchConfigError unless the number of processes is divisible by that of machines."""
+    """Raise LaunchConfigError unless the number of machines divides the number of processes."""
     if total == 0:
         raise LaunchConfigError("--num_processes 0: it must be 1 or more")
     if total is not None and total % machines:

@@ -111,7 +111,7 @@ def _largest(groups: Sequence[Sequence[Any]], device: torch.device) -> torch.Ten
 
 
 def by_mesh(parameters: Iterable[torch.Tensor]) -> list[list[Any]]:
-    """Group ``parameters`` into lists for one operation each: those of one device mesh, or of none."""
+    """Group ``parameters`` by device mesh: one operation takes only one mesh, or only plain tensors."""
     groups: defaultdict[Any, list[torch.Tensor]] = defaultdict(list)
     for parameter in parameters:
         groups[getattr(parameter, "device_mesh", None)].append(parameter)

@@ -106,7 +106,7 @@ def put_job(
 
 
 def _submitted(row: Row, caller: Caller, sha256: str, warnings: Sequence[str] = ()) -> Submitted:
-    """Return the answer for the job. Raises Problem with status 409 if its id is that of another request."""
+    """Return the answer for the job. Raises Problem with status 409 if another request has the id."""
     if (row["owner"], row["sha256"]) != (caller.name, sha256):
         raise Problem(409, f"there is another job with the id {row['id']}")
     return Submitted(**jobs.view(row).model_dump(), warnings=list(warnings))

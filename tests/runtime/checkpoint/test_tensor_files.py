@@ -393,3 +393,15 @@ def test_a_file_that_changes_before_its_tensors_are_read(tmp_path: Path) -> None
         change(path)
         with pytest.raises(CheckpointError, match=rf"{name} (has changed while it was read|cannot be read: No such)"):
             stored.read()
+
+
+def test_a_full_memory_is_not_taken_for_a_damaged_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save({"a": torch.zeros(2)}, tmp_path / "a.bin")
+
+    def load(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(torch, "load", load)
+    for stored in (False, True):
+        with pytest.raises(MemoryError):
+            read_object(tmp_path / "a.bin", stored=stored)
