@@ -163,7 +163,7 @@ def test_two_machines_that_only_the_scheduler_has_told(
     assert (first.code, second.code) == (0, 0), (first, second)
     assert (first.out, second.out) == (f"0 of 2 at {master}\n", f"1 of 2 at {master}\n")
     assert first.err.startswith(f"accel launch: 2 nodes, node 0 at {master}:")
-    assert f", as {source}" in first.err
+    assert f", from {source}" in first.err
     assert (first.err.count("\n"), second.err) == (1, "")
 
 

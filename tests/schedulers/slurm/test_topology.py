@@ -172,7 +172,7 @@ def test_a_step_made_by_hand(slurm: Slurm, tmp_path: Path) -> None:
     assert (tmp_path / "code").read_text() == "0\n"
     first, second = ((tmp_path / f"step-{node}.txt").read_text() for node in (0, 1))
     assert "accel launch: 2 nodes, node 0 at n2:20" in first
-    assert "as step 0 of Slurm job" in first
+    assert ", from step 0 of Slurm job" in first
     assert "0 2 n2 n2\n" in first
     assert second == "1 2 n3 n2\n"
     alone = (tmp_path / "alone.txt").read_text()
