@@ -339,37 +339,53 @@ class Api:
 
 
 class Stream:
-    """The body of a response, in chunks as they arrive."""
+    """The body of a response, in chunks as they arrive. One thread reads it, and any may close it."""
 
     def __init__(self, response: urllib3.BaseHTTPResponse, api: Api) -> None:
         self._response = response
         self._api = api
-        self._closed = False
+        self._lock = threading.Lock()
+        self._closed = self._read = False
+        self._release = response.release_conn
+        response.release_conn = self._release_connection  # type: ignore[method-assign]
 
     def __iter__(self) -> Iterator[bytes]:
         """Yield chunks until the API server ends the stream or `close`. Raises Unreachable when it breaks."""
         import urllib3
 
+        with self._lock:
+            if self._closed:
+                return
+            self._read = True
         try:
             yield from self._response.stream(_PIECE)
-        except (urllib3.exceptions.HTTPError, OSError, ValueError, AttributeError) as error:
-            # ValueError and AttributeError are raised if another thread has closed the connection.
+        except (urllib3.exceptions.HTTPError, OSError) as error:
             if not self._closed:
                 raise self._api.unreachable(error) from None
         finally:
-            self.close()
+            with self._lock:
+                self._closed = True
+            self._response.close()
 
     def close(self) -> None:
         """End the stream, from any thread: a blocked read returns at once."""
-        if self._closed:
-            return
-        self._closed = True
-        sock = getattr(self._response.connection, "sock", None)
-        if sock is not None:
-            with contextlib.suppress(OSError):  # it has ended already
-                # Not SSLSocket's own, which discards the TLS state while another thread reads with it.
-                socket.socket.shutdown(sock, socket.SHUT_RDWR)
-        self._response.close()
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            sock = getattr(self._response.connection, "sock", None)
+            if sock is not None:
+                with contextlib.suppress(OSError):  # it has ended already
+                    # Not SSLSocket's own, which discards the TLS state while another thread reads with it.
+                    socket.socket.shutdown(sock, socket.SHUT_RDWR)
+        if not self._read:  # else the reader closes the response: two threads must not
+            self._response.close()
+
+    def _release_connection(self) -> None:
+        """Return the connection to the pool at the body's end, unless `close` has shut it down."""
+        with self._lock:
+            if not self._closed:
+                self._release()
 
 
 def _pause(seconds: float, retry_after: str | None) -> None:

@@ -311,6 +311,13 @@ def endless() -> Iterator[Server]:
 def test_a_stream_is_closed_from_another_thread(make: MakeApi) -> None:
     with endless() as server:
         stream = make(server.url).stream("/x")
+        close, closed_by = stream._response.close, []
+
+        def record_close() -> None:
+            closed_by.append(threading.current_thread())
+            close()
+
+        stream._response.close = record_close  # type: ignore[method-assign]
         begun, found = threading.Event(), []
 
         def read() -> None:
@@ -325,6 +332,26 @@ def test_a_stream_is_closed_from_another_thread(make: MakeApi) -> None:
         stream.close()
         thread.join(60)
     assert found == [b"first\n", b"over"]
+    assert set(closed_by) == {thread}  # http.client raises ValueError where two threads close at once
+    assert not list(stream)
+
+
+def test_only_the_connection_of_a_whole_stream_is_used_again(make: MakeApi) -> None:
+    with serving(said(200, {})) as server:
+        api = make(server.url)
+        whole, unread = api.stream("/x"), api.stream("/x")
+        pool: Any = whole._response._pool  # type: ignore[attr-defined]
+        assert list(whole) == [b"{}"]
+        whole.close()
+        kept = pool.pool.queue[-1]
+        assert kept is not None
+        assert api.call("GET", "/x") == {}
+        assert pool.pool.queue[-1] is kept
+        unread.close()
+        unread._response.release_conn()  # as its reader at the body's end does, at the same moment
+        assert pool.pool.queue[-1] is kept
+        assert not list(unread)
+        assert pool.num_connections == 2
 
 
 def test_a_stream_on_which_nothing_comes(make: MakeApi) -> None:
