@@ -31,24 +31,22 @@ class Shared:
     def cluster(
         self, start: Callable[[], AbstractContextManager[tuple[Cluster, int]]], join: Callable[[int], Cluster]
     ) -> Iterator[Cluster]:
-        with self._file("users") as users:
-            while (number := self._number(users)) is None:
-                fcntl.flock(users, fcntl.LOCK_EX)
-                if not self._started.exists():
-                    yield from self._own(users, start)
-                    return
-            yield join(number)
-
-    def _own(self, users: int, start: Callable[[], AbstractContextManager[tuple[Cluster, int]]]) -> Iterator[Cluster]:
-        with start() as (cluster, number):
-            self._started.write_text(str(number))
+        with self._file("users") as users, self._file("starting") as starting:
+            fcntl.flock(starting, fcntl.LOCK_EX)
             fcntl.flock(users, fcntl.LOCK_SH)
-            try:
-                yield cluster
-            finally:
-                fcntl.flock(users, fcntl.LOCK_EX)
-                self._started.unlink()
-                shutil.rmtree(self._box, ignore_errors=True)
+            if self._started.exists():
+                fcntl.flock(starting, fcntl.LOCK_UN)
+                yield join(int(self._started.read_text()))
+                return
+            with start() as (cluster, number):
+                self._started.write_text(str(number))
+                fcntl.flock(starting, fcntl.LOCK_UN)
+                try:
+                    yield cluster
+                finally:
+                    fcntl.flock(users, fcntl.LOCK_EX)
+                    self._started.unlink()
+                    shutil.rmtree(self._box, ignore_errors=True)
 
     @contextlib.contextmanager
     def using(self, *, alone: bool) -> Iterator[None]:
@@ -62,10 +60,6 @@ class Shared:
     @property
     def _started(self) -> Path:
         return self._box / "started"
-
-    def _number(self, users: int) -> int | None:
-        fcntl.flock(users, fcntl.LOCK_SH)
-        return int(self._started.read_text()) if self._started.exists() else None
 
     @contextlib.contextmanager
     def _file(self, name: str) -> Iterator[int]:
