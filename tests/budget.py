@@ -43,8 +43,9 @@ def load(path: Path = BUDGET) -> dict[str, Any]:
 
 
 def tracked(*patterns: str) -> list[Path]:
-    """Return the tracked files that exist and match any of the git pathspecs."""
-    listing = subprocess.run(["git", "ls-files", "-z", *patterns], cwd=ROOT, capture_output=True, check=True).stdout
+    """Return the files that git tracks, or will with the next `git add`, and that match any of the git pathspecs."""
+    words = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", *patterns]
+    listing = subprocess.run(words, cwd=ROOT, capture_output=True, check=True).stdout
     paths = [ROOT / name.decode() for name in listing.split(b"\0") if name]
     return [path for path in paths if path.exists()]
 

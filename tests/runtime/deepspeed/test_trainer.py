@@ -19,10 +19,11 @@ needs.package("transformers")
 _PROGRAM = str(ROOT / "tests" / "runtime" / "deepspeed" / "trainer_run.py")
 
 
+@pytest.mark.timeout(900)
 def test_trainer_has_the_losses_and_norms_of_ddp_and_resumes(tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "accel", "launch", "--cpu", "--num_processes", "2", _PROGRAM, str(tmp_path)]
     done = warm.run(
-        [*argv, "-1", "0", "2", "3", "2t", "2s", "3s"], cwd=tmp_path, env=environment(PYTHONPATH=str(ROOT)), timeout=240
+        [*argv, "-1", "0", "2", "3", "2t", "2s", "3s"], cwd=tmp_path, env=environment(PYTHONPATH=str(ROOT)), timeout=420
     )
     assert done.returncode == 0, done.stdout + done.stderr
     seen = json.loads((tmp_path / "seen.json").read_text())

@@ -174,7 +174,7 @@ def test_nothing_is_left(
         tpu.capacity(False)
     given = {
         "point": row.point, "then": row.then, "limits": SOON if row.alone else LATER,
-        "options": {**target_options(tpu), **CREATED, "start_timeout_s": 4 if row.alone else 20, **row.options},
+        "options": {**target_options(tpu), **CREATED, "start_timeout_s": 10 if row.alone else 20, **row.options},
         "more": {"entry": "command", "procs_per_node": 1, "grace_s": 2.0,
                  "env": {"GO": str(go), "PYTHONPATH": str(ROOT)}},
     }  # fmt: skip
