@@ -336,20 +336,20 @@ def test_a_stream_is_closed_from_another_thread(make: MakeApi) -> None:
     assert not list(stream)
 
 
-def test_only_the_connection_of_a_whole_stream_is_used_again(make: MakeApi) -> None:
+def test_only_the_connection_of_a_complete_stream_is_used_again(make: MakeApi) -> None:
     with serving(said(200, {})) as server:
         api = make(server.url)
-        whole, unread = api.stream("/x"), api.stream("/x")
-        pool: Any = whole._response._pool  # type: ignore[attr-defined]
-        assert list(whole) == [b"{}"]
-        whole.close()
-        kept = pool.pool.queue[-1]
-        assert kept is not None
+        complete, unread = api.stream("/x"), api.stream("/x")
+        pool: Any = complete._response._pool  # type: ignore[attr-defined]
+        assert list(complete) == [b"{}"]
+        complete.close()
+        returned = pool.pool.queue[-1]
+        assert returned is not None
         assert api.call("GET", "/x") == {}
-        assert pool.pool.queue[-1] is kept
+        assert pool.pool.queue[-1] is returned
         unread.close()
         unread._response.release_conn()  # as its reader at the body's end does, at the same moment
-        assert pool.pool.queue[-1] is kept
+        assert pool.pool.queue[-1] is returned
         assert not list(unread)
         assert pool.num_connections == 2
 
