@@ -42,7 +42,7 @@ def load(path: Path = BUDGET) -> dict[str, Any]:
     return content
 
 
-def tracked(*patterns: str) -> list[Path]:
+def list_files(*patterns: str) -> list[Path]:
     """Return the files that git tracks, or will with the next `git add`, and that match any of the git pathspecs."""
     words = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", *patterns]
     listing = subprocess.run(words, cwd=ROOT, capture_output=True, check=True).stdout
@@ -143,8 +143,8 @@ def render(text: str, figures: Figures) -> str:
 
 
 def current(budget: dict[str, Any]) -> Figures:
-    sources = {path: path.read_text() for path in tracked(*(f"{package}/*.py" for package in PRODUCT))}
-    return measure(budget["words"], sources, {path: path.read_text() for path in tracked("tests/*.py")})
+    sources = {path: path.read_text() for path in list_files(*(f"{package}/*.py" for package in PRODUCT))}
+    return measure(budget["words"], sources, {path: path.read_text() for path in list_files("tests/*.py")})
 
 
 def main(arguments: list[str]) -> int:

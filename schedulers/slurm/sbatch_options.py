@@ -47,7 +47,7 @@ _LATER: Mapping[str, tuple[str, Value]] = {
 _OURS: Mapping[str, str] = {
     "array": "--sweep",
     "chdir": "--code",
-    "comment": "nothing: accel finds its jobs by their comments",
+    "comment": "--name (accel finds its jobs by their comments)",
     "dependency": "--after",
     "error": "accel logs",
     "export": "--env",

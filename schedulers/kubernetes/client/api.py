@@ -345,7 +345,7 @@ class Stream:
         self._response = response
         self._api = api
         self._lock = threading.Lock()
-        self._closed = self._read = False
+        self._closed = self._has_reader = False
         self._release = response.release_conn
         response.release_conn = self._release_connection  # type: ignore[method-assign]
 
@@ -356,7 +356,7 @@ class Stream:
         with self._lock:
             if self._closed:
                 return
-            self._read = True
+            self._has_reader = True
         try:
             yield from self._response.stream(_PIECE)
         except (urllib3.exceptions.HTTPError, OSError) as error:
@@ -378,7 +378,7 @@ class Stream:
                 with contextlib.suppress(OSError):  # it has ended already
                     # Not SSLSocket's own, which discards the TLS state while another thread reads with it.
                     socket.socket.shutdown(sock, socket.SHUT_RDWR)
-        if not self._read:  # else the reader closes the response: two threads must not
+        if not self._has_reader:  # else the reader closes the response: two threads must not
             self._response.close()
 
     def _release_connection(self) -> None:
